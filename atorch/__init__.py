@@ -1,0 +1,1 @@
+"""atorch: train any PyTorch model as fast as the hardware allows."""

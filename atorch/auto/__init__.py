@@ -1,0 +1,1 @@
+"""Automatic acceleration: strategies, the methods they are made of, the planner, and `auto_accelerate`."""

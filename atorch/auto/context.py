@@ -1,0 +1,171 @@
+"""What a strategy is applied to: the user's model and how to build everything around it.
+
+A method returns a new Context and never changes the one it was given, except for the modules in `parts`, which the
+Context owns. Nothing is built while methods apply; `build` makes optimizer, loader and scheduler once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from atorch.cluster import ClusterSpec
+from atorch.cost import ModelProfile
+from atorch.distributed.mesh import BATCH_AXES, Mesh
+from atorch.distributed.world import World
+
+ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+LossFunc = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What the user gets, while the last pieces are put together by the `finish` functions."""
+
+    model: nn.Module
+    optim: Optimizer | None
+    dataloader: DataLoader[Any] | None
+    loss_func: LossFunc | None
+    prepare_input: Callable[[Any, Any], Any]
+    args: Mapping[str, bool]
+    loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by until the optimizer steps
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What `clip_grad_norm` must know about an accelerated model; kept on the model as `_atorch`."""
+
+    mesh: Mesh | None
+    loss_scale: Callable[[], float]
+
+
+class _Fields(NamedTuple):
+    model: nn.Module
+    optim: Any
+    dataloader: Any
+    loss_func: Any
+    prepare_input: Any
+    args: dict[str, bool]
+
+
+class AccelerateResult(_Fields):
+    """The six documented fields, in order; `lr_scheduler` and `step` are attributes beside them."""
+
+    lr_scheduler: Any
+    step: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """A model on its way to being accelerated."""
+
+    root: nn.Module  # the user's model, or the candidate's copy of it
+    parts: tuple[nn.Module, ...]  # one module per local pipeline stage; plain: (root,)
+    world: World
+    cluster: ClusterSpec
+    mesh: Mesh | None = None
+    compute_dtype: torch.dtype | None = None  # of matmuls, where a precision method chose one
+    find_unused_parameters: bool = False
+
+    make_param_groups: Callable[[tuple[nn.Module, ...]], ParamGroups]
+    make_optimizer: Callable[[ParamGroups], Optimizer] | None = None
+    make_loader: Callable[[int, int], DataLoader[Any]] | None = None  # (rank, size) of the batch axes → loader
+    make_scheduler: Callable[[Optimizer], Any] | None = None
+    loss_func: LossFunc | None = None
+    prepare_input: Callable[[Any, Any], Any]
+    call_model: Callable[[nn.Module, Any], Any]  # (model, prepared batch) → output
+    finish: tuple[Callable[[Built], Built], ...] = ()
+    args: Mapping[str, bool] = field(default_factory=dict)
+
+    sample_batch: Any = None
+    profile: ModelProfile | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self.world.device
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh's axes whose ranks see different samples and that are larger than 1."""
+        return tuple(axis for axis in BATCH_AXES if self.mesh is not None and self.mesh.size(axis) > 1)
+
+    def need_mesh(self) -> Mesh:
+        """The mesh, or one of a single process where none was made."""
+        return self.mesh or Mesh((("data", 1),), None, self.device.type)
+
+    def with_finish(self, finish: Callable[[Built], Built]) -> Context:
+        """This context with one more thing to do when everything is built."""
+        return replace(self, finish=(*self.finish, finish))
+
+    def build(self) -> AccelerateResult:
+        """Make optimizer, loader and scheduler, and bind them: the one place where this happens."""
+        for part in self.parts:
+            _move(part, self.device)
+        optim = None if self.make_optimizer is None else self.make_optimizer(self.make_param_groups(self.parts))
+        built = Built(
+            model=self.parts[0],
+            optim=optim,
+            dataloader=self._build_loader(),
+            loss_func=self.loss_func,
+            prepare_input=self.prepare_input,
+            args={"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False, **self.args},
+        )
+        for finish in self.finish:
+            built = finish(built)
+        object.__setattr__(built.model, "_atorch", Binding(self.mesh, built.loss_scale))
+        scheduler = None
+        if self.make_scheduler is not None and built.optim is not None:
+            scheduler = self.make_scheduler(built.optim)
+        return self._result(built, scheduler)
+
+    def _build_loader(self) -> DataLoader[Any] | None:
+        if self.make_loader is None:
+            return None
+        if self.mesh is None:
+            return self.make_loader(0, 1)
+        return self.make_loader(self.mesh.rank(*BATCH_AXES), self.mesh.size(*BATCH_AXES))
+
+    def _result(self, built: Built, scheduler: Any) -> AccelerateResult:
+        result = AccelerateResult(
+            built.model, built.optim, built.dataloader, built.loss_func, built.prepare_input, dict(built.args)
+        )
+        result.lr_scheduler = scheduler
+        result.step = _make_step(result, self.call_model, self.device)
+        return result
+
+
+def _move(part: nn.Module, device: torch.device) -> None:
+    """To the device, unless it is there: sharding moves what it shards, and meta parameters are the method's to fill."""
+    tensors = [*part.parameters(), *part.buffers()]
+    if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
+        part.to(device)
+
+
+def _make_step(
+    result: AccelerateResult, call_model: Callable[[nn.Module, Any], Any], device: torch.device
+) -> Callable[[Any], Any]:
+    """A whole training step on a batch of the loader: returns the detached loss."""
+    model, optim, _, loss_func, prepare_input, args = result
+
+    def step(batch: Any) -> Any:
+        batch = prepare_input(batch, device)
+        loss = loss_func(batch, call_model(model, batch))
+        value = loss[0] if isinstance(loss, (list, tuple)) else loss
+        if args["use_optim_backward"]:
+            optim.backward(value)
+        else:
+            value.backward()
+        optim.step()
+        optim.zero_grad()
+        if result.lr_scheduler is not None:
+            result.lr_scheduler.step()
+        return value.detach()
+
+    return step

@@ -1,0 +1,2 @@
+"""The methods, one a file. Importing this package registers them all."""
+

@@ -1,0 +1,1 @@
+"""Choosing a strategy: trace, estimate, dry-run."""

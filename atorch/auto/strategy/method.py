@@ -1,0 +1,138 @@
+"""A method: one optimization as a frozen value. Its fields are the knobs, its type is the choice.
+
+A method knows what it costs (`cost`), how it is applied (`apply`), what the search may try (`choices`), and why it
+cannot run on a machine (`unmet`). `Phase` is the whole composition order; methods that share a slot exclude each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from atorch.errors import StrategyError, near_miss
+from atorch.registry import Registry
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from atorch.auto.context import Context
+    from atorch.cluster import ClusterSpec
+    from atorch.cost import Cost, ModelProfile
+
+
+class Phase(IntEnum):
+    """When a method acts. Methods apply in this order, whatever order the user gave."""
+
+    MESH = 0
+    MODULE = 1
+    PRECISION = 2
+    SPLIT = 3
+    TENSOR = 4
+    RECOMPUTE = 5
+    COMPILE = 6
+    SHARD = 7
+    STEP = 8
+
+
+class Method(BaseModel):
+    """Base of all methods. Subclasses declare knobs as fields and register with `@method`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    name: ClassVar[str]
+    phase: ClassVar[Phase]
+    slot: ClassVar[str]
+
+    @classmethod
+    def of(cls, config: Any = None) -> Self:
+        """The method from a configuration: `None` for the defaults, a mapping of knobs, or a short form of its own.
+
+        Raises:
+            StrategyError: an unknown knob (the nearest is named) or a value that does not hold.
+        """
+        if config is None:
+            config = {}
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, (set, frozenset)) and len(config) == 2:
+            knob = next((item for item in config if isinstance(item, str)), "knob")
+            raise StrategyError(
+                f"{cls.name} was given the set {config!r}; write a dict: {{{knob!r}: "
+                f"{next((item for item in config if item != knob), True)!r}}}"
+            )
+        if not isinstance(config, Mapping):
+            raise StrategyError(f"{cls.name} was given {config!r}; it takes a dict of {cls._knobs() or 'nothing'}")
+        for knob in config:
+            if knob not in cls.model_fields:
+                raise StrategyError(f"{cls.name} has no knob {knob!r}; {near_miss(str(knob), cls.model_fields)}")
+        try:
+            return cls(**config)
+        except ValidationError as error:
+            raise StrategyError(cls._explain(error)) from None
+
+    @classmethod
+    def _knobs(cls) -> str:
+        return ", ".join(cls.model_fields)
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        faults = []
+        for fault in error.errors():
+            place = ".".join(str(part) for part in (cls.name, *fault["loc"]))
+            message = fault["msg"].removeprefix("Value error, ")
+            faults.append(f"{place} was given {fault['input']!r}: {message}")
+        return "; ".join(faults)
+
+    def unmet(self, cluster: ClusterSpec) -> str | None:
+        """Why the hardware cannot run this method, or None where it can.
+
+        Raises:
+            CapabilityError: a package is missing; the message names the extra that brings it.
+        """
+        return None
+
+    def cost(self, cost: Cost) -> Cost:
+        """The step's cost once this method is on."""
+        return cost
+
+    def apply(self, ctx: Context) -> Context:
+        """The context once this method is on. May transform `ctx.parts` in place, returns a new Context."""
+        raise NotImplementedError(f"{self.name} does not say how it is applied")
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """The settings that the search may try for this model and machine; none unless a method says so."""
+        return ()
+
+
+METHODS: Registry[type[Method]] = Registry("method")
+
+M = TypeVar("M", bound=type[Method])
+
+
+def method(name: str, *, phase: Phase, slot: str | None = None) -> Callable[[M], M]:
+    """Register a Method under `name`. At most one method of a `slot` (default: its own name) is in a strategy."""
+
+    def register(cls: M) -> M:
+        cls.name, cls.phase, cls.slot = name, phase, slot or name
+        METHODS.add(name, cls)
+        return cls
+
+    return register
+
+
+class Recipe:
+    """A name for several methods. It is expanded when a strategy is built and does not appear in it."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def expand(cls, config: Any, others: tuple[Method, ...]) -> tuple[Method, ...]:
+        """The methods that the recipe stands for, beside the strategy's `others`."""
+        raise NotImplementedError(f"{cls.__name__} does not say what it expands to")
+
+
+RECIPES: Registry[type[Recipe]] = Registry("recipe")

@@ -1,0 +1,117 @@
+"""A strategy: an ordered, valid set of methods. Building one is what checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from atorch.auto.strategy.method import METHODS, Method
+from atorch.errors import StrategyError
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Context
+    from atorch.cost import Cost
+
+M = TypeVar("M", bound=Method)
+
+
+@dataclass(frozen=True)
+class Strategy(Sequence[Method]):
+    """Methods in phase order, at most one a slot. Two strategies are equal where their methods are.
+
+    `metadata` says where the strategy comes from: versions, world size, cluster, model fingerprint, and the
+    figures it was chosen by. `report` is the search's account of why this one, for people.
+    """
+
+    methods: tuple[Method, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    report: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        held: dict[str, str] = {}
+        for each in self.methods:
+            if not isinstance(each, Method):
+                raise StrategyError(f"a strategy holds methods; {each!r} is none. Build one with Strategy.of([...])")
+            if each.slot in held:
+                other = held[each.slot]
+                twice = f"{each.name} is given twice" if other == each.name else f"{other} and {each.name} exclude each other"
+                raise StrategyError(f"{twice}: a strategy has one {each.slot}. Leave one out")
+            held[each.slot] = each.name
+        object.__setattr__(self, "methods", tuple(sorted(self.methods, key=lambda each: (each.phase, each.name))))
+
+    @classmethod
+    def of(cls, source: Any) -> Strategy:
+        """A strategy from what users write.
+
+        Takes a Strategy; a list of names, `(name, config)` pairs and Methods; JSON as bytes or as a string that
+        starts with `[` or `{`; any other string (or a path) names a strategy file.
+
+        Raises:
+            StrategyError: whatever does not hold, with its place.
+        """
+        from atorch.auto.strategy import codec
+
+        if isinstance(source, Strategy):
+            return source
+        if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
+            return codec.read(source)
+        if isinstance(source, Iterable) and not isinstance(source, Mapping):
+            return cls(tuple(codec.methods_of(list(source))))
+        raise StrategyError(
+            f"a strategy cannot be made of {type(source).__name__} {source!r:.80}; give a list of method names and "
+            "(name, config) pairs, JSON, the path of a strategy file, or a Strategy"
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> Method: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Method]: ...
+    def __getitem__(self, index: int | slice) -> Method | Sequence[Method]:
+        return self.methods[index]
+
+    def __len__(self) -> int:
+        return len(self.methods)
+
+    def __iter__(self) -> Iterator[Method]:
+        return iter(self.methods)
+
+    def __contains__(self, item: object) -> bool:
+        """Whether a method, or one of that name, is in the strategy."""
+        return item in self.methods or item in self.names()
+
+    def names(self) -> tuple[str, ...]:
+        """The methods' names, in order."""
+        return tuple(each.name for each in self.methods)
+
+    def get(self, kind: type[M]) -> M | None:
+        """The strategy's method of class `kind`."""
+        return next((each for each in self.methods if isinstance(each, kind)), None)
+
+    def with_method(self, new: Method) -> Strategy:
+        """This strategy with `new` in its slot."""
+        kept = tuple(each for each in self.methods if each.slot != new.slot)
+        return Strategy((*kept, new), self.metadata, self.report)
+
+    def without(self, name: str) -> Strategy:
+        """This strategy without the method `name`."""
+        METHODS[name]
+        return Strategy(tuple(each for each in self.methods if each.name != name), self.metadata, self.report)
+
+    def cost(self, cost: Cost) -> Cost:
+        """Fold the methods' costs."""
+        return reduce(lambda folded, each: each.cost(folded), self.methods, cost)
+
+    def apply(self, ctx: Context) -> Context:
+        """Fold the methods' application: the context they make of `ctx`."""
+        return reduce(lambda folded, each: each.apply(folded), self.methods, ctx)
+
+    def __str__(self) -> str:
+        return " + ".join(_shown(each) for each in self.methods) or "plain"
+
+
+def _shown(each: Method) -> str:
+    changed = each.model_dump(exclude_defaults=True)
+    knobs = ", ".join(f"{knob}={value!r}" for knob, value in changed.items())
+    return f"{each.name}({knobs})" if knobs else each.name

@@ -1,0 +1,104 @@
+"""The structure of a model: its repeated blocks, and its modules found by class or by name.
+
+Wrapping for sharding, checkpointing and compiling all work block by block, on any model: a block is one of
+several siblings of one class in a container, such as the layers of a transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from atorch.errors import StrategyError, near_miss
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's outermost repeated blocks by name, in the order of definition; empty where nothing repeats.
+
+    Siblings of one class that hold parameters and have modules of their own are blocks. Members of
+    containers (`ModuleList`, `Sequential`, `ModuleDict`) are preferred; only where there are none do attributes
+    of one class count, so that a model's encoder and decoder are not taken for two blocks.
+    """
+    for parents in (_CONTAINERS, (nn.Module,)):
+        found = dict(_outermost(model, "", parents))
+        if found:
+            return found
+    return {}
+
+
+def _outermost(module: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Module]]:
+    children = list(module.named_children())
+    classes = [type(child) for _, child in children if _can_be_block(child)]
+    for name, child in children:
+        path = f"{prefix}{name}"
+        if isinstance(module, parents) and _can_be_block(child) and classes.count(type(child)) > 1:
+            yield path, child
+        else:
+            yield from _outermost(child, f"{path}.", parents)
+
+
+def _can_be_block(module: nn.Module) -> bool:
+    composite = next(module.children(), None) is not None and not isinstance(module, _CONTAINERS)
+    return composite and next(module.parameters(), None) is not None
+
+
+def module_names(config: Any, where: str) -> tuple[str, ...]:
+    """Layer classes or names, one or many, as names: what a strategy file can hold.
+
+    Raises:
+        StrategyError: an item is neither a module class nor a string.
+    """
+    items: Sequence[Any] = [config] if isinstance(config, (str, type)) else list(config)
+    names = []
+    for item in items:
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            names.append(item.__name__)
+        elif isinstance(item, str) and item:
+            names.append(item)
+        else:
+            raise StrategyError(f"{where} has {item!r}; give module classes or their names")
+    return tuple(names)
+
+
+def find_modules(model: nn.Module, names: Iterable[str], where: str) -> dict[str, nn.Module]:
+    """The modules that each of `names` means: a class name, `package.module.Class`, or a dotted submodule name.
+
+    A class name also finds modules of its subclasses where no module is of exactly that class. Names resolve
+    among the modules of `model` alone; nothing is imported.
+
+    Raises:
+        StrategyError: a name finds no module; the nearest is named.
+    """
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        matches = _named(model, name)
+        if not matches:
+            known = {type(module).__name__ for module in model.modules()} - {"ModuleList", "Sequential", "ModuleDict"}
+            raise StrategyError(
+                f"{where} names {name!r}, but {type(model).__name__} has no module of that class or name; "
+                f"{near_miss(name, known)}"
+            )
+        found.update(matches)
+    return {path: module for path, module in model.named_modules() if path in found}
+
+
+def _named(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    if name in modules and name:
+        return {name: modules[name]}
+    exact = {path: module for path, module in modules.items() if _is_called(type(module), name)}
+    if exact:
+        return exact
+    return {path: m for path, m in modules.items() if any(_is_called(cls, name) for cls in _user_bases(m))}
+
+
+def _is_called(cls: type, name: str) -> bool:
+    return name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _user_bases(module: nn.Module) -> Iterator[type]:
+    return (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module)

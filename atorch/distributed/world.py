@@ -1,0 +1,74 @@
+"""The processes of this job: started by torchrun, by hand with `init_process_group`, or just one.
+
+The one file that reads torchrun's environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from atorch.errors import ArgumentError
+from atorch.logs import name_rank
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the processes of the job."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+
+def init(device_type: str | None = None) -> World:
+    """Join the job's process group where a launcher started several processes, and say who this process is.
+
+    A group that exists already is kept. Without a launcher this is one process, and no group is made
+    until something asks for one (`ensure_group`).
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _check_launcher()
+        dist.init_process_group(_backend(device_type), timeout=TIMEOUT)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if size > 1:
+        name_rank(rank)
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return World(rank=rank, size=size, local_rank=local_rank, device=device)
+
+
+def ensure_group(device_type: str) -> None:
+    """Make the group of this one process where there is none, so that a mesh of size 1 can stand on it."""
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(device_type), store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+
+
+def local_world_size() -> int:
+    """How many processes the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _backend(device_type: str) -> str:
+    # gloo beside nccl: objects and decisions travel over the host, so that a busy device cannot delay them.
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+
+
+def _check_launcher() -> None:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ArgumentError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set; start with "
+            "`torchrun --nproc-per-node N script.py`, or unset WORLD_SIZE to run one process"
+        )

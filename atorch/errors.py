@@ -1,0 +1,54 @@
+"""Every error that atorch raises on purpose.
+
+AtorchError
+├── StrategyError (ValueError)    a strategy that cannot be meant, or cannot be meant here
+├── ArgumentError (ValueError)    an argument of a front door that does not hold
+├── CapabilityError               a package or device that a method needs is not here
+├── NoFeasiblePlanError           the search found no strategy that fits
+├── OutOfBudgetError              a memory budget that was promised cannot be kept
+└── CheckpointError               a saved file that cannot be read back
+
+A message says what was given, what holds, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AtorchError(Exception):
+    """Base of every error atorch raises on purpose."""
+
+
+class StrategyError(AtorchError, ValueError):
+    """A strategy that cannot be meant: unknown name, bad value, two methods in one slot, a file that is none."""
+
+
+class ArgumentError(AtorchError, ValueError):
+    """An argument of a front door that does not hold, with what would."""
+
+
+class CapabilityError(AtorchError):
+    """Something a method needs is missing; the message names the extra or the device that provides it."""
+
+
+class NoFeasiblePlanError(AtorchError):
+    """No strategy fits; the message names the nearest miss."""
+
+
+class OutOfBudgetError(AtorchError):
+    """A byte budget cannot be kept; the message says by how much and where."""
+
+
+class CheckpointError(AtorchError):
+    """A checkpoint that cannot be read, with the place of the fault."""
+
+
+def near_miss(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown `name`: the nearest known one, or all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"known: {', '.join(known)}" if known else "nothing is known here"

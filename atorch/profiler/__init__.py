@@ -1,0 +1,1 @@
+"""Tracing and measuring models."""

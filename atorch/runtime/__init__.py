@@ -1,0 +1,1 @@
+"""Mechanisms: each file is usable by hand, with torch alone."""
