@@ -1,0 +1,156 @@
+"""A pool of worker processes for distributed tests: started once, a fresh gloo group for every call.
+
+    def check_sum(rank: int, size: int, factor: int) -> float:      # a module-level function
+        value = torch.tensor(float(rank * factor))
+        dist.all_reduce(value)
+        return value.item()
+
+    def test_sum(pool):
+        assert pool.run(check_sum, 10, ranks=2) == [10.0, 10.0]
+
+`run(function, *args, ranks=2, timeout=120)` calls `function(rank, size, *args)` on each rank inside an initialised
+process group and returns the results by rank. Results and arguments travel by pickle: return plain data or CPU tensors.
+A rank that raises fails the test with its traceback; the ranks it leaves waiting in a collective are replaced.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+
+GRACE_S = 8.0  # what a failed rank's peers get to fail by themselves
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the message holds every failed rank's traceback."""
+
+
+class Pool:
+    """Worker processes that wait for functions to run as ranks of a group."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._stores = tempfile.TemporaryDirectory()
+        self._calls = 0
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
+        """`function(rank, size, *args)` on `ranks` processes; the results by rank."""
+        while len(self._workers) < ranks:
+            self._workers.append(_Worker())
+        workers, self._calls = self._workers[:ranks], self._calls + 1
+        store = os.path.join(self._stores.name, f"store{self._calls}")
+        for rank, worker in enumerate(workers):
+            worker.pipe.send((function, args, rank, ranks, store))
+        results, failures = self._collect(workers, timeout)
+        if failures:
+            raise RankFailure("\n".join(f"--- rank {rank} of {ranks}\n{text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in range(ranks)]
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        waiting = dict(enumerate(workers))
+        while waiting:
+            ready = wait([worker.pipe for worker in waiting.values()], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank, worker in waiting.items():
+                    failures.setdefault(rank, "did not answer in time: waiting for a peer, or stuck")
+                    self._workers[self._workers.index(worker)] = worker.replaced()
+                break
+            for rank, worker in list(waiting.items()):
+                if worker.pipe in ready:
+                    del waiting[rank]
+                    ok, value = worker.answer()
+                    if ok:
+                        results[rank] = value
+                    else:
+                        failures[rank] = value
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                        if not worker.process.is_alive():
+                            self._workers[self._workers.index(worker)] = worker.replaced()
+        return results, failures
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.end()
+        self._stores.cleanup()
+
+
+class _Worker:
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> tuple[bool, Any]:
+        try:
+            ok, value = self.pipe.recv()
+        except EOFError:
+            self.process.join(1)
+            return False, f"the process ended with exit code {self.process.exitcode}"
+        return bool(ok), value
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def replaced(self) -> _Worker:
+        self.end()
+        return _Worker()
+
+
+def _serve(pipe: Connection) -> None:
+    """Run what arrives until the other end is gone."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("default")
+    while True:
+        try:
+            function, args, rank, size, store = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, _as_rank(function, args, rank, size, store)
+        except Exception:  # the traceback is the answer
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+
+
+def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, store: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from atorch.distributed import mesh
+
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    try:
+        return function(rank, size, *args)
+    finally:
+        mesh.set_current(None)
+        gc.collect()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The session's worker processes."""
+    pool = Pool()
+    yield pool
+    pool.close()

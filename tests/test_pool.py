@@ -1,0 +1,40 @@
+"""The pool itself: results by rank, failures with their tracebacks, survival after both."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool, RankFailure
+
+
+def summed(rank: int, size: int, factor: int) -> float:
+    value = torch.tensor(float(rank * factor))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def one_raises(rank: int, size: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one gave up")
+    dist.barrier()
+
+
+def one_dies(rank: int, size: int) -> None:
+    if rank == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_results_come_by_rank(pool: Pool) -> None:
+    assert pool.run(summed, 10, ranks=2) == [10.0, 10.0]
+
+
+@pytest.mark.parametrize(("function", "sign"), [(one_raises, "rank one gave up"), (one_dies, "exit code 3")])
+def test_a_failing_rank_fails_the_call_and_the_pool_goes_on(pool: Pool, function: object, sign: str) -> None:
+    with pytest.raises(RankFailure, match=sign):
+        pool.run(function, ranks=2)  # type: ignore[arg-type]
+    assert pool.run(summed, 1, ranks=2) == [1.0, 1.0]
