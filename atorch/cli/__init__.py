@@ -1,0 +1,54 @@
+"""The `atorch` command. Each command is one module; none imports torch before it runs, so that help is immediate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import typer
+
+from atorch.cli import doctor, selftest, strategy
+from atorch.errors import AtorchError
+
+__all__ = ["app", "main"]
+
+# What typer raises about a command line, a class it does not export: BadParameter is one kind of it.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="atorch",
+    help="Plan, shard and train PyTorch models.",
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: importing rich would double the time it takes
+    pretty_exceptions_enable=False,
+)
+app.command("doctor")(doctor.doctor)
+app.command("test")(selftest.selftest)
+app.add_typer(strategy.app, name="strategy")
+
+
+@app.callback(invoke_without_command=True)
+def _help_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (default: the process's own) and return the exit status.
+
+    Status 2 is a mistake in what was asked, told in one line; 1 is a check that failed; 130 is an interrupt.
+    """
+    try:
+        status = app(arguments, standalone_mode=False)
+    except _UsageError as error:
+        return _complain(cast(typer.BadParameter, error).format_message())
+    except AtorchError as error:
+        return _complain(str(error))
+    except typer.Abort:
+        return 130
+    return status if isinstance(status, int) else 0
+
+
+def _complain(message: str) -> int:
+    typer.echo(f"atorch: {message}", err=True)
+    return 2

@@ -1,0 +1,108 @@
+"""`atorch doctor`: what is on this machine, and which methods can run on it. Made to be pasted into an issue."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
+
+if TYPE_CHECKING:
+    from atorch.auto.strategy import Method
+    from atorch.cluster import ClusterSpec
+
+
+def doctor() -> None:
+    """Print the environment, and for each method whether it can run here, or why not."""
+    from rich.console import Console
+
+    from atorch.cluster import ClusterSpec
+
+    console = Console()
+    console.print(_table("environment", ("", ""), _environment()))
+    console.print(_table("extras", ("extra", "package", "version"), _extras()))
+    console.print(_table("methods", ("method", "here", ""), _methods(ClusterSpec.detect())))
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> object:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    import psutil
+    import torch
+    import torch.distributed as dist
+
+    from atorch.units import format_bytes
+
+    yield "atorch", _version("atorch")
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    backends = (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available), ("mpi", dist.is_mpi_available))
+    yield "communication", ", ".join(name for name, is_there in backends if is_there()) or "none"
+    cores, memory = psutil.cpu_count(logical=False), psutil.virtual_memory().total
+    yield "cpu", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}, {format_bytes(memory)}"
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}", f"{device.name}, {device.major}.{device.minor}, {format_bytes(device.total_memory)}"
+
+
+def _extras() -> Iterator[tuple[str, str, str]]:
+    """Each extra's packages, as the installed atorch declares them: (extra, package, version or "absent")."""
+    from packaging.requirements import Requirement
+
+    try:
+        declared = importlib.metadata.metadata("atorch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    requirements = [Requirement(line) for line in declared.get_all("Requires-Dist") or ()]
+    for extra in declared.get_all("Provides-Extra") or ():
+        for requirement in requirements:
+            if extra != "dev" and requirement.marker and requirement.marker.evaluate({"extra": extra}):
+                yield extra, requirement.name, _version(requirement.name)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _methods(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
+    """Each method and each of its backends: (name, "yes" or "no", what it does or what it lacks)."""
+    import atorch.auto.opt_lib  # registers the methods  # noqa: F401
+    from atorch.auto.strategy import METHODS
+
+    for name in METHODS:
+        for backend in _backends(METHODS[name]):
+            lack = _lack(METHODS[name], backend, cluster)
+            summary = (METHODS[name].__doc__ or "").strip().partition("\n")[0]
+            shown = name if backend is None else f"{name} ({backend})"
+            yield shown, "yes" if lack is None else "no", summary if lack is None else lack
+
+
+def _backends(method: type[Method]) -> tuple[str | None, ...]:
+    """The values of the method's `backend` knob; `(None,)` where it has none."""
+    knob = method.model_fields.get("backend")
+    if knob is None or get_origin(knob.annotation) is not Literal:
+        return (None,)
+    return get_args(knob.annotation)
+
+
+def _lack(method: type[Method], backend: str | None, cluster: ClusterSpec) -> str | None:
+    """Why the method cannot run on `cluster`, or None where it can."""
+    from atorch.errors import CapabilityError
+
+    try:
+        return method.of(None if backend is None else {"backend": backend}).unmet(cluster)
+    except CapabilityError as error:
+        return str(error)

@@ -1,0 +1,39 @@
+"""`atorch test`: does training on two processes change a model as training on one does? Takes less than a minute."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import typer
+
+NUM_PROCESSES = 2
+TIME_LIMIT_S = 120
+
+
+def selftest() -> None:
+    """Train a small model on two processes and on one, and compare what they learn."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_PROCESSES)]
+    try:
+        run = subprocess.run(
+            [*_device_choice(), *command, "-m", "atorch.cli.parity"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        typer.echo(f"FAILED: {NUM_PROCESSES} processes were not done after {TIME_LIMIT_S} s", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(run.stdout, nl=False)
+    if run.returncode != 0:
+        typer.echo(run.stderr, err=True, nl=False)
+        typer.echo("FAILED", err=True)
+        raise typer.Exit(1)
+
+
+def _device_choice() -> list[str]:
+    """What to put before the command so that each process has a device: one GPU cannot be shared, so it is hidden."""
+    import torch
+
+    return ["env", "CUDA_VISIBLE_DEVICES="] if 0 < torch.cuda.device_count() < NUM_PROCESSES else []
