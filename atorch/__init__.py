@@ -1,1 +1,55 @@
-"""atorch: train any PyTorch model as fast as the hardware allows."""
+"""atorch: train any PyTorch model as fast as the hardware allows.
+
+    status, result, strategy = auto_accelerate(model, torch.optim.AdamW, dataset, loss_func)
+
+The public names are loaded when they are first asked for, so that the command line answers without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atorch.auto.accelerate import auto_accelerate, plan
+    from atorch.auto.planner.plan import Plan
+    from atorch.auto.strategy import Strategy
+    from atorch.cluster import ClusterSpec
+    from atorch.runtime.clip import clip_grad_norm
+    from atorch.runtime.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ClusterSpec": "atorch.cluster",
+    "Plan": "atorch.auto.planner.plan",
+    "Strategy": "atorch.auto.strategy",
+    "auto_accelerate": "atorch.auto.accelerate",
+    "checkpoint_sequential": "atorch.runtime.recompute",
+    "checkpoint_wrapper": "atorch.runtime.recompute",
+    "clip_grad_norm": "atorch.runtime.clip",
+    "is_recomputing": "atorch.runtime.recompute",
+    "plan": "atorch.auto.accelerate",
+}
+
+__all__ = [
+    "ClusterSpec",
+    "Plan",
+    "Strategy",
+    "auto_accelerate",
+    "checkpoint_sequential",
+    "checkpoint_wrapper",
+    "clip_grad_norm",
+    "is_recomputing",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'atorch' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

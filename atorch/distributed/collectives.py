@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -76,3 +76,19 @@ def _named(name: str) -> type[AtorchError]:
 def _host_group() -> dist.ProcessGroup | None:
     """The default group; with cpu:gloo beside nccl its object collectives run over the host."""
     return dist.group.WORLD
+
+
+def synchronise(tensors: Sequence[torch.Tensor]) -> None:
+    """Rank 0's values in every rank's `tensors`, in place; nothing travels where they agree already.
+
+    The same model must stand on every rank before it is sharded; a model built without a seed does not.
+    """
+    if not several():
+        return
+    known = [tensor for tensor in tensors if not tensor.is_meta]
+    sums = [float(torch.sum(tensor.detach(), dtype=torch.float64)) for tensor in known]
+    if len({tuple(values) for values in gather_objects(sums)}) == 1:
+        return
+    with torch.no_grad():
+        for tensor in known:
+            dist.broadcast(tensor.detach(), src=0)

@@ -1,0 +1,249 @@
+"""`auto_accelerate`: plan where no strategy is given, check, apply, build.
+
+The same call on one process or on many: every rank makes it with the same arguments, and all ranks return together
+or raise together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from atorch.auto.context import AccelerateResult, Context, LossFunc, ParamGroups
+from atorch.auto.job import InputFormat, make_context
+from atorch.auto.opt_lib.completion import complete
+from atorch.auto.provenance import fingerprint, provenance
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
+from atorch.distributed import world as worlds
+from atorch.distributed.collectives import agree, synchronise, together
+from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
+from atorch.logs import logger
+
+if TYPE_CHECKING:
+    from atorch.auto.planner.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keywords of `auto_accelerate` and `plan` beyond their signature."""
+
+    ignore_dryrun_on_load_strategy: bool = True
+    verbose: bool = False
+    time_limit: float | None = None  # seconds for the search
+    find_unused_parameters: bool = False
+    sampler_seed: int = 0
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Options:
+        """The options from keywords; raises ArgumentError for one that does not exist or does not hold."""
+        known = [each.name for each in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                raise ArgumentError(f"auto_accelerate has no argument {name!r}; {near_miss(name, known)}")
+        options = cls(**keywords)
+        if options.time_limit is not None and not options.time_limit > 0:
+            raise ArgumentError(f"time_limit is {options.time_limit!r}; it is a number of seconds above 0, or None")
+        return options
+
+
+def auto_accelerate(
+    model: nn.Module,
+    optim_func: Callable[..., Any] | None = None,
+    dataset: Dataset[Any] | None = None,
+    loss_func: LossFunc | None = None,
+    prepare_input: Callable[[Any, Any], Any] | None = None,
+    model_input_format: InputFormat | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+    optim_param_func: Callable[[nn.Module], ParamGroups] | None = None,
+    dataloader_args: Mapping[str, Any] | None = None,
+    distributed_sampler_cls: Callable[..., Any] | None = None,
+    excluded: Sequence[str] | None = None,
+    included: Sequence[str] | None = None,
+    load_strategy: Any = None,
+    lr_scheduler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_args: Mapping[str, Any] | None = None,
+    finetune_strategy: bool = False,
+    save_strategy_to_file: str | None = None,
+    **kargs: Any,
+) -> tuple[bool, AccelerateResult | None, Strategy | None]:
+    """Make `model` train as fast as the hardware allows.
+
+    Without `load_strategy` the strategy is searched for: this needs `optim_func`, `dataset` and `loss_func`. With one,
+    it is applied as it is (`finetune_strategy=True` searches the knobs that it leaves unset).
+
+    Args:
+        model: an ordinary, non-distributed module. It is changed in place by the strategy that is chosen, and by no other.
+        optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer.
+        dataset: the training data.
+        loss_func: `(input, output) -> loss`, a scalar tensor, or a list or tuple whose first item is one.
+        prepare_input: `(data, device) -> input`; None moves the tensors in `data` to the device.
+        model_input_format: how `input` is given to the model: None as it is, "unpack_sequence" as `*input`,
+            "unpack_dict" as `**input`.
+        optim_args: keyword arguments of the optimizer.
+        optim_param_func: `(model) -> parameter groups`.
+        dataloader_args: keyword arguments of the DataLoader. `batch_size` is the global batch size.
+        distributed_sampler_cls: a class with DistributedSampler's interface.
+        excluded, included: names of methods that the search must not, or must, use.
+        load_strategy: a list of method names and `(name, config)` pairs, a Strategy, JSON, or the path of a strategy file.
+        lr_scheduler_cls, lr_scheduler_args: a scheduler that is built on the resulting optimizer.
+        save_strategy_to_file: where to write the resulting strategy, as JSON.
+        **kargs: see `Options`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), find_unused_parameters,
+            sampler_seed.
+
+    Returns:
+        `(status, result, best_strategy)`. `result` unpacks as (model, optim, dataloader, loss_func, prepare_input, args)
+        and has `lr_scheduler` and `step` beside them. `status` is False, and the others None, only where a search finds
+        nothing that fits.
+
+    Raises:
+        ArgumentError, StrategyError, CapabilityError: on every rank, for whatever does not hold.
+    """
+    options = Options.of(kargs)
+    planned = load_strategy is None or finetune_strategy
+    ctx = _context(
+        options, planned, model, optim_func, dataset, loss_func, prepare_input, model_input_format, optim_args,
+        optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args,
+    )  # fmt: skip
+    given = None if load_strategy is None else _loaded(load_strategy, ctx)
+    try:
+        strategy = _chosen(ctx, given, options, finetune_strategy, excluded, included)
+    except NoFeasiblePlanError as error:
+        if given is not None:
+            raise
+        logger.warning("%s", error)
+        return False, None, None
+    result = accelerate(ctx, strategy)
+    if save_strategy_to_file is not None:
+        together(lambda: strategy.save(save_strategy_to_file) if ctx.world.rank == 0 else None)
+    return True, result, strategy
+
+
+def plan(
+    model: nn.Module,
+    optim_func: Callable[..., Any],
+    dataset: Dataset[Any],
+    loss_func: LossFunc,
+    *,
+    excluded: Sequence[str] | None = None,
+    included: Sequence[str] | None = None,
+    **kargs: Any,
+) -> Plan:
+    """What the fully automatic mode of `auto_accelerate` would choose, and why. The model is left as it is.
+
+    Takes the arguments of `auto_accelerate` that describe the job.
+
+    Raises:
+        NoFeasiblePlanError: nothing fits; the nearest miss is named.
+    """
+    from atorch.auto.planner import search
+
+    names = {each.name for each in fields(Options)}
+    options = Options.of({name: value for name, value in kargs.items() if name in names})
+    job = {name: value for name, value in kargs.items() if name not in names}
+    unknown = set(job) - set(_JOB_ARGUMENTS)
+    if unknown:
+        raise ArgumentError(f"plan has no argument {min(unknown)!r}; {near_miss(min(unknown), _JOB_ARGUMENTS)}")
+    ctx = _context(options, True, model, optim_func, dataset, loss_func, **job)
+    return search(
+        ctx, excluded=excluded, included=included, time_limit=options.time_limit, verbose=options.verbose
+    )
+
+
+_JOB_ARGUMENTS = (
+    "prepare_input", "model_input_format", "optim_args", "optim_param_func", "dataloader_args",
+    "distributed_sampler_cls", "lr_scheduler_cls", "lr_scheduler_args",
+)  # fmt: skip
+
+
+def accelerate(ctx: Context, strategy: Strategy) -> AccelerateResult:
+    """Apply a complete strategy to the context's model and build the result."""
+    if ctx.world.size > 1:
+        synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
+    return strategy.apply(ctx).build()
+
+
+def _context(options: Options, planned: bool, *job: Any, **more: Any) -> Context:
+    world = worlds.init()
+    cluster = ClusterSpec.detect(world, measure=planned)
+    made = together(
+        lambda: make_context(
+            *job,
+            **more,
+            world=world,
+            cluster=cluster,
+            find_unused_parameters=options.find_unused_parameters,
+            sampler_seed=options.sampler_seed,
+        )
+    )
+    if planned:
+        together(lambda: _need_for_planning(made))
+    return made
+
+
+def _need_for_planning(ctx: Context) -> None:
+    needed = {"optim_func": ctx.make_optimizer, "dataset": ctx.make_loader, "loss_func": ctx.loss_func}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ArgumentError(
+            f"the fully automatic mode runs real steps, so it needs {' and '.join(missing)}; "
+            "give it, or give a load_strategy"
+        )
+
+
+def _loaded(source: Any, ctx: Context) -> Strategy:
+    """The user's strategy, complete for these processes, without what this hardware cannot do."""
+
+    def read() -> Strategy:
+        strategy = Strategy.of(source)
+        rejected = {}
+        for each in strategy:
+            reason = each.unmet(ctx.cluster)
+            if reason is not None:
+                rejected[each.name] = reason
+        for name, reason in rejected.items():
+            logger.warning("%s is left out of the strategy: %s", name, reason)
+            strategy = strategy.without(name)
+        known = strategy.metadata.get("model", {}).get("fingerprint")
+        if known is not None and known != fingerprint(ctx.root):
+            logger.warning("the strategy was chosen for another model; its figures need not hold for this one")
+        metadata = {**strategy.metadata, **provenance(ctx.root, ctx.cluster, ctx.world.size)}
+        if rejected:
+            metadata["rejected"] = rejected
+        return replace(complete(strategy, ctx.world.size), metadata=metadata)
+
+    strategy = together(read)
+    agree([repr(each) for each in strategy], "the strategy", StrategyError)
+    return strategy
+
+
+def _chosen(
+    ctx: Context,
+    given: Strategy | None,
+    options: Options,
+    finetune: bool,
+    excluded: Sequence[str] | None,
+    included: Sequence[str] | None,
+) -> Strategy:
+    """The given strategy, dry-run where the user wants that; or the plan's."""
+    if given is not None and not finetune and options.ignore_dryrun_on_load_strategy:
+        return given
+    from atorch.auto.planner import dry_run, search
+
+    if given is not None and not finetune:
+        dry_run(ctx, given)
+        return given
+    found = search(
+        ctx,
+        excluded=excluded,
+        included=included,
+        fixed=given,
+        time_limit=options.time_limit,
+        verbose=options.verbose,
+    )
+    metadata = {**found.strategy.metadata, **provenance(ctx.root, ctx.cluster, ctx.world.size)}
+    return replace(found.strategy, metadata={**metadata, "plan": found.to_json_data()})

@@ -1,0 +1,158 @@
+"""The user's arguments as a Context: checked once, before anything is planned, moved or built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from atorch.auto.context import Context, LossFunc, ParamGroups
+from atorch.cluster import ClusterSpec
+from atorch.distributed.world import World
+from atorch.errors import ArgumentError
+from atorch.runtime.loader import make_loader, to_device
+
+InputFormat = Literal["unpack_sequence", "unpack_dict"]
+
+_CALLS: Mapping[str | None, Callable[[nn.Module, Any], Any]] = {
+    None: lambda model, batch: model(batch),
+    "unpack_sequence": lambda model, batch: model(*batch),
+    "unpack_dict": lambda model, batch: model(**batch),
+}
+
+
+def make_context(
+    model: nn.Module,
+    optim_func: Callable[..., Any] | None = None,
+    dataset: Dataset[Any] | None = None,
+    loss_func: LossFunc | None = None,
+    prepare_input: Callable[[Any, Any], Any] | None = None,
+    model_input_format: InputFormat | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+    optim_param_func: Callable[[nn.Module], ParamGroups] | None = None,
+    dataloader_args: Mapping[str, Any] | None = None,
+    distributed_sampler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_args: Mapping[str, Any] | None = None,
+    *,
+    world: World,
+    cluster: ClusterSpec,
+    find_unused_parameters: bool = False,
+    sampler_seed: int = 0,
+) -> Context:
+    """The context a strategy is applied to.
+
+    Raises:
+        ArgumentError: an argument that does not hold.
+    """
+    _check_model(model, optim_func)
+    _check_callables(
+        optim_func=optim_func,
+        loss_func=loss_func,
+        prepare_input=prepare_input,
+        optim_param_func=optim_param_func,
+        distributed_sampler_cls=distributed_sampler_cls,
+        lr_scheduler_cls=lr_scheduler_cls,
+    )
+    optim_args = _mapping("optim_args", optim_args)
+    loader_args = _mapping("dataloader_args", dataloader_args)
+    scheduler_args = _mapping("lr_scheduler_args", lr_scheduler_args)
+    if model_input_format not in _CALLS:
+        raise ArgumentError(
+            f"model_input_format is {model_input_format!r}; it is None, 'unpack_sequence' or 'unpack_dict'"
+        )
+    if lr_scheduler_cls is not None and optim_func is None:
+        raise ArgumentError("lr_scheduler_cls needs an optimizer; give optim_func too")
+
+    def loader(rank: int, size: int) -> DataLoader[Any]:
+        assert dataset is not None
+        return make_loader(
+            dataset,
+            loader_args,
+            rank,
+            size,
+            sampler_cls=distributed_sampler_cls,
+            seed=sampler_seed,
+            device_type=world.device.type,
+        )
+
+    return Context(
+        root=model,
+        parts=(model,),
+        world=world,
+        cluster=cluster,
+        find_unused_parameters=find_unused_parameters,
+        make_param_groups=_param_groups(optim_param_func),
+        make_optimizer=None if optim_func is None else lambda groups: optim_func(groups, **optim_args),
+        make_loader=None if dataset is None else loader,
+        make_scheduler=None if lr_scheduler_cls is None else lambda optim: lr_scheduler_cls(optim, **scheduler_args),
+        loss_func=None if loss_func is None else scalar_loss(loss_func),
+        prepare_input=prepare_input or to_device,
+        call_model=_CALLS[model_input_format],
+    )
+
+
+def scalar_loss(loss_func: LossFunc) -> LossFunc:
+    """`loss_func`, refusing what is no scalar loss where it is computed instead of later in backward."""
+
+    @functools.wraps(loss_func)
+    def checked(batch: Any, output: Any) -> Any:
+        loss = loss_func(batch, output)
+        value = loss[0] if isinstance(loss, (list, tuple)) and loss else loss
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ArgumentError(
+                f"loss_func returned {shown}; it returns a scalar tensor, or a list or tuple with one first. "
+                "Reduce it, e.g. with .mean()"
+            )
+        return loss
+
+    return checked
+
+
+def _check_model(model: object, optim_func: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is {type(model).__name__}; auto_accelerate takes a torch.nn.Module")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ArgumentError(f"model is wrapped in {type(model).__name__} already; give the plain module")
+    if hasattr(model, "_atorch"):
+        raise ArgumentError("this model was accelerated before; give a fresh one, a strategy changes modules in place")
+    if optim_func is not None and not any(p.requires_grad for p in model.parameters()):
+        count = sum(1 for _ in model.parameters())
+        raise ArgumentError(
+            f"{type(model).__name__} has no trainable parameter ({count} in all); "
+            "set requires_grad on some, or leave optim_func out"
+        )
+
+
+def _check_callables(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ArgumentError(f"{name} is {value!r}, which cannot be called")
+
+
+def _mapping(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ArgumentError(f"{name} is {given!r}; give a dict of keyword arguments")
+    return dict(given or {})
+
+
+def _param_groups(func: Callable[[nn.Module], ParamGroups] | None) -> Callable[[tuple[nn.Module, ...]], ParamGroups]:
+    def groups(parts: tuple[nn.Module, ...]) -> ParamGroups:
+        if func is None:
+            return _unique(p for part in parts for p in part.parameters())
+        made: list[Any] = []
+        for part in parts:
+            made += list(func(part))
+        return made
+
+    return groups
+
+
+def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(parameters))
+

@@ -1,0 +1,113 @@
+"""parallel_mode: how the processes are arranged into groups for each kind of parallelism.
+
+`([("tensor", 4), ("pipeline", 2), ("data", 2)], None)`: the first axis varies fastest over the ranks, and `data` is
+resized so that the product is the number of processes. Costs nothing itself; the other methods split over its axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import field_validator
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.distributed.mesh import AXES, Mesh, set_current
+from atorch.errors import StrategyError, near_miss
+
+
+@method("parallel_mode", phase=Phase.MESH)
+class ParallelMode(Method):
+    """The axes of the device mesh and their sizes."""
+
+    slices: tuple[tuple[str, int], ...] = (("data", 1),)
+    """`(name, size)` of each axis, the fastest-varying first; `data` is resized to fill the world."""
+    rank_order: tuple[int, ...] | None = None
+    """A permutation of the ranks; None for 0, 1, 2, …"""
+
+    @classmethod
+    def of(cls, config: Any = None) -> Self:
+        """Also takes the documented `([(name, size), …], rank_order)` and a bare list of `(name, size)`."""
+        if isinstance(config, (list, tuple)):
+            config = list(config)
+            is_pair = len(config) == 2 and isinstance(config[0], (list, tuple)) and not _is_slice(config[0])
+            slices, order = config if is_pair else (config, None)
+            if not isinstance(slices, (list, tuple)) or not all(_is_slice(item) for item in slices):
+                raise StrategyError(
+                    f"parallel_mode was given {config!r}; it takes ([(name, size), …], rank_order or None), "
+                    'e.g. ([("tensor", 2), ("data", 4)], None)'
+                )
+            config = {"slices": tuple(map(tuple, slices)), "rank_order": order}
+        return super().of(config)
+
+    @field_validator("slices")
+    @classmethod
+    def _hold(cls, slices: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+        names = [name for name, _ in slices]
+        for name, size in slices:
+            if name not in AXES:
+                raise ValueError(f"there is no axis {name!r}; {near_miss(name, AXES)}")
+            if names.count(name) > 1:
+                raise ValueError(f"axis {name!r} is given twice")
+            if size < 1:
+                raise ValueError(f"axis {name!r} has size {size}; a size is at least 1")
+        return slices
+
+    def size(self, *names: str) -> int:
+        """The product of the axes' sizes; 1 for those that are not named."""
+        return math.prod(size for name, size in self.slices if name in names)
+
+    def resized(self, world_size: int) -> Self:
+        """These axes with `data` resized so that they fill `world_size` processes.
+
+        Raises:
+            StrategyError: the other sizes do not divide `world_size`, or a rank order fixes another number of ranks.
+        """
+        others = [(name, size) for name, size in self.slices if name != "data"]
+        product = math.prod(size for _, size in others)
+        if world_size % product:
+            shown = " × ".join(f"{name} {size}" for name, size in others)
+            raise StrategyError(
+                f"parallel_mode asks for {shown} = {product}, which does not divide {world_size} processes. "
+                f"{_advice(others, world_size)}"
+            )
+        data = world_size // product
+        slices = tuple((name, data if name == "data" else size) for name, size in self.slices)
+        if "data" not in dict(slices) and data > 1:
+            slices = (*slices, ("data", data))
+        if self.rank_order is not None and sorted(self.rank_order) != list(range(world_size)):
+            raise StrategyError(
+                f"parallel_mode has the rank_order {list(self.rank_order)}, but there are {world_size} processes; "
+                f"it must hold each of the ranks 0 to {world_size - 1} once, or be None"
+            )
+        return self.model_copy(update={"slices": slices})
+
+    def apply(self, ctx: Context) -> Context:
+        """Make the mesh, and make it the current one."""
+        mesh = Mesh(self.slices, self.rank_order, ctx.device.type)
+        if ctx.mesh is not None and ctx.mesh.layout() == mesh.layout():
+            mesh = ctx.mesh
+        for name, _ in self.slices:
+            mesh.group(name)
+        set_current(mesh)
+        return replace(ctx, mesh=mesh)
+
+
+def _is_slice(item: Any) -> bool:
+    if not isinstance(item, (list, tuple)) or len(item) != 2:
+        return False
+    return isinstance(item[0], str) and isinstance(item[1], int) and not isinstance(item[1], bool)
+
+
+def _advice(others: Sequence[tuple[str, int]], world_size: int) -> str:
+    """The nearest sizes below that divide the world: every axis shrunk to its largest divisor in turn."""
+    left, sizes = world_size, []
+    for name, size in others:
+        fitting = next(d for d in range(min(size, left), 0, -1) if left % d == 0)
+        left //= fitting
+        sizes.append(f"{name} {fitting}")
+    return f"Use {' × '.join(sizes)}; data then takes the {left} that {'is' if left == 1 else 'are'} left."
