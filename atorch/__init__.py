@@ -7,6 +7,7 @@ The public names are loaded when they are first asked for, so that the command l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_HOMES: Mapping[str, str] = {
     "ClusterSpec": "atorch.cluster",
     "Plan": "atorch.auto.planner.plan",
     "Strategy": "atorch.auto.strategy",

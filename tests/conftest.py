@@ -1,10 +1,12 @@
-"""What every test starts from: one thread, fixed seeds."""
+"""What every test starts from: one thread, fixed seeds, and a pool of processes for those that need several."""
 
 import random
 
 import numpy as np
 import pytest
 import torch
+
+from tests.pool import pool  # noqa: F401  a fixture
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,7 @@
-"""Imports go down only. A module's layer is that of the longest prefix of its name in the table."""
+"""Imports go down only. A module's layer is that of the longest prefix of its name in the table.
+
+The entry "atorch" is for the package's own file alone: whatever is put beside it has a layer of its own.
+"""
 
 from graphlib import CycleError, TopologicalSorter
 
@@ -7,8 +10,7 @@ from tests.house.source import Import, Module, imports, modules
 LAYERS = {
     "atorch.cli": 7,
     "atorch": 6,  # the public names, drawn from the front doors
-    "atorch.auto": 6,
-    "atorch.auto.accelerate": 6,
+    "atorch.auto": 6,  # accelerate, and what it is made of
     "atorch.smp": 6,
     "atorch.patrickstar": 6,
     "atorch.auto.planner": 5,
@@ -28,8 +30,6 @@ LAYERS = {
     "atorch.units": 0,
     "atorch.logs": 0,
 }
-# Front doors of packages: the table's entry is for the package's own file, not for whatever is put beside it.
-EXACT = {"atorch", "atorch.auto"}
 SIBLINGS = {"atorch.runtime", "atorch.profiler", "atorch.saving", "atorch.report"}
 
 PACKAGE = modules("atorch")
@@ -38,7 +38,7 @@ KNOWN = frozenset(module.name for module in PACKAGE)
 
 def place(name: str) -> str | None:
     """The entry of the table that `name` belongs to."""
-    prefixes = [entry for entry in LAYERS if name == entry or (entry not in EXACT and name.startswith(f"{entry}."))]
+    prefixes = [entry for entry in LAYERS if name == entry or (entry != "atorch" and name.startswith(f"{entry}."))]
     return max(prefixes, key=len, default=None)
 
 

@@ -1,0 +1,303 @@
+"""What the house does not do, found by reading the source.
+
+Each table below is a list of reviewed exceptions: a place (`path:function`), and why it is right there. An entry that
+nothing needs any more fails too.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterable, Mapping
+
+import pytest
+
+from tests.house.source import Module, dotted, modules
+
+PACKAGE = modules("atorch")
+EVERYTHING = [*PACKAGE, *modules("benchmarks", "examples", "tests")]
+
+# `except Exception` and `except BaseException`: whatever a stranger's code raises must be caught here.
+BLIND_EXCEPTS: Mapping[str, str] = {}
+
+# Module-level objects that change while the program runs.
+MODULE_STATE: Mapping[str, str] = {
+    "atorch/auto/strategy/method.py:METHODS": "the registry of methods",
+    "atorch/auto/strategy/method.py:RECIPES": "the registry of recipes",
+    "atorch/distributed/mesh.py:_current": "the current mesh, a ContextVar: parallel_group(name) takes no mesh",
+    "atorch/runtime/recompute.py:_pass": "is_recomputing() takes no argument; a ContextVar, so each thread has its own",
+}
+
+# Assignments to attributes of what is imported.
+FOREIGN_ASSIGNMENTS: Mapping[str, str] = {}
+
+# Where the guide sizes would make worse code.
+LONG_FILES: Mapping[str, str] = {}
+LONG_FUNCTIONS: Mapping[str, str] = {}
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HEADER_LINES = 400, 60, 30
+
+Finding = tuple[str, str]  # (key in a table of exceptions, the place as editors read it)
+
+
+def judge(findings: Iterable[Finding], allowed: Mapping[str, str], advice: str) -> None:
+    """Fail on findings that are not allowed, and on allowances that are not needed."""
+    findings = list(findings)
+    new = [place for key, place in findings if key not in allowed]
+    unused = sorted(set(allowed) - {key for key, _ in findings})
+    assert not new, f"{advice}:\n" + "\n".join(new)
+    assert not unused, "these exceptions are not needed any more:\n" + "\n".join(unused)
+
+
+def prints(module: Module) -> list[Finding]:
+    calls = ((node, scope) for node, scope in module.nodes() if isinstance(node, ast.Call))
+    return [(f"{module.path}:{scope}", module.at(node)) for node, scope in calls if dotted(node.func) == "print"]
+
+
+def blind_excepts(module: Module) -> list[Finding]:
+    found = []
+    for node, scope in module.nodes():
+        if isinstance(node, ast.ExceptHandler):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(each is None or dotted(each) in ("Exception", "BaseException") for each in caught):
+                found.append((f"{module.path}:{scope}", module.at(node)))
+    return found
+
+
+def environment_accesses(module: Module) -> list[Finding]:
+    names = {"os.environ", "os.getenv", "os.putenv", "os.unsetenv"}
+    found = []
+    for node, scope in module.nodes():
+        imported = {f"os.{alias.name}" for alias in node.names} if _is_from(node, "os") else set()
+        if dotted(node) in names or imported & names:
+            found.append((f"{module.path}:{scope}", module.at(node)))
+    return found
+
+
+MUTABLE_MAKERS = {"dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count"}
+STATEFUL_MAKERS = {"ContextVar", "Registry", "local", "Lock", "RLock", "WeakKeyDictionary", "WeakValueDictionary"}
+CACHES = {"cache", "lru_cache"}
+READ_ONLY = {"Mapping", "Sequence", "Set", "Collection", "Iterable"}
+
+
+def module_state(module: Module) -> list[Finding]:
+    """Mutable values of module level, `global` statements and caches.
+
+    A constant table is annotated with a type that cannot be written to, so that mypy guards it.
+    """
+    found = []
+    for statement in module.tree.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and _is_state(statement):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            name = dotted(targets[0])
+            if name != "__all__":
+                found.append((f"{module.path}:{name}", module.at(statement)))
+    for node, scope in module.nodes():
+        if isinstance(node, ast.Global):
+            found.append((f"{module.path}:{scope}", module.at(node)))
+        if isinstance(node, ast.FunctionDef):
+            decorators = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
+            if any(dotted(each).rpartition(".")[2] in CACHES for each in decorators):
+                found.append((f"{module.path}:{node.name}", module.at(node)))
+    return found
+
+
+def _is_state(statement: ast.Assign | ast.AnnAssign) -> bool:
+    value = statement.value
+    if isinstance(value, ast.Call):
+        maker = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+        name = dotted(maker).rpartition(".")[2]
+        if name in STATEFUL_MAKERS:
+            return True
+        is_mutable = name in MUTABLE_MAKERS
+    else:
+        is_mutable = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+    annotation = statement.annotation if isinstance(statement, ast.AnnAssign) else None
+    outer = annotation.value if isinstance(annotation, ast.Subscript) else annotation
+    return is_mutable and (outer is None or dotted(outer).rpartition(".")[2] not in READ_ONLY)
+
+
+def foreign_assignments(module: Module) -> list[Finding]:
+    """Assignments to attributes of imported names: patches, and settings of other packages."""
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node, _ in module.nodes()
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    found = []
+    for node, scope in module.nodes():
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = [each for target in node.targets for each in _unpacked(target)]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr") and node.args:
+            targets = [ast.Attribute(node.args[0], "")]
+        if any(isinstance(each, ast.Attribute) and dotted(each).partition(".")[0] in imported for each in targets):
+            found.append((f"{module.path}:{scope}", module.at(node)))
+    return found
+
+
+def _unpacked(target: ast.expr) -> list[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        return [each for element in target.elts for each in _unpacked(element)]
+    return [target]
+
+
+UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load"}
+
+
+def unsafe_readers(module: Module) -> list[Finding]:
+    """Whatever can run code out of a file: unpickling, eval, `torch.load` that is not told to read weights only."""
+    found = []
+    for node, scope in module.nodes():
+        is_unsafe = False
+        if isinstance(node, ast.Call):
+            name = dotted(node.func)
+            is_unsafe = name in UNSAFE_CALLS or (name == "torch.load" and not _has_true(node, "weights_only"))
+        elif isinstance(node, ast.Import):
+            is_unsafe = any(alias.name in UNSAFE_MODULES for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            is_unsafe = node.module in UNSAFE_MODULES or (
+                node.module == "torch" and any(alias.name == "load" for alias in node.names)
+            )
+        if is_unsafe:
+            found.append((f"{module.path}:{scope}", module.at(node)))
+    return found
+
+
+def _has_true(call: ast.Call, keyword: str) -> bool:
+    values = [each.value for each in call.keywords if each.arg == keyword]
+    return any(isinstance(value, ast.Constant) and value.value is True for value in values)
+
+
+def version_branches(module: Module) -> list[Finding]:
+    """Comparisons of a package's version: there is one floor, stated in pyproject.toml."""
+    found = []
+    for node, scope in module.nodes():
+        if isinstance(node, ast.Compare) and any(
+            dotted(part).endswith((".__version__", ".TorchVersion", "torch_version")) for part in ast.walk(node)
+        ):
+            found.append((f"{module.path}:{scope}", module.at(node)))
+    return found
+
+
+def long_files(module: Module) -> list[Finding]:
+    lines = module.text.count("\n")
+    return [(module.path, f"{module.path}: {lines} lines")] if lines > MAX_FILE_LINES else []
+
+
+def long_functions(module: Module) -> list[Finding]:
+    """Functions whose body, signature and docstring not counted, is longer than the guide size."""
+    found = []
+    for node, scope in module.nodes():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+            if lines > MAX_FUNCTION_LINES:
+                name = f"{scope}.{node.name}" if scope else node.name
+                found.append((f"{module.path}:{name}", f"{module.at(node)}: {name}, {lines} lines"))
+    return found
+
+
+def _is_from(node: ast.AST, module: str) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == module
+
+
+def of(check: Callable[[Module], list[Finding]], within: Iterable[Module] = PACKAGE) -> list[Finding]:
+    return [finding for module in within for finding in check(module)]
+
+
+def test_prints_only_in_the_command_line():
+    judge(of(prints, (m for m in PACKAGE if not m.path.startswith("atorch/cli/"))), {}, "log, or return a report")
+
+
+def test_excepts_name_what_they_catch():
+    judge(of(blind_excepts), BLIND_EXCEPTS, "catch what is expected, or add a reviewed line to BLIND_EXCEPTS")
+
+
+def test_environment_variables_are_read_in_one_file():
+    outside = (module for module in PACKAGE if module.path != "atorch/distributed/world.py")
+    judge(of(environment_accesses, outside), {}, "take an argument; torchrun's variables are read by distributed.world")
+
+
+def test_no_module_state():
+    judge(of(module_state), MODULE_STATE, "annotate a constant table as Mapping, Sequence or Set; pass state along")
+
+
+def test_nothing_imported_is_changed():
+    judge(of(foreign_assignments), FOREIGN_ASSIGNMENTS, "wrap or subclass; nothing of another module is assigned to")
+
+
+def test_no_file_can_run_code():
+    judge(of(unsafe_readers), {}, "read JSON, safetensors, or torch.load(..., weights_only=True)")
+
+
+def test_no_version_branches():
+    judge(of(version_branches), {}, "raise the floor in pyproject.toml instead")
+
+
+def test_files_are_short():
+    judge(
+        of(long_files), LONG_FILES, f"over {MAX_FILE_LINES} lines: split by idea, or add a reviewed line to LONG_FILES"
+    )
+
+
+def test_functions_are_short():
+    advice = f"over {MAX_FUNCTION_LINES} lines of body: split, or add a reviewed line to LONG_FUNCTIONS"
+    judge(of(long_functions), LONG_FUNCTIONS, advice)
+
+
+def test_every_file_says_what_it_is():
+    headers = {module.path: ast.get_docstring(module.tree) for module in EVERYTHING if module.text.strip()}
+    assert not [path for path, header in headers.items() if not header], "a file opens with a docstring"
+    long = [path for path, header in headers.items() if header and header.count("\n") >= MAX_HEADER_LINES]
+    assert not long, f"a header has at most {MAX_HEADER_LINES} lines"
+
+
+def test_names_say_something():
+    vague = re.compile(r"(^|_)(utils?|helpers?|common|misc|v\d+|new|old|tmp)$")
+    assert not [m.path for m in PACKAGE if any(vague.search(part) for part in m.name.split("."))]
+
+
+def test_nothing_is_left_for_later():
+    marks = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
+    left = [
+        f"{module.path}:{token.start[0]}"
+        for module in EVERYTHING
+        for token in tokenize.generate_tokens(io.StringIO(module.text).readline)
+        if token.type in (tokenize.COMMENT, tokenize.STRING) and marks.search(token.string)
+    ]
+    assert not left, "do it, or write an issue:\n" + "\n".join(left)
+
+
+@pytest.mark.parametrize(
+    ("check", "bad", "good"),
+    [
+        (prints, "print(1)", "log(1)"),
+        (blind_excepts, "try:\n    f()\nexcept:\n    pass", "try:\n    f()\nexcept KeyError:\n    pass"),
+        (blind_excepts, "try:\n    f()\nexcept (OSError, Exception):\n    pass", "raise Exception"),
+        (environment_accesses, "import os\nos.environ['A']", "import os\nos.path"),
+        (environment_accesses, "from os import getenv", "from os import path"),
+        (module_state, "seen = {}", "def f():\n    seen = {}"),
+        (module_state, "seen: dict[str, int] = {}", "SIZES: Mapping[str, int] = {'a': 1}"),
+        (module_state, "current: ContextVar[int] = ContextVar('current')", "__all__ = ['a']"),
+        (module_state, "def f():\n    global a\n    a = 1", "KINDS = frozenset({1})"),
+        (module_state, "@functools.cache\ndef f(): ...", "@property\ndef f(): ..."),
+        (foreign_assignments, "import torch\ntorch.nn.Linear.forward = f", "import torch\nx = torch.nn"),
+        (foreign_assignments, "from torch import nn\na, nn.Linear = 1, 2", "def f(self):\n    self.nn = 1"),
+        (foreign_assignments, "import torch\nsetattr(torch, 'a', 1)", "setattr(module, 'a', 1)"),
+        (unsafe_readers, "import pickle", "import json"),
+        (unsafe_readers, "import torch\ntorch.load(f)", "import torch\ntorch.load(f, weights_only=True)"),
+        (unsafe_readers, "eval('1')", "model.eval()"),
+        (version_branches, "import torch\nif Version(torch.__version__) > a: pass", "version = torch.__version__"),
+        (long_functions, "def f():\n" + "    a = 1\n" * 61, "def f():\n    '''" + "a\n" * 60 + "'''\n    return 1"),
+    ],
+)
+def test_the_checks_find_what_they_look_for(check, bad, good):
+    assert check(Module("atorch/x.py", bad))
+    assert not check(Module("atorch/x.py", good))
