@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
+from atorch.distributed.collectives import together
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 
@@ -128,9 +129,8 @@ class Context:
     def _build_loader(self) -> DataLoader[Any] | None:
         if self.make_loader is None:
             return None
-        if self.mesh is None:
-            return self.make_loader(0, 1)
-        return self.make_loader(self.mesh.rank(*BATCH_AXES), self.mesh.size(*BATCH_AXES))
+        make, mesh = self.make_loader, self.need_mesh()
+        return together(lambda: make(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES)))
 
     def _result(self, built: Built, scheduler: Any) -> AccelerateResult:
         result = AccelerateResult(

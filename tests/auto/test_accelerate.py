@@ -1,0 +1,211 @@
+"""The front door: what it returns, what it refuses, what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atorch import Strategy, auto_accelerate
+from atorch.errors import ArgumentError, StrategyError
+from tests.pool import Pool, RankFailure
+
+PAIRS = [(torch.randn(4), torch.tensor(float(i % 2))) for i in range(16)]
+
+
+def loss_func(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output[:, 0], batch[1])
+
+
+class Net(nn.Module):
+    """Takes the sample and its label, as `unpack_sequence` gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x)
+
+
+def job(**more: Any) -> dict[str, Any]:
+    return {
+        "optim_func": torch.optim.SGD,
+        "dataset": PAIRS,
+        "loss_func": loss_func,
+        "optim_args": {"lr": 0.1},
+        "dataloader_args": {"batch_size": 4},
+        "model_input_format": "unpack_sequence",
+        "load_strategy": [],
+        **more,
+    }
+
+
+def test_the_result_unpacks_as_documented() -> None:
+    model = Net()
+    status, result, strategy = auto_accelerate(model, **job())
+    assert status
+    assert result is not None
+    new_model, optim, dataloader, new_loss_func, prepare_input, args = result
+    assert new_model is model
+    assert isinstance(optim, torch.optim.SGD)
+    assert len(dataloader) == 4
+    assert args == {"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False}
+    assert result.lr_scheduler is None
+    assert strategy == Strategy()
+    batch = prepare_input(next(iter(dataloader)), torch.device("cpu"))
+    assert new_loss_func(batch, new_model(*batch)).dim() == 0
+
+
+def test_step_trains() -> None:
+    _, result, _ = auto_accelerate(Net(), **job(dataloader_args={"batch_size": 16}))
+    assert result is not None
+    losses = [float(result.step(batch)) for _ in range(20) for batch in result.dataloader]
+    assert losses[-1] < losses[0]
+
+
+def test_without_optimizer_or_dataset_those_fields_are_none() -> None:
+    _, result, _ = auto_accelerate(Net(), load_strategy=[])
+    assert result is not None
+    assert (result.optim, result.dataloader, result.loss_func) == (None, None, None)
+
+
+def test_param_groups_are_kept() -> None:
+    def groups(model: Net) -> list[dict[str, Any]]:
+        return [{"params": [model.linear.weight], "lr": 0.5}, {"params": [model.linear.bias]}]
+
+    _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))
+    assert result is not None
+    assert [group["lr"] for group in result.optim.param_groups] == [0.5, 0.1]
+
+
+def test_a_scheduler_is_built_on_the_optimizer() -> None:
+    more = {"lr_scheduler_cls": torch.optim.lr_scheduler.StepLR, "lr_scheduler_args": {"step_size": 1, "gamma": 0.5}}
+    _, result, _ = auto_accelerate(Net(), **job(**more))
+    assert result is not None
+    result.step(next(iter(result.dataloader)))
+    assert result.optim.param_groups[0]["lr"] == 0.05
+    assert result.lr_scheduler.get_last_lr() == [0.05]
+
+
+def test_a_loss_may_be_a_tuple() -> None:
+    def with_extra(batch: Any, output: torch.Tensor) -> tuple[torch.Tensor, str]:
+        return loss_func(batch, output), "extra"
+
+    _, result, _ = auto_accelerate(Net(), **job(loss_func=with_extra))
+    assert result is not None
+    batch = next(iter(result.dataloader))
+    assert result.loss_func(batch, result.model(*batch))[1] == "extra"
+    assert result.step(batch).dim() == 0
+
+
+def test_the_users_dicts_are_not_changed() -> None:
+    optim_args, loader_args = {"lr": 0.1}, {"batch_size": 4, "shuffle": True}
+    auto_accelerate(Net(), **job(optim_args=optim_args, dataloader_args=loader_args))
+    assert (optim_args, loader_args) == ({"lr": 0.1}, {"batch_size": 4, "shuffle": True})
+
+
+def test_a_strategy_is_saved_and_reused(tmp_path: Path) -> None:
+    path = tmp_path / "strategy.json"
+    _, _, first = auto_accelerate(
+        Net(), **job(load_strategy=[("amp_native", "bf16")], save_strategy_to_file=str(path))
+    )
+    _, _, second = auto_accelerate(Net(), **job(load_strategy=str(path)))
+    assert first == second
+    assert second is not None
+    assert second.metadata["world_size"] == 1
+    assert second.metadata["model"]["class"] == "Net"
+    assert second.metadata["versions"]["torch"] == torch.__version__
+
+
+NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"verbos": True}, ArgumentError, "did you mean 'verbose'"),
+        ({"time_limit": -1}, ArgumentError, "time_limit is -1"),
+        ({"model": "net"}, ArgumentError, "takes a torch.nn.Module"),
+        ({"model": NO_GRAD}, ArgumentError, "no trainable parameter"),
+        ({"model": nn.Module()}, ArgumentError, "no trainable parameter"),
+        ({"optim_func": 3}, ArgumentError, "optim_func is 3"),
+        ({"optim_args": [("lr", 1)]}, ArgumentError, "give a dict"),
+        ({"model_input_format": "unpack"}, ArgumentError, "'unpack_sequence' or 'unpack_dict'"),
+        ({"dataloader_args": {"batchsize": 2}}, ArgumentError, "did you mean 'batch_size'"),
+        ({"load_strategy": ["paralle_mode"]}, StrategyError, "did you mean 'parallel_mode'"),
+        ({"load_strategy": ["ddp", "fsdp"]}, StrategyError, "exclude each other"),
+        ({"load_strategy": ["half", "amp_native"]}, StrategyError, "exclude each other"),
+        ({"load_strategy": ["ddp", "ddp"]}, StrategyError, "given twice"),
+        ({"load_strategy": [("zero1", {"use_ds_zero", True})]}, StrategyError, "write a dict"),
+        ({"load_strategy": [("checkpoint", "NoSuchBlock")]}, StrategyError, "NoSuchBlock"),
+        ({"load_strategy": 3}, StrategyError, "cannot be made of int"),
+        ({"load_strategy": "/no/such/file"}, StrategyError, "/no/such/file"),
+        ({"load_strategy": None, "loss_func": None}, ArgumentError, "needs loss_func"),
+    ],
+)
+def test_what_does_not_hold_is_refused(more: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"model": Net(), **job(), **more}
+    with pytest.raises(error, match=message):
+        auto_accelerate(arguments.pop("model"), **arguments)
+
+
+def test_a_loss_that_is_no_scalar_is_refused_where_it_is_computed() -> None:
+    _, result, _ = auto_accelerate(Net(), **job(loss_func=lambda batch, output: output))
+    assert result is not None
+    batch = next(iter(result.dataloader))
+    with pytest.raises(ArgumentError, match=r"a tensor of shape \(4, 1\)"):
+        result.loss_func(batch, result.model(*batch))
+
+
+def test_an_accelerated_model_is_not_accelerated_again() -> None:
+    model = Net()
+    auto_accelerate(model, **job())
+    with pytest.raises(ArgumentError, match="accelerated before"):
+        auto_accelerate(model, **job())
+
+
+def accelerate_with(rank: int, size: int, more: dict[str, Any]) -> Any:
+    _, _, strategy = auto_accelerate(Net(), **job(**more))
+    return strategy
+
+
+def accelerate_differently(rank: int, size: int, strategies: list[Any]) -> Any:
+    return accelerate_with(rank, size, {"load_strategy": strategies[rank]})
+
+
+def test_several_processes_get_a_complete_strategy(pool: Pool) -> None:
+    expected = Strategy.of([("parallel_mode", ([("data", 2)], None)), "ddp"])
+    assert pool.run(accelerate_with, {}, ranks=2) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "message"),
+    [
+        (accelerate_differently, [["ddp"], ["fsdp"]], "the strategy differs between processes"),
+        (accelerate_differently, [["ddp"], ["dpp"]], "rank 1 failed: "),
+        (accelerate_with, {"load_strategy": [("parallel_mode", [("tensor", 3)])]}, "does not divide 2 processes"),
+        (accelerate_with, {"dataloader_args": {"batch_size": 3}}, "does not divide over 2"),
+    ],
+)
+def test_all_ranks_fail_together(pool: Pool, function: Callable[..., Any], argument: Any, message: str) -> None:
+    with pytest.raises(RankFailure, match=message) as failure:
+        pool.run(function, argument, ranks=2, timeout=30)
+    assert "did not answer" not in str(failure.value)
+    assert str(failure.value).count("--- rank") == 2
+
+
+def differently_initialised(rank: int, size: int) -> float:
+    torch.manual_seed(rank)
+    _, result, _ = auto_accelerate(Net(), **job(load_strategy=["zero1"]))
+    assert result is not None
+    return float(sum(p.detach().sum() for p in result.model.parameters()))
+
+
+def test_the_model_of_rank_0_stands_on_every_rank(pool: Pool) -> None:
+    first, second = pool.run(differently_initialised, ranks=2)
+    assert first == second

@@ -1,0 +1,141 @@
+"""The job every method is held to: a small Llama with tied embeddings, trained for real on every rank's own data.
+
+Parity is measured on the *update* of the parameters, all together, with SGD, against plain single-process PyTorch on
+the same global batches: ‖Δp − Δp_ref‖ / ‖Δp_ref‖.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+
+from atorch import auto_accelerate
+
+STEPS = 3
+BATCH = 8
+SEQ = 16
+VOCAB = 64
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Fixed random token sequences, all different."""
+
+    def __init__(self, num: int = STEPS * BATCH) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.tokens = torch.randint(0, VOCAB, (num, SEQ), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def make_model() -> nn.Module:
+    """A Llama with grouped keys and values, tied embeddings and eager attention; the same weights every time."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=SEQ,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def loss_func(batch: Any, output: Any) -> torch.Tensor:
+    """The model's own loss, taken from its logits so that the batch is really used."""
+    logits = output["logits"][:, :-1].float()
+    return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), batch["labels"][:, 1:].reshape(-1))
+
+
+def arguments(**more: Any) -> dict[str, Any]:
+    """The keyword arguments of auto_accelerate for this job."""
+    return {
+        "optim_func": torch.optim.SGD,
+        "optim_args": {"lr": 0.1},
+        "dataset": Tokens(),
+        "loss_func": loss_func,
+        "model_input_format": "unpack_dict",
+        "dataloader_args": {"batch_size": BATCH},
+        **more,
+    }
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """The full value of a parameter, in fp32, whatever it is sharded over."""
+    parameter = parameter.detach()
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).float().clone()
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters by name, tied ones once."""
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def reference(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The updates and losses of plain single-process training on the global batches."""
+    model = make_model()
+    before = snapshot(model)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        tokens = Tokens().tokens[step * BATCH : (step + 1) * BATCH]
+        batch = {"input_ids": tokens, "labels": tokens}
+        loss = loss_func(batch, model(**batch))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return updates(before, snapshot(model)), losses
+
+
+def updates(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What training changed."""
+    return {name: after[name] - before[name] for name in before}
+
+
+def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """‖got − expected‖ / ‖expected‖ over all parameters together."""
+    assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
+    difference = torch.stack([(got[name] - expected[name]).norm() for name in expected]).norm()
+    return float(difference / torch.stack([value.norm() for value in expected.values()]).norm())
+
+
+def train(load_strategy: Any, **more: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The updates and losses of the documented loop under a strategy."""
+    model = make_model()
+    before = snapshot(model)
+    status, result, _ = auto_accelerate(model, load_strategy=load_strategy, **arguments(**more))
+    assert status
+    assert result is not None
+    losses = []
+    for batch in result.dataloader:
+        batch = result.prepare_input(batch, torch.device("cpu"))
+        loss = result.loss_func(batch, result.model(**batch))
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+        losses.append(float(loss))
+    return updates(before, snapshot(result.model)), losses
+
+
+def deviation(rank: int, size: int, load_strategy: Any) -> tuple[float, float]:
+    """How far a strategy's updates, and its losses averaged over ranks, are from the plain ones."""
+    got, losses = train(load_strategy)
+    expected, expected_losses = reference()
+    mean = torch.tensor(losses)
+    torch.distributed.all_reduce(mean)
+    loss_error = (mean / size - torch.tensor(expected_losses)).abs().max()
+    return distance(got, expected), float(loss_error)

@@ -1,0 +1,130 @@
+"""Every method, and every pair of methods, trains as plain single-process PyTorch does, or is refused for a reason.
+
+Two ranks, each with its own data. Low precisions have their own bands, stated in BANDS: rounding is theirs, the
+rest is held to 1e-4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from atorch.auto.strategy import METHODS
+from atorch.errors import StrategyError
+from tests.contract.job import deviation
+from tests.pool import Pool, RankFailure
+
+EXACT = 1e-4
+BANDS = {"amp_native": 3e-2, "half": 5e-2, "fp8": 1.5e-1}
+"""How far a low precision may be from fp32 in the updates' norm."""
+
+SETTINGS: dict[str, Any] = {
+    "parallel_mode": None,
+    "ddp": None,
+    "zero1": None,
+    "zero2": None,
+    "fsdp": None,
+    "amp_native": "bf16",
+    "half": "bf16",
+    "checkpoint": None,
+    "compile": {"backend": "aot_eager"},
+    "micro_batch": {"size": 2},
+    "module_replace": None,
+    "fp8": {"backend": "torchao", "emulate": True, "exclude": ["lm_head"]},
+}
+"""The setting of each method that is tried; a new method adds its own."""
+
+REFUSED = {
+    frozenset(pair): "one slot: both choose how parameters, gradients and optimizer states are shared"
+    for pair in itertools.combinations(("ddp", "zero1", "zero2", "fsdp"), 2)
+} | {frozenset(("amp_native", "half")): "one slot: both choose the precision of the matmuls"}
+"""Pairs that a strategy refuses, each with its reason."""
+
+
+def strategy_of(*names: str) -> list[Any]:
+    return [(name, SETTINGS[name]) for name in names]
+
+
+def band(*names: str) -> float:
+    return max([EXACT, *(BANDS[name] for name in names if name in BANDS)])
+
+
+def pairs() -> list[tuple[str, str]]:
+    return list(itertools.combinations(METHODS, 2))
+
+
+def test_every_method_has_a_setting() -> None:
+    assert set(SETTINGS) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_alone(pool: Pool, name: str) -> None:
+    for update_error, loss_error in pool.run(deviation, strategy_of(name), ranks=2):
+        assert update_error <= band(name)
+        assert loss_error <= max(1e-5, band(name))
+
+
+SAMPLE = 4
+"""`make test` runs every SAMPLE-th pair and triple, `make test-all` all of them."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pytest.param(*pair, marks=[] if i % SAMPLE == 0 else pytest.mark.matrix) for i, pair in enumerate(pairs())],
+)
+def test_every_pair_composes_or_is_refused(pool: Pool, first: str, second: str) -> None:
+    strategy = strategy_of(first, second)
+    if frozenset((first, second)) in REFUSED:
+        with pytest.raises(RankFailure, match=StrategyError.__name__):
+            pool.run(deviation, strategy, ranks=2)
+        return
+    for update_error, _ in pool.run(deviation, strategy, ranks=2):
+        assert update_error <= band(first, second)
+
+
+TRIPLES = list(
+    itertools.product(
+        ("amp_native", "half"),
+        ("ddp", "zero1", "zero2", "fsdp"),
+        ("checkpoint", "compile", "micro_batch", "module_replace"),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(names, marks=[] if i % SAMPLE == 1 else pytest.mark.matrix) for i, names in enumerate(TRIPLES)],
+    ids="+".join,
+)
+def test_precision_sharding_and_memory_methods_compose(pool: Pool, names: tuple[str, ...]) -> None:
+    for update_error, _ in pool.run(deviation, strategy_of(*names), ranks=2):
+        assert update_error <= band(*names)
+
+
+ALL = ("fsdp", "amp_native", "checkpoint", "compile", "micro_batch", "module_replace")
+
+
+def test_all_at_once(pool: Pool) -> None:
+    for update_error, _ in pool.run(deviation, strategy_of(*ALL), ranks=2):
+        assert update_error <= band(*ALL)
+
+
+def without_reduction(rank: int, size: int) -> float:
+    """The deviation of a strategy whose data-parallel method forgets to reduce the gradients."""
+    from atorch.auto.strategy import Method, Phase, method
+
+    @method("forgetful", phase=Phase.SHARD, slot="data_parallel")
+    class Forgetful(Method):
+        def apply(self, ctx: Any) -> Any:
+            return ctx
+
+    try:
+        return deviation(rank, size, ["forgetful"])[0]
+    finally:
+        METHODS.remove("forgetful")
+
+
+def test_the_measure_notices_a_missing_reduction(pool: Pool) -> None:
+    assert min(pool.run(without_reduction, ranks=2)) > 100 * EXACT
