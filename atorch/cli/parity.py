@@ -66,6 +66,7 @@ def train_sharded(model: nn.Module, samples: TensorDataset) -> nn.Module:
         loss_func=loss_of,
         load_strategy=["parallel_mode", "fsdp"],
     )
+    assert result is not None  # only a search comes back without
     device = next(result.model.parameters()).device
     for _ in range(NUM_STEPS):
         for batch in result.dataloader:
