@@ -22,7 +22,15 @@ class AtorchError(Exception):
 
 
 class StrategyError(AtorchError, ValueError):
-    """A strategy that cannot be meant: unknown name, bad value, two methods in one slot, a file that is none."""
+    """A strategy that cannot be meant: unknown name, bad value, two methods in one slot, a file that is none.
+
+    `place` is where in the given value the fault lies, as keys and indices from the outside in; a reader of files
+    turns it into a path such as `$.methods[2].config.dtype`.
+    """
+
+    def __init__(self, message: str, place: tuple[str | int, ...] = ()) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class ArgumentError(AtorchError, ValueError):
@@ -43,6 +51,12 @@ class OutOfBudgetError(AtorchError):
 
 class CheckpointError(AtorchError):
     """A checkpoint that cannot be read, with the place of the fault."""
+
+
+def shown(value: object, limit: int = 120) -> str:
+    """The repr of what was given, cut to `limit` characters: what an error quotes."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from atorch.errors import StrategyError, near_miss
+from atorch.errors import StrategyError, near_miss, shown
 
 T = TypeVar("T")
 
@@ -32,10 +32,10 @@ class Registry(Generic[T]):
         try:
             return self._items[name]
         except (KeyError, TypeError):
-            raise StrategyError(f"there is no {self.kind} named {name!r}; {near_miss(str(name), self)}") from None
+            raise StrategyError(f"there is no {self.kind} named {shown(name)}; {near_miss(str(name), self)}") from None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._items
+        return isinstance(name, str) and name in self._items
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._items))

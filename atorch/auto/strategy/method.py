@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from atorch.errors import StrategyError, near_miss
+from atorch.errors import StrategyError, near_miss, shown
 from atorch.registry import Registry
 
 if TYPE_CHECKING:
@@ -57,34 +57,41 @@ class Method(BaseModel):
             config = {}
         if isinstance(config, cls):
             return config
-        if isinstance(config, (set, frozenset)) and len(config) == 2:
-            knob = next((item for item in config if isinstance(item, str)), "knob")
-            raise StrategyError(
-                f"{cls.name} was given the set {config!r}; write a dict: {{{knob!r}: "
-                f"{next((item for item in config if item != knob), True)!r}}}"
-            )
+        if isinstance(config, (set, frozenset)):
+            raise StrategyError(f"{cls.name} was given the set {shown(config)}; write {cls._dict_for(config)}")
         if not isinstance(config, Mapping):
-            raise StrategyError(f"{cls.name} was given {config!r}; it takes a dict of {cls._knobs() or 'nothing'}")
+            raise StrategyError(f"{cls.name} was given {shown(config)}; it takes a dict of {cls._knobs() or 'nothing'}")
         for knob in config:
             if knob not in cls.model_fields:
-                raise StrategyError(f"{cls.name} has no knob {knob!r}; {near_miss(str(knob), cls.model_fields)}")
+                known = near_miss(str(knob), cls.model_fields) if cls.model_fields else "it has none"
+                raise StrategyError(f"{cls.name} has no knob {shown(knob)}; {known}", (str(knob),))
         try:
             return cls(**config)
         except ValidationError as error:
-            raise StrategyError(cls._explain(error)) from None
+            raise cls._explained(error) from None
+
+    @classmethod
+    def _dict_for(cls, pair: set[Any] | frozenset[Any]) -> str:
+        """The dict that was meant by a set such as `{"use_ds_zero", True}`."""
+        names = [item for item in pair if isinstance(item, str)]
+        knobs = [name for name in names if name in cls.model_fields] or names
+        if len(pair) != 2 or len(knobs) != 1:
+            return f"a dict of {cls._knobs() or 'nothing'}"
+        value = next(item for item in pair if item != knobs[0])
+        return f"the dict {{{knobs[0]!r}: {value!r}}}"
 
     @classmethod
     def _knobs(cls) -> str:
         return ", ".join(cls.model_fields)
 
     @classmethod
-    def _explain(cls, error: ValidationError) -> str:
-        faults = []
-        for fault in error.errors():
+    def _explained(cls, error: ValidationError) -> StrategyError:
+        faults = error.errors()
+        told = []
+        for fault in faults:
             place = ".".join(str(part) for part in (cls.name, *fault["loc"]))
-            message = fault["msg"].removeprefix("Value error, ")
-            faults.append(f"{place} was given {fault['input']!r}: {message}")
-        return "; ".join(faults)
+            told.append(f"{place} was given {shown(fault['input'])}: {fault['msg'].removeprefix('Value error, ')}")
+        return StrategyError("; ".join(told), faults[0]["loc"])
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
         """Why the hardware cannot run this method, or None where it can.

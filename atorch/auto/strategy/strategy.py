@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from atorch.auto.strategy.method import METHODS, Method
-from atorch.errors import StrategyError
+from atorch.errors import StrategyError, shown
 
 if TYPE_CHECKING:
     from atorch.auto.context import Context
@@ -22,22 +23,27 @@ class Strategy(Sequence[Method]):
     """Methods in phase order, at most one a slot. Two strategies are equal where their methods are.
 
     `metadata` says where the strategy comes from: versions, world size, cluster, model fingerprint, and the
-    figures it was chosen by. `report` is the search's account of why this one, for people.
+    figures it was chosen by, as plain JSON data.
     """
 
     methods: tuple[Method, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    report: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         held: dict[str, str] = {}
-        for each in self.methods:
+        for index, each in enumerate(self.methods):
             if not isinstance(each, Method):
-                raise StrategyError(f"a strategy holds methods; {each!r} is none. Build one with Strategy.of([...])")
+                raise StrategyError(
+                    f"a strategy holds methods; {shown(each)} is none. Build one with Strategy.of([...])", (index,)
+                )
             if each.slot in held:
                 other = held[each.slot]
-                twice = f"{each.name} is given twice" if other == each.name else f"{other} and {each.name} exclude each other"
-                raise StrategyError(f"{twice}: a strategy has one {each.slot}. Leave one out")
+                twice = (
+                    f"{each.name} is given twice"
+                    if other == each.name
+                    else f"{other} and {each.name} exclude each other"
+                )
+                raise StrategyError(f"{twice}: a strategy has one {each.slot}. Leave one out", (index,))
             held[each.slot] = each.name
         object.__setattr__(self, "methods", tuple(sorted(self.methods, key=lambda each: (each.phase, each.name))))
 
@@ -51,18 +57,43 @@ class Strategy(Sequence[Method]):
         Raises:
             StrategyError: whatever does not hold, with its place.
         """
-        from atorch.auto.strategy import codec
+        from atorch.auto.strategy import codec, items
 
         if isinstance(source, Strategy):
             return source
-        if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
+        if isinstance(source, (str, bytes, PathLike)):
             return codec.read(source)
-        if isinstance(source, Iterable) and not isinstance(source, Mapping):
-            return cls(tuple(codec.methods_of(list(source))))
+        if isinstance(source, Iterable) and not isinstance(source, (Mapping, bytearray, memoryview)):
+            return items.strategy_of(list(source))
         raise StrategyError(
-            f"a strategy cannot be made of {type(source).__name__} {source!r:.80}; give a list of method names and "
+            f"a strategy cannot be made of {type(source).__name__} {shown(source)}; give a list of method names and "
             "(name, config) pairs, JSON, the path of a strategy file, or a Strategy"
         )
+
+    def to_json(self) -> str:
+        """The text of the strategy's file; `Strategy.of` reads it back.
+
+        Raises:
+            StrategyError: a knob or the metadata holds what JSON does not.
+        """
+        from atorch.auto.strategy import codec
+
+        return codec.to_json(self)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the strategy's file, all of it or none; of several processes, one calls this.
+
+        Raises:
+            StrategyError: as `to_json`, or the path cannot be written to.
+        """
+        from atorch.auto.strategy import codec
+
+        codec.save(self, path)
+
+    @property
+    def report(self) -> Any:
+        """The search's account of why this strategy, as plain data; None where no search was made."""
+        return self.metadata.get("report")
 
     @overload
     def __getitem__(self, index: int) -> Method: ...
@@ -92,12 +123,12 @@ class Strategy(Sequence[Method]):
     def with_method(self, new: Method) -> Strategy:
         """This strategy with `new` in its slot."""
         kept = tuple(each for each in self.methods if each.slot != new.slot)
-        return Strategy((*kept, new), self.metadata, self.report)
+        return Strategy((*kept, new), self.metadata)
 
     def without(self, name: str) -> Strategy:
         """This strategy without the method `name`."""
         METHODS[name]
-        return Strategy(tuple(each for each in self.methods if each.name != name), self.metadata, self.report)
+        return Strategy(tuple(each for each in self.methods if each.name != name), self.metadata)
 
     def cost(self, cost: Cost) -> Cost:
         """Fold the methods' costs."""

@@ -1,0 +1,165 @@
+"""Strategies as JSON: read, written, and kept in files.
+
+A file is versioned JSON that people can read and edit:
+
+    {
+      "atorch_strategy": 1,
+      "methods": [
+        {"name": "parallel_mode", "config": {"slices": [["data", 8]]}},
+        {"name": "amp_native", "config": {"dtype": "bf16"}}
+      ],
+      "metadata": {"atorch": "0.1.0", "world_size": 8}
+    }
+
+Reading one runs nothing that it names: methods are looked up in the registry, layer classes stay names until they are
+looked up in the user's model, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from atorch.auto.strategy.items import ITEM_FORMS, strategy_of
+from atorch.auto.strategy.method import METHODS, RECIPES, Method
+from atorch.auto.strategy.strategy import Strategy
+from atorch.auto.strategy.strict_json import MAX_BYTES, Json, check, parse, step
+from atorch.errors import StrategyError, near_miss, shown
+
+VERSION = 1
+_FIELDS = ("atorch_strategy", "methods", "metadata")
+_PICKLE_OPENINGS = b"()]}cNSUVX"  # of protocols 0 and 1, which have no mark of their own; JSON never ends in a point
+
+
+def read(source: str | bytes | os.PathLike[str]) -> Strategy:
+    """The strategy in JSON (bytes, or a string that starts with `[` or `{`) or in the file of that path.
+
+    Raises:
+        StrategyError: whatever does not hold, with the file's name and the JSON path or line and column.
+    """
+    if isinstance(source, bytes):
+        return _from_json(source)
+    if isinstance(source, str) and source.lstrip()[:1] in ("[", "{"):
+        return _from_json(source)
+    data = _read_file(source)
+    try:
+        return _from_json(data)
+    except StrategyError as error:
+        raise StrategyError(f"{shown(os.fspath(source))}: {error}") from None
+
+
+def to_json(strategy: Strategy) -> str:
+    """The text of the strategy's file: one method a line, with the knobs that were set, then the metadata by key.
+
+    Raises:
+        StrategyError: a knob or the metadata holds what JSON does not, or more than a file may hold.
+    """
+    methods = [
+        json.dumps({"name": each.name, "config": _config_of(each, step("$.methods", index))}, ensure_ascii=False)
+        for index, each in enumerate(strategy)
+    ]
+    listed = "[\n    " + ",\n    ".join(methods) + "\n  ]" if methods else "[]"
+    metadata = json.dumps(check(strategy.metadata, "$.metadata"), ensure_ascii=False, indent=2, sort_keys=True)
+    metadata = metadata.replace("\n", "\n  ")
+    text = f'{{\n  "atorch_strategy": {VERSION},\n  "methods": {listed},\n  "metadata": {metadata}\n}}\n'
+    parse(text.encode())  # what is written can be read: the limits on the whole hold too
+    return text
+
+
+def save(strategy: Strategy, path: str | os.PathLike[str]) -> None:
+    """Write the strategy's file in one piece: a reader sees the old file or the new one. One rank calls this.
+
+    Raises:
+        StrategyError: the strategy cannot be written as JSON, or the path cannot be written to.
+    """
+    text = to_json(strategy)
+    try:
+        target = os.path.realpath(path)  # a link stays a link
+        scratch = Path(f"{target}.{secrets.token_hex(4)}.tmp")
+        try:
+            with open(scratch, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, target)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise StrategyError(f"cannot write the strategy to {shown(os.fspath(path))}: {error.strerror}") from None
+    except ValueError as error:  # NUL or half a character
+        raise StrategyError(f"{shown(os.fspath(path))} is no file name: {error}") from None
+
+
+def _from_json(text: str | bytes) -> Strategy:
+    if isinstance(text, bytes):
+        _refuse_pickle(text)
+    document = parse(text)
+    if isinstance(document, list):
+        return strategy_of(document, place="$")
+    if not isinstance(document, dict):
+        raise StrategyError(f'$: {shown(document)} is no strategy; {ITEM_FORMS} in a list, or "methods" in an object')
+    _check_fields(document)
+    methods, metadata = document.get("methods"), document.get("metadata", {})
+    if not isinstance(methods, list):
+        raise StrategyError(f"$.methods: {shown(methods)} is no list of methods; {ITEM_FORMS}")
+    if not isinstance(metadata, dict):
+        raise StrategyError(f"$.metadata: {shown(metadata)} is no object; leave it out or write {{}}")
+    return strategy_of(methods, metadata, "$.methods")
+
+
+def _check_fields(document: dict[str, Json]) -> None:
+    """Version first: a later one may have fields that this one does not know."""
+    if _FIELDS[0] not in document:
+        near = f"; it has {shown(sorted(document))}" if document else ""
+        raise StrategyError(f'$: no "atorch_strategy": {VERSION}, so this is no strategy file{near}')
+    version = document[_FIELDS[0]]
+    if type(version) is not int or version < 1:
+        raise StrategyError(f"$.atorch_strategy: {shown(version)} is no version; write {VERSION}")
+    if version > VERSION:
+        raise StrategyError(
+            f"$.atorch_strategy: the file has version {version}, and this atorch reads up to {VERSION}; "
+            "update atorch, or save the strategy again with this one"
+        )
+    for field in document:
+        if field not in _FIELDS:
+            raise StrategyError(f"{step('$', field)}: a strategy file has no such field; {near_miss(field, _FIELDS)}")
+
+
+def _refuse_pickle(data: bytes) -> None:
+    protocol_2 = data[:1] == b"\x80" and data[1:2] <= b"\x05"
+    protocol_0 = data[:1] in _PICKLE_OPENINGS and data.rstrip()[-1:] == b"."
+    if protocol_2 or protocol_0 or data.startswith(b"PK\x03\x04"):
+        raise StrategyError(
+            "this is a pickle (pickle.dumps or torch.save), which can run code when loaded, so atorch loads none. "
+            "Write the methods down where it was made, as a list or as JSON such as "
+            '["parallel_mode", ["amp_native", {"dtype": "bf16"}]], and give that'
+        )
+
+
+def _read_file(path: str | os.PathLike[str]) -> bytes:
+    named = shown(os.fspath(path))
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):  # a pipe or a device could be read for ever
+            with open(path, "rb") as file:
+                return file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        hint = f"; to name a method, give a list: [{named}]" if path in METHODS or path in RECIPES else ""
+        raise StrategyError(f"there is no strategy file {named}{hint}") from None
+    except OSError as error:
+        raise StrategyError(f"cannot read {named}: {error.strerror}") from None
+    except ValueError as error:  # NUL or half a character
+        raise StrategyError(f"{named} is no file name: {error}") from None
+    kind = "a directory" if stat.S_ISDIR(mode) else "no ordinary file"
+    raise StrategyError(f"{named} is {kind}; give the path of a strategy file")
+
+
+def _config_of(each: Method, place: str) -> Json:
+    try:
+        config = each.model_dump(mode="json", exclude_unset=True)
+    except ValueError as error:  # pydantic's, for a type without a JSON form or a value that holds itself
+        raise StrategyError(f"{place}: {each.name} has a knob that no file can hold: {error}") from None
+    return check(config, step(place, "config"))

@@ -1,0 +1,115 @@
+"""What a list of methods may hold, and the place of whatever does not hold in it.
+
+Names resolve in the registries alone; nothing is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from atorch.auto.strategy.method import METHODS, RECIPES, Method, Recipe
+from atorch.auto.strategy.strategy import Strategy
+from atorch.auto.strategy.strict_json import step
+from atorch.errors import StrategyError, near_miss, shown
+
+T = TypeVar("T")
+
+MAX_METHODS = 100
+ITEM_FORMS = 'a method is written "name" or ("name", config)'
+
+
+def strategy_of(items: Sequence[Any], metadata: Mapping[str, Any] | None = None, place: str = "strategy") -> Strategy:
+    """The strategy of a list of names, `(name, config)` pairs, `{"name": …, "config": …}` and Methods.
+
+    A recipe gives the methods that it stands for, beside the others of the list.
+
+    Raises:
+        StrategyError: whatever does not hold; the message starts with its place, such as `strategy[2][1].dtype`.
+    """
+    placed = _placed_methods(items, place)
+    try:
+        return Strategy(tuple(each for _, each in placed), metadata or {})
+    except StrategyError as error:
+        index = error.place[0] if error.place else None
+        at = placed[index][0] if isinstance(index, int) else place
+        raise StrategyError(f"{at}: {error}") from None
+
+
+def _placed_methods(items: Sequence[Any], place: str) -> list[tuple[str, Method]]:
+    """The methods with the place where each was given; a recipe's come last."""
+    if len(items) > MAX_METHODS:
+        raise StrategyError(f"{place}: {len(items)} methods; a strategy has at most {MAX_METHODS}")
+    placed: list[tuple[str, Method]] = []
+    recipes: list[tuple[_Item, type[Recipe]]] = []
+    for index, given in enumerate(items):
+        here = step(place, index)
+        if isinstance(given, Method):
+            placed.append((here, given))
+            continue
+        item = _item(given, here)
+        if item.name in RECIPES:
+            recipes.append((item, RECIPES[item.name]))
+        elif item.name in METHODS:
+            placed.append((here, item.make(METHODS[item.name].of)))
+        else:
+            known = near_miss(item.name, [*METHODS, *RECIPES])
+            raise StrategyError(f"{item.name_place}: there is no method named {shown(item.name)}; {known}")
+    others = tuple(each for _, each in placed)
+    for item, recipe in recipes:
+        expand = partial(recipe.expand, others=others)
+        placed += [(item.place, each) for each in item.make(expand)]
+    return placed
+
+
+class _Item(NamedTuple):
+    """One item of a list of methods, taken apart, with the places of its pieces."""
+
+    place: str
+    name: str
+    name_place: str
+    config: Any
+    config_place: str
+
+    def make(self, of: Callable[[Any], T]) -> T:
+        """`of(config)`, whose error says where in the list the fault is."""
+        try:
+            return of(self.config)
+        except StrategyError as error:
+            raise _located(error, self.config_place, self.config) from None
+
+
+def _item(given: Any, place: str) -> _Item:
+    if isinstance(given, str):
+        return _Item(place, given, place, None, place)
+    if isinstance(given, Mapping):
+        return _item_of_object(given, place)
+    if isinstance(given, (list, tuple)) and len(given) == 2 and isinstance(given[0], str):
+        return _Item(place, given[0], step(place, 0), given[1], step(place, 1))
+    meant = ""
+    if isinstance(given, (set, frozenset)):
+        meant = "; a set has no order: write a tuple"
+    raise StrategyError(f"{place}: {shown(given)} is no method; {ITEM_FORMS}{meant}")
+
+
+def _item_of_object(given: Mapping[Any, Any], place: str) -> _Item:
+    for field in given:
+        if field not in ("name", "config"):
+            pair = f": write {shown((field, given[field]))}" if field in METHODS or field in RECIPES else ""
+            raise StrategyError(f'{step(place, str(field))}: a method has "name" and "config" alone{pair}')
+    name = given.get("name")
+    if not isinstance(name, str):
+        raise StrategyError(f"{step(place, 'name')}: {shown(name)} is no method's name")
+    return _Item(place, name, step(place, "name"), given.get("config"), step(place, "config"))
+
+
+def _located(error: StrategyError, place: str, given: Any) -> StrategyError:
+    """The error with its place in the list: `place`, and as far into `given` as the error knows and `given` goes."""
+    for part in error.place:
+        is_list = isinstance(given, (list, tuple))
+        known = range(len(given)) if is_list else given if isinstance(given, Mapping) else ()
+        if part not in known:
+            break
+        place, given = step(place, part), given[part]
+    return StrategyError(f"{place}: {error}")
