@@ -1,0 +1,65 @@
+"""What planning costs before the first real step: a 1B-parameter Llama on the meta device.
+
+A fresh process traces the model, scores every legal composition and ranks them; seconds without imports, and the
+most memory the process held beyond what it had before.
+
+    python benchmarks/planning_time.py
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from compare import Row
+
+PROBE = """
+import json, resource, time, torch, transformers
+from torch.utils.data import Dataset
+from atorch.auto.job import make_context
+from atorch.auto.planner.search import rank
+from atorch.cluster import ClusterSpec
+from atorch.distributed import world as worlds
+torch.set_num_threads(1)
+
+class Tokens(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): x = torch.zeros(1024, dtype=torch.long); return {"input_ids": x, "labels": x}
+
+config = transformers.LlamaConfig(vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
+                                  num_attention_heads=32, num_key_value_heads=4, use_cache=False)
+with torch.device("meta"):
+    model = transformers.LlamaForCausalLM(config)
+world = worlds.init()
+cluster = ClusterSpec.detect(world)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before, start = peak(), time.perf_counter()
+ctx = make_context(model, torch.optim.AdamW, Tokens(), lambda b, o: o["loss"], model_input_format="unpack_dict",
+                   dataloader_args={"batch_size": 8}, world=world, cluster=cluster)
+ranked = rank(ctx)
+print(json.dumps({"s": time.perf_counter() - start, "mib": peak() - before, "num": len(ranked),
+                  "params": sum(p.numel() for p in model.parameters())}))
+"""
+
+
+def measure(quick: bool = False) -> list[Row]:
+    """All rows of this claim."""
+    runs = []
+    for _ in range(1 if quick else 5):
+        done = subprocess.run([sys.executable, "-c", PROBE], check=True, capture_output=True, text=True)
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    seconds, mib = statistics.median(run["s"] for run in runs), statistics.median(run["mib"] for run in runs)
+    title = f"planning {runs[0]['num']} compositions of a {runs[0]['params'] / 1e9:.1f}B Llama on the meta device"
+    return [
+        Row(f"{title}, seconds", f"{seconds:.2f}", "≤ 3", seconds <= 3),
+        Row(f"{title}, MiB held beyond the start", f"{mib:.0f}", "≤ 512", mib <= 512),
+    ]
+
+
+if __name__ == "__main__":
+    for row in measure():
+        print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
