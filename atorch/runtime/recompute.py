@@ -1,0 +1,295 @@
+"""Activation checkpointing: keep a block's inputs, and compute what lies between again in backward.
+
+A block saves its inputs instead of everything its layers save; backward pays one more forward (Chen et al., "Training
+Deep Nets with Sublinear Memory Cost", 2016). `torch.utils.checkpoint` does the work. Here is what a block of a real
+model needs around it:
+
+- tensors may be anywhere in positional and keyword arguments; forward sees the caller's own containers, a recompute
+  sees them as they were before forward;
+- buffers that forward changes (BatchNorm's statistics) are changed once, not again by the recompute;
+- random numbers are restored on the devices of the parameters too, not only on those of the arguments;
+- the checkpointed inputs, and nothing else, can wait in host memory;
+- the reentrant form takes what torch's does not: keyword arguments, nested outputs, inputs that need no gradient.
+
+Autocast, `torch.autograd.grad`, nesting and double backward hold as in torch's non-reentrant form. Not covered: state
+that forward keeps outside buffers (a key/value cache that it appends to), and buffers that forward changes and then
+reads (spectral norm), of which a recompute sees the later value.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from atorch.errors import ArgumentError
+
+M = TypeVar("M", bound=nn.Module)
+_Kwargs = dict[str, Any]
+
+COUNTER = "_checkpoint_fwd_counter"  # FairScale's name for it
+
+# Of the checkpointed forward that this thread runs: is it a recompute, and what does a call in it add to the counters.
+_pass: ContextVar[tuple[bool, int]] = ContextVar("atorch_recompute_pass", default=(False, 0))
+
+
+class _Options(NamedTuple):
+    offload_to_cpu: bool = False
+    maintain_forward_counter: bool = False
+    reentrant: bool = False
+
+
+def is_recomputing() -> bool:
+    """Whether the running forward is a recompute in backward; each thread has its own answer."""
+    return _pass.get()[0]
+
+
+def checkpoint_wrapper(
+    module: M, offload_to_cpu: bool = False, maintain_forward_counter: bool = False, *, reentrant: bool = False
+) -> M:
+    """The same `module`, whose `forward` from now on keeps its inputs alone and runs again in backward.
+
+    Its class, the names in its `state_dict` and the signature of `forward` stay; a deepcopy or a pickle of it
+    checkpoints itself. Where gradients are disabled it is the plain forward.
+
+    offload_to_cpu: inputs that were computed in this graph wait in host memory (pinned, for CUDA). Leaves (parameters,
+        masks, positions) stay where they are: others hold them anyway. This frees memory only if nothing else keeps
+        the input, as a residual branch around the wrapped module would. Inside another checkpoint, the inner inputs
+        are kept on the host rather than recomputed.
+    maintain_forward_counter: each inner module, and `module`, gets an integer `_checkpoint_fwd_counter`, which rises
+        with its calls in forward and falls with its calls in the recompute: after one backward it is where it was.
+    reentrant: use torch's reentrant form, for modules that save differently each time they run (`torch.jit.script`).
+        It serves `loss.backward()` only, and gives no gradient to tensors in objects that are no pytrees.
+
+    Under `torch.compile` the plain form becomes part of the graph. Each of these three options needs Python in
+    backward: such a module runs uncompiled, and `fullgraph=True` refuses it.
+
+    Raises ArgumentError if the module is wrapped already: its forward would be recomputed twice.
+    """
+    forward = vars(module).get("forward")
+    if isinstance(forward, _CheckpointedForward):
+        raise ArgumentError(
+            f"checkpoint_wrapper was given a {type(module).__name__} that it has wrapped already. "
+            "A module is wrapped once, with all its options; leave out the second call."
+        )
+    if maintain_forward_counter:
+        for inner in module.modules():
+            vars(inner).setdefault(COUNTER, 0)
+            if inner is not module and not _is_hooked(inner):
+                inner.register_forward_pre_hook(_count)
+    module.forward = _CheckpointedForward(
+        module, forward, _Options(offload_to_cpu, maintain_forward_counter, reentrant)
+    )
+    return module
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    *,
+    offload_to_cpu: bool = False,
+    reentrant: bool = False,
+) -> Any:
+    """The output of `functions` called one after the other on `input`, checkpointed in `segments` even runs of them.
+
+    The last run is a plain one: backward starts there and would recompute it at once. Functions are modules or any
+    callables of one argument. Raises ArgumentError unless 1 ≤ segments ≤ number of functions.
+    """
+    steps: list[Callable[..., Any]] = list(functions)
+    if not 1 <= segments <= len(steps):
+        raise ArgumentError(
+            f"checkpoint_sequential was asked for {segments} segments of {len(steps)} functions. "
+            f"A segment holds at least one; ask for 1 to {len(steps)}."
+        )
+    run = _runner(_Options(offload_to_cpu, reentrant=reentrant))
+    bounds = [len(steps) * segment // segments for segment in range(segments + 1)]
+    for start, stop in zip(bounds[:-2], bounds[1:-1], strict=True):
+        owners = [step for step in steps[start:stop] if isinstance(step, nn.Module)]
+        input = run(functools.partial(_chain, steps[start:stop]), owners, (input,), {})
+    return _chain(steps[bounds[-2] :], input)
+
+
+def _chain(functions: Iterable[Callable[..., Any]], value: Any) -> Any:
+    for function in functions:
+        value = function(value)
+    return value
+
+
+class _CheckpointedForward:
+    """What `module.forward` becomes. It refers to its module weakly, since the module refers to it."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any] | None, options: _Options) -> None:
+        self.module = weakref.ref(module)
+        self.forward = forward  # the instance's own, if somebody had put one there
+        self.options = options
+        self.run = _runner(options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.plain(), [self.module()], args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # copy and pickle make the new module before its attributes, so that this argument becomes the new module.
+        return _CheckpointedForward, (self.module(), self.forward, self.options)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.plain())
+
+    def plain(self) -> Callable[..., Any]:
+        # The class is looked up at each call: `fully_shard` and parametrizations give a module another one.
+        module = self.module()
+        if module is None:
+            raise ReferenceError("The module of this checkpointed forward is gone. Keep the module, not its forward.")
+        return self.forward or functools.partial(type(module).forward, module)
+
+
+def _runner(options: _Options) -> Callable[..., Any]:
+    run = functools.partial(_run, options)
+    if not any(options):
+        return run
+    disable: Callable[..., Callable[..., Any]] = torch.compiler.disable
+    return disable(run, reason="offload, counters and reentrant checkpointing need Python in backward")
+
+
+def _run(
+    options: _Options, forward: Callable[..., Any], owners: list[nn.Module], args: tuple[Any, ...], kwargs: _Kwargs
+) -> Any:
+    """`forward(*args, **kwargs)`, checkpointed where gradients are recorded. The `owners` hold its tensors."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        # The compiler itself keeps buffers, random numbers and autocast right: it runs forward once.
+        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+    leaves, spec = tree_flatten((args, kwargs))
+    # An object given twice stays one in the recompute: attention asks whether `query is key`.
+    inputs = list({id(leaf): leaf for leaf in leaves}.values())
+    places = {id(leaf): place for place, leaf in enumerate(inputs)}
+    call = _Call(forward, owners, spec, [places[id(leaf)] for leaf in leaves], (args, kwargs))
+    inputs += _on_other_devices(owners, inputs)
+    with saved_tensors_hooks(_to_host, _from_host) if options.offload_to_cpu else nullcontext():
+        if options.reentrant:
+            return _run_reentrant(call, inputs)
+        # An early stop would skip the last inner modules, and leave their counters up.
+        early_stop = not any(COUNTER in vars(owner) for owner in owners)
+        return checkpoint(call, *inputs, use_reentrant=False, early_stop=early_stop)
+
+
+def _run_reentrant(call: _Call, inputs: list[Any]) -> Any:
+    """Torch's reentrant form takes and gives flat tuples, and reaches backward only through inputs with gradient."""
+    parameters = [parameter for owner in call.owners for parameter in owner.parameters()]
+    if not any(tensor.requires_grad for tensor in parameters + inputs if isinstance(tensor, Tensor)):
+        return call(*inputs)
+    specs: list[TreeSpec] = []
+
+    def flat(*inputs: Any) -> tuple[Any, ...]:
+        leaves, spec = tree_flatten(call(*inputs))
+        for leaf in leaves:
+            if is_dataclass(leaf) and any(isinstance(value, Tensor) for value in vars(leaf).values()):
+                raise ArgumentError(
+                    f"A module under reentrant checkpointing returned a {type(leaf).__name__}, whose tensors would get "
+                    "no gradient. Return a tuple or a dict, or use the non-reentrant form."
+                )
+        specs.append(spec)
+        return tuple(leaves)
+
+    outputs = checkpoint(flat, *inputs, torch.empty(0, requires_grad=True), use_reentrant=True)
+    torch.clear_autocast_cache()  # it may hold weights cast without gradient, for others in this region to find
+    return tree_unflatten(outputs, specs[0])
+
+
+@dataclass(eq=False)
+class _Call:
+    """One checkpointed call of a forward. Its first run is the forward pass; every later one is a recompute."""
+
+    forward: Callable[..., Any]
+    owners: list[nn.Module]
+    spec: TreeSpec
+    places: list[int]  # where each leaf of the arguments is found among the inputs
+    given: tuple[tuple[Any, ...], _Kwargs] | None
+    changing: list[nn.Module] = field(default_factory=list)  # modules whose buffers forward changes
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self.given is None:
+            args, kwargs = tree_unflatten([inputs[place] for place in self.places], self.spec)
+            with _buffers_kept(self.changing):
+                return self.run(args, kwargs, recomputing=True, count=-1)
+        (args, kwargs), self.given = self.given, None  # from here on autograd alone keeps the inputs
+        before = [(m, _buffer_state(m)) for owner in self.owners for m in owner.modules() if m._buffers]
+        # In the recompute of an outer checkpoint a forward does not count: its own recompute counts down.
+        again = is_recomputing()
+        output = self.run(args, kwargs, recomputing=again, count=0 if again else 1)
+        # Kernels of normalization change running statistics without a trace in their versions.
+        self.changing = [m for m, state in before if "running_mean" in m._buffers or _buffer_state(m) != state]
+        return output
+
+    def run(self, args: tuple[Any, ...], kwargs: _Kwargs, recomputing: bool, count: int) -> Any:
+        token = _pass.set((recomputing, count))
+        try:
+            for owner in self.owners:
+                if COUNTER in vars(owner) and not _is_hooked(owner):
+                    _count(owner)
+            return self.forward(*args, **kwargs)
+        finally:
+            _pass.reset(token)
+
+
+@contextmanager
+def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
+    """Let what runs inside change copies of these modules' buffers."""
+    kept = [(module, dict(module._buffers)) for module in modules]
+    try:
+        for module, buffers in kept:
+            module._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+        yield
+    finally:
+        for module, buffers in kept:
+            module._buffers.update(buffers)
+
+
+def _buffer_state(module: nn.Module) -> list[tuple[int, int, Tensor | None]]:
+    # The id decides before tensors are compared, and the tensor keeps its id from being used again.
+    # An inference tensor has no version, and cannot be changed where gradients are recorded.
+    return [(id(b), 0 if b is None or b.is_inference() else b._version, b) for b in module._buffers.values()]
+
+
+def _on_other_devices(owners: list[nn.Module], inputs: list[Any]) -> list[Tensor]:
+    """An empty tensor on each device that has parameters and no input: torch restores random numbers by input."""
+    devices = {parameter.device for owner in owners for parameter in owner.parameters()}
+    devices -= {tensor.device for tensor in inputs if isinstance(tensor, Tensor)}
+    return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return _count in module._forward_pre_hooks.values()
+
+
+def _count(module: nn.Module, args: Any = ()) -> None:
+    vars(module)[COUNTER] += _pass.get()[1]
+
+
+def _to_host(tensor: Tensor) -> tuple[Tensor, torch.device, int]:
+    # `non_blocking` pins, for CUDA; the order of the stream puts this copy before any later write to `tensor`.
+    kept = tensor if tensor.is_leaf else tensor.to("cpu", non_blocking=True)
+    return kept, tensor.device, kept._version
+
+
+def _from_host(packed: tuple[Tensor, torch.device, int]) -> Tensor:
+    kept, device, version = packed
+    if kept._version != version:
+        raise RuntimeError(
+            "An input of a checkpointed module was changed in place after its forward, and the recompute needs it "
+            "as it was. Change a copy."
+        )
+    return kept.to(device, non_blocking=True)
