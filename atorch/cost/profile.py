@@ -33,6 +33,7 @@ class ModelProfile:
     num_ops: int  # forward
     activation_bytes: int  # saved for backward by the whole forward pass
     output_bytes: int
+    working_bytes: int = 0  # the largest tensor that any operation made
     blocks: tuple[BlockProfile, ...]  # the repeated blocks, in order
     optim_state_per_param: float  # elements of optimizer state for one parameter element: Adam 2, momentum 1
     module_classes: frozenset[str]  # names of the module classes in the model

@@ -1,1 +1,5 @@
-"""Tracing and measuring models."""
+"""Tracing and measuring."""
+
+from atorch.profiler.trace import trace
+
+__all__ = ["trace"]

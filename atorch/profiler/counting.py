@@ -1,0 +1,141 @@
+"""Counts what passes by while a model runs: FLOPs, bytes moved, operations, and what is saved for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from atorch.profiler.tensors import tensor_bytes, tensors_of
+
+
+@dataclass
+class BlockCount:
+    """What was seen inside one block."""
+
+    flops: float = 0.0
+    activation_bytes: int = 0
+    input_bytes: int = 0
+
+
+class Counter:
+    """The counts of one forward pass of `model`, whole and by block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.matmul_flops = 0.0
+        self.attention_flops = 0.0
+        self.traffic_bytes = 0.0
+        self.num_ops = 0
+        self.activation_bytes = 0
+        self.largest_bytes = 0
+        self.output_bytes = 0
+        self.blocks: dict[str, BlockCount] = {}
+        self._inside: list[BlockCount] = []
+        # Storages by identity. They are kept, so that none is freed and its address taken by another.
+        self._saved: dict[int, torch.UntypedStorage] = {}
+        self._inputs: dict[int, torch.UntypedStorage] = {}
+        self._weights = {_key(p): p.untyped_storage() for p in [*model.parameters(), *model.buffers()]}
+
+    @contextmanager
+    def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Count what happens inside, also for each of `blocks` by itself."""
+        handles = []
+        for name, block in blocks.items():
+            count = self.blocks.setdefault(name, BlockCount())
+            handles.append(block.register_forward_pre_hook(self._entering(count), with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leaving, always_call=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor), _Operations(self):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, count: BlockCount) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._inside.append(count)
+            for tensor in tensors_of((args, kwargs)):
+                if _add(self._inputs, tensor):
+                    count.input_bytes += tensor.untyped_storage().nbytes()
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _key(tensor) not in self._weights and _add(self._saved, tensor):
+            num_bytes = tensor.untyped_storage().nbytes()
+            self.activation_bytes += num_bytes
+            if self._inside:
+                self._inside[-1].activation_bytes += num_bytes
+        return tensor
+
+    def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count one call of an aten operation."""
+        packet = func._overloadpacket
+        if packet in _ATTENTION:
+            flops = _ATTENTION[packet](args)
+            self.attention_flops += flops
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            self.matmul_flops += flops
+        elif func.is_view or func.namespace == "prim" or packet in _FREE:
+            return
+        else:
+            flops = 0
+            self.traffic_bytes += sum(map(tensor_bytes, tensors_of((args, kwargs, out))))
+        self.num_ops += 1
+        self.largest_bytes = max(self.largest_bytes, 0, *map(tensor_bytes, tensors_of(out)))
+        if self._inside:
+            self._inside[-1].flops += flops
+
+
+class _Operations(TorchDispatchMode):
+    """Hands every operation to the counter after it ran."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.counter.operation(func, args, kwargs, out)
+        return out
+
+
+def _attention_flops(args: tuple[Any, ...]) -> float:
+    """Forward FLOPs of scaled dot-product attention on query, key, value of shape (batch, heads, seq, head_dim)."""
+    query, key, value = args[:3]
+    return float(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+_aten = torch.ops.aten
+_ATTENTION: Mapping[Any, Callable[[tuple[Any, ...]], float]] = dict.fromkeys(
+    (
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
+    ),
+    _attention_flops,
+)
+_FREE = frozenset((_aten.detach, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.lift_fresh))
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _add(storages: dict[int, torch.UntypedStorage], tensor: torch.Tensor) -> bool:
+    """Keep the tensor's storage; whether it was not there."""
+    known = _key(tensor) in storages
+    storages.setdefault(_key(tensor), tensor.untyped_storage())
+    return not known

@@ -1,0 +1,227 @@
+"""Counts against closed forms, on models that are left bit for bit as they were."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from atorch.errors import ArgumentError
+from atorch.profiler.trace import optimizer_state_per_param, trace
+
+
+def call(model, batch):
+    return model(batch)
+
+
+def mean(batch, output):
+    return output.float().mean()
+
+
+def mlp(dims=(16, 64, 8), **kwargs):
+    return nn.Sequential(nn.Linear(dims[0], dims[1], **kwargs), nn.ReLU(), nn.Linear(dims[1], dims[2], **kwargs))
+
+
+def test_mlp_counts_are_the_closed_forms():
+    profile = trace(mlp(), torch.randn(32, 16), call, mean)
+    assert profile.num_params == profile.num_trainable == 16 * 64 + 64 + 64 * 8 + 8
+    assert profile.param_bytes == 4 * profile.num_params
+    assert profile.matmul_flops == 2 * 32 * (16 * 64 + 64 * 8)
+    assert profile.attention_flops == 0
+    # The input, for the first weight's gradient, and ReLU's output, which the second layer needs as well.
+    assert profile.activation_bytes == 4 * 32 * (16 + 64)
+    assert profile.traffic_bytes == 4 * (32 * 64 * 2 + 32 * 8 + 1)  # ReLU in and out; mean in and out
+    assert profile.num_ops == 4  # two addmm, relu, mean
+    assert profile.batch_size == 32
+    assert profile.output_bytes == 4 * 32 * 8
+    assert profile.working_bytes == 4 * 32 * 64
+    assert profile.traced
+    assert profile.blocks == ()
+    assert profile.module_classes == {"Sequential", "Linear", "ReLU"}
+
+
+def test_frozen_parameters_are_not_trainable():
+    model = mlp()
+    model[0].requires_grad_(False)
+    profile = trace(model, torch.randn(32, 16), call, mean)
+    assert profile.num_trainable == 64 * 8 + 8
+    assert profile.activation_bytes == 4 * 32 * 64  # ReLU of what needs no gradient saves nothing
+
+
+def test_tiny_llama_counts_are_the_closed_forms():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, ffn, vocab, layers, batch, seq = 64, 128, 100, 3, 2, 16
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    tokens = torch.randint(0, vocab, (batch, seq))
+    profile = trace(
+        model, {"input_ids": tokens, "labels": tokens}, lambda m, b: m(**b), lambda b, output: output.loss
+    )
+    per_layer = 4 * hidden * hidden + 3 * hidden * ffn
+    assert profile.num_params == layers * (per_layer + 2 * hidden) + 2 * vocab * hidden + hidden
+    # Beside the weights, the rotary table is an outer product of positions and frequencies.
+    rotary = 2 * batch * seq * (hidden // 4 // 2)
+    weights = 2 * batch * seq * (layers * per_layer + vocab * hidden)
+    assert weights <= profile.matmul_flops <= weights + rotary
+    assert profile.attention_flops == layers * 4 * batch * seq * seq * hidden
+    assert [block.name for block in profile.blocks] == [f"model.layers.{i}" for i in range(layers)]
+    first, second, third = profile.blocks
+    assert second.num_params == per_layer + 2 * hidden
+    assert second.forward_flops == 2 * batch * seq * per_layer + 4 * batch * seq * seq * hidden
+    assert second.input_bytes == 4 * batch * seq * hidden  # the hidden states; the first block has the shared rest
+    assert first.input_bytes > second.input_bytes == third.input_bytes
+    assert second.activation_bytes == third.activation_bytes
+    assert profile.activation_bytes > sum(block.activation_bytes for block in profile.blocks)
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.model.layers)
+
+
+class Stateful(nn.Module):
+    """BatchNorm, a non-persistent buffer that forward writes, a plain tensor attribute, dropout and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(4), persistent=False)
+        self.scale = torch.ones(4, 1, 1)
+        self.calls = 0
+
+    def forward(self, images):
+        self.calls += 1
+        features = self.drop(self.norm(self.conv(images)))
+        self.seen += features.detach().mean((0, 2, 3))
+        self.scale.mul_(2)
+        return features * self.scale
+
+
+def test_model_and_random_states_are_untouched():
+    model = Stateful()
+    before = copy.deepcopy(model)
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    profile = trace(model, torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)), call, mean)
+    assert profile.traced
+    assert profile.matmul_flops == 2 * 2 * 4 * 6 * 6 * 3 * 9
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    assert torch.equal(model.seen, before.seen)
+    assert torch.equal(model.scale, before.scale)
+    assert model.calls == 0
+    assert not any(p.grad is not None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
+    assert random.getstate() == python_state
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, inputs):
+        features = self.norm(inputs)
+        return self.left(features) if features.sum() > 0 else self.right(features)
+
+
+def test_data_dependent_flow_runs_for_real_on_a_copy():
+    model = Branching()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    profile = trace(model, torch.ones(8, 4), call, mean)
+    assert not profile.traced
+    assert profile.matmul_flops == 2 * 8 * 4 * 4
+    assert profile.num_params == 2 * (16 + 4) + 8
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_data_dependent_flow_on_meta_is_refused():
+    with torch.device("meta"):
+        model = Branching()
+    with pytest.raises(ArgumentError, match="meta device"):
+        trace(model, torch.ones(8, 4), call, mean)
+
+
+def test_faults_of_the_user_come_through():
+    with pytest.raises(RuntimeError, match="shapes"):
+        trace(mlp(), torch.randn(32, 17), call, mean)
+
+
+def test_no_parameters_are_refused():
+    with pytest.raises(ArgumentError, match="no parameters"):
+        trace(nn.ReLU(), torch.randn(2, 2), call, mean)
+
+
+class Named(nn.Module):
+    """Two inputs, a dict as output."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, left, right):
+        return {"sum": self.inner(left) + right, "left": left}
+
+
+def test_several_inputs_and_dict_outputs():
+    batch = {"left": torch.randn(3, 4), "right": torch.randn(3, 4)}
+    profile = trace(Named(), batch, lambda m, b: m(**b), lambda b, output: output["sum"].sum())
+    assert profile.matmul_flops == 2 * 3 * 16
+    assert profile.output_bytes == 2 * 4 * 3 * 4
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def test_tied_parameters_count_once():
+    profile = trace(Tied(), torch.randint(0, 50, (2, 5)), call, mean)
+    assert profile.num_params == 50 * 8
+    assert profile.matmul_flops == 2 * 10 * 8 * 50
+
+
+class Reused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, inputs):
+        return self.block(self.block(inputs))
+
+
+def test_a_module_used_twice_counts_twice():
+    class Once(Reused):
+        def forward(self, inputs):
+            return self.block(inputs)
+
+    model, once = Reused(), Once()
+    inputs = torch.randn(2, 3, 8)
+    twice, single = trace(model, inputs, call, mean), trace(once, inputs, call, mean)
+    assert twice.num_params == single.num_params
+    assert twice.matmul_flops == 2 * single.matmul_flops
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (torch.optim.AdamW, 2.0),
+        (lambda params: torch.optim.SGD(params, lr=0.1), 0.0),
+        (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 1.0),
+        (torch.optim.LBFGS, 2.0),  # cannot step without a closure
+    ],
+)
+def test_optimizer_state(make, state):
+    assert optimizer_state_per_param(make) == state
