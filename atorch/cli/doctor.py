@@ -17,11 +17,13 @@ def doctor() -> None:
     from rich.console import Console
 
     from atorch.cluster import ClusterSpec
+    from atorch.distributed import world
 
+    cluster = ClusterSpec.detect(world.init(), measure=False)
     console = Console()
     console.print(_table("environment", ("", ""), _environment()))
     console.print(_table("extras", ("extra", "package", "version"), _extras()))
-    console.print(_table("methods", ("method", "here", ""), _methods(ClusterSpec.detect())))
+    console.print(_table("methods", ("method", "here", ""), _methods(cluster)))
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> object:

@@ -41,6 +41,7 @@ def main() -> int:
     if dist.get_rank() == 0:
         verdict = "ok" if is_same else f"wrong, more than {TOLERANCE:.0e}"
         typer.echo(f"{dist.get_world_size()} processes against one: updates differ by {difference:.1e}, {verdict}")
+    dist.barrier()  # the first process to fail ends the others, so the verdict is out before any does
     dist.destroy_process_group()
     return 0 if is_same else 1
 
