@@ -5,8 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.pool import pool  # noqa: F401  a fixture
+
+# A busy machine makes any example slow; a slow example is no fault.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 
 @pytest.fixture(scope="session", autouse=True)
