@@ -1,0 +1,108 @@
+"""fp8: Linear layers multiply in 8-bit floats, by transformer-engine or torchao.
+
+Memory and communication stay (parameters and activations keep their dtypes); the matmuls of the converted layers take
+half the time of bf16 ones on hardware that has fp8. The output layer does not stand it: {"exclude": ("lm_head",)}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from atorch.auto.context import Context
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost
+from atorch.distributed.mesh import AXES
+from atorch.errors import StrategyError
+from atorch.logs import logger
+from atorch.runtime.fp8 import MIN_CAPABILITY, Fp8Recipe, Fp8Report, choose_backend, convert_linears
+
+
+@method("fp8", phase=Phase.MODULE)
+class Fp8(Method):
+    """Multiply in fp8 in the model's Linear layers."""
+
+    include: tuple[str, ...] | None = None
+    """Substrings, one of which a layer's dotted name must have; None for all layers."""
+    exclude: tuple[str, ...] | None = None
+    """Substrings, none of which a layer's name may have."""
+    verbose: bool = False
+    """Log the name of every layer that is converted."""
+    margin: int = Field(default=0, ge=0)
+    """Delayed scaling: scales are divided by 2**margin."""
+    interval: int = Field(default=1, ge=1)
+    """Delayed scaling: steps between new scales."""
+    fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
+    """HYBRID has gradients in e5m2, E4M3 all in e4m3."""
+    amax_history_len: int = Field(default=1024, ge=1)
+    """Delayed scaling: steps whose largest values are kept."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """Delayed scaling: the largest of the kept values, or the last one."""
+    reduce_amax: bool = True
+    """Delayed scaling: ranks that hold the same layers share their largest values."""
+    backend: Literal["auto", "te", "torchao"] = "auto"
+    """te (delayed scaling), torchao (scales of the tensor at hand); auto is te where it is installed, on CUDA."""
+    emulate: bool | None = None
+    """torchao: quantize, and multiply in the dtype of before. The only way without fp8 hardware; never faster."""
+
+    def _recipe(self) -> Fp8Recipe:
+        return Fp8Recipe(
+            margin=self.margin,
+            interval=self.interval,
+            fp8_format=self.fp8_format,
+            amax_history_len=self.amax_history_len,
+            amax_compute_algo=self.amax_compute_algo,
+            reduce_amax=self.reduce_amax,
+        )
+
+    def unmet(self, cluster: ClusterSpec) -> str | None:
+        """Hardware without fp8 matmuls, unless emulation was asked for."""
+        device = cluster.device
+        if not self.emulate:
+            if device.type != "cuda":
+                return f'fp8 needs a GPU with fp8 matmuls; this is {device.type} ({{"emulate": True}} only quantizes)'
+            if device.capability is not None and device.capability < MIN_CAPABILITY:
+                need, have = (f"{major}.{minor}" for major, minor in (MIN_CAPABILITY, device.capability))
+                return f"fp8 needs compute capability {need}; this is {have}"
+        choose_backend(self.backend, self._recipe(), self.emulate, device.type)
+        return None
+
+    def cost(self, cost: Cost) -> Cost:
+        """The dtype of the matmuls; emulation multiplies as before, after quantizing."""
+        return cost if self.emulate else replace(cost, dtype="float8")
+
+    def apply(self, ctx: Context) -> Context:
+        """Convert the Linear layers of every part in place."""
+        mesh = ctx.mesh
+        pipelined = mesh is not None and mesh.size("pipeline") > 1
+        group = mesh.group(*(axis for axis in AXES if axis != "pipeline")) if mesh is not None and pipelined else None
+        for part in ctx.parts:
+            report = convert_linears(
+                part,
+                include=self.include,
+                exclude=self.exclude,
+                backend=self.backend,
+                recipe=self._recipe(),
+                emulate=self.emulate,
+                device=ctx.device,
+                group=group,
+            )
+            self._tell(type(part).__name__, report)
+        return ctx
+
+    def _tell(self, model: str, report: Fp8Report) -> None:
+        reasons = "; ".join(map(str, report.left))
+        if not report.converted:
+            raise StrategyError(
+                f"fp8 converts nothing in {model}: {reasons or 'it has no nn.Linear'}. Leave fp8 out, or change include"
+            )
+        how = f"{report.backend}, emulated" if report.emulated else report.backend
+        logger.info("fp8: %d Linear layers of %s by %s", len(report.converted), model, how)
+        if self.verbose:
+            for name in report.converted:
+                logger.info("fp8: %s", name)
+        if report.left:
+            logger.info("fp8 leaves %s", reasons)

@@ -1,0 +1,106 @@
+"""module_replace: modules of the model replaced by faster ones that compute the same.
+
+Attention written out step by step becomes `scaled_dot_product_attention`, which keeps no (queries × keys) weights for
+backward; RMSNorm becomes one operation that keeps its input alone; users add theirs with `register_replace_pair`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from pydantic import field_validator
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.errors import CapabilityError
+from atorch.logs import logger
+from atorch.runtime.module_swap import Kept, SwapReport
+
+
+@method("module_replace", phase=Phase.MODULE)
+class ModuleReplace(Method):
+    """Replace modules by optimized ones."""
+
+    pairs: dict[str, dict[str, Any] | None] | None = None
+    """The replacements to do, by name, each with its configuration or None; None does all that need no asking."""
+    verbose: bool = False
+    """Log every module that was replaced, and every one that was not with the reason; else one line a replacement."""
+
+    @classmethod
+    def of(cls, config: Any = None) -> Self:
+        """Also takes the documented `{pair_name: configuration or None, …, "verbose": bool}`."""
+        if isinstance(config, Mapping) and "pairs" not in config:
+            pairs = {name: knobs for name, knobs in config.items() if name != "verbose"}
+            config = {"pairs": pairs or None, "verbose": config.get("verbose", False)}
+        return super().of(config)
+
+    @field_validator("pairs")
+    @classmethod
+    def _known(cls, pairs: dict[str, dict[str, Any] | None] | None) -> dict[str, dict[str, Any] | None] | None:
+        for name, knobs in (pairs or {}).items():
+            if knobs and not REPLACEMENTS[name].takes_config:
+                raise ValueError(f"replacement {name!r} has no configuration; give None")
+        return pairs
+
+    def unmet(self, cluster: ClusterSpec) -> str | None:
+        """Nothing in the hardware. A replacement that was named and whose package is missing raises."""
+        for name in self.pairs or {}:
+            package = REPLACEMENTS[name].package
+            if package is not None and cluster.device.type == "cuda" and not _installed(package):
+                raise CapabilityError(
+                    f"module_replace names {name}, which needs {package.partition('.')[0]}, and it is not installed; "
+                    "install atorch[kernels] (apex: NVIDIA's, from its repository), or leave that replacement out"
+                )
+        return None
+
+    def apply(self, ctx: Context) -> Context:
+        """Replace in every part, in place, and log what came of it."""
+        replaced = 0
+        for part in ctx.parts:
+            dtype = ctx.compute_dtype or _floating_dtype(part)
+            for name in self._chosen():
+                report = self._replace(name, part, ctx.device, dtype)
+                replaced += len(report.swapped)
+                self._tell(name, report)
+        if not replaced:
+            logger.warning(
+                "module_replace replaced nothing in %s", ", ".join(type(part).__name__ for part in ctx.parts)
+            )
+        return ctx
+
+    def _chosen(self) -> list[str]:
+        if self.pairs is None:
+            return [name for name in REPLACEMENTS if REPLACEMENTS[name].by_default]
+        return list(self.pairs)
+
+    def _replace(self, name: str, part: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> SwapReport:
+        replacement = REPLACEMENTS[name]
+        if dtype not in replacement.supported_dtypes:
+            return SwapReport(kept=(Kept("every module", f"{name} does not support {dtype}, which the model runs in"),))
+        return replacement.replace(part, device, (self.pairs or {}).get(name) or {})
+
+    def _tell(self, name: str, report: SwapReport) -> None:
+        if self.verbose:
+            for line in (*report.swapped, *report.kept):
+                logger.info("module_replace %s: %s", name, line)
+        elif report.swapped or report.kept:
+            reasons = "; ".join(dict.fromkeys(kept.reason for kept in report.kept))
+            because = f", kept {len(report.kept)} ({reasons})" if reasons else ""
+            logger.info("module_replace %s: replaced %d%s", name, len(report.swapped), because)
+
+
+def _floating_dtype(part: torch.nn.Module) -> torch.dtype:
+    return next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ImportError:
+        return False

@@ -1,0 +1,18 @@
+"""Faster modules that compute the same: what each replaces, when it is exact, and what it leaves alone and why."""
+
+from __future__ import annotations
+
+from atorch.runtime.fused.hf_attention import use_sdpa
+from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
+from atorch.runtime.fused.multihead_attention import SdpaMultiheadAttention, fuse_multihead_attention
+from atorch.runtime.fused.rms_norm import FusedRMSNorm, fuse_rms_norms
+
+__all__ = [
+    "FusedRMSNorm",
+    "SdpaMultiheadAttention",
+    "fuse_cross_entropy",
+    "fuse_layer_norms",
+    "fuse_multihead_attention",
+    "fuse_rms_norms",
+    "use_sdpa",
+]

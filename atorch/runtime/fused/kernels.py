@@ -1,0 +1,106 @@
+"""LayerNorm and cross entropy by the kernels of other packages, on CUDA.
+
+torch computes LayerNorm in one operation on every device, so there is nothing faster on a CPU. On CUDA, NVIDIA's apex
+has another kernel for it (built from its repository: the package of that name on PyPI is not NVIDIA's), and Liger's
+cross entropy makes the gradient in the forward pass, in the memory of the logits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch.runtime.module_swap import Kept, SwapReport, swap_modules, why_unswappable
+
+
+def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> SwapReport:
+    """Replace `nn.LayerNorm` by apex's `FusedLayerNorm` where the model is to run on CUDA and apex is here.
+
+    `device` is where the model will run; by default where its parameters are. Elsewhere, and without apex, the report
+    says that torch's own is the one to keep.
+    """
+    fused = _attribute("apex.normalization", "FusedLayerNorm")
+
+    def build(module: nn.LayerNorm) -> nn.Module | str:
+        if _target(module, device).type != "cuda":
+            return "torch's LayerNorm is one operation here already; nothing is faster"
+        if fused is None:
+            return "torch's LayerNorm is one operation already, and apex, which has another kernel, is not installed"
+        if module.elementwise_affine and module.bias is None:
+            return "apex has no LayerNorm with a weight and no bias"
+        twin: nn.Module = fused(module.normalized_shape, module.eps, module.elementwise_affine)
+        if module.elementwise_affine:
+            twin.weight, twin.bias = module.weight, module.bias
+        return twin
+
+    return _replace(model, nn.LayerNorm, build)
+
+
+def fuse_cross_entropy(model: nn.Module, device: torch.device | None = None) -> SwapReport:
+    """Replace `nn.CrossEntropyLoss` modules by Liger's kernel, on CUDA.
+
+    The kernel writes the gradient over the logits: whoever reads them after the loss (an accuracy, say) reads
+    something else. That cannot be seen from outside, so this is only done where it is asked for. A loss that is
+    computed by a function, as in transformers, is no module and stays.
+    """
+    liger = _attribute("liger_kernel.transformers.cross_entropy", "LigerCrossEntropyLoss")
+
+    def build(module: nn.CrossEntropyLoss) -> nn.Module | str:
+        if _target(module, device).type != "cuda":
+            return "the fused cross entropy is a CUDA kernel; nothing is faster here"
+        if liger is None:
+            return "liger-kernel, which has the fused cross entropy, is not installed"
+        knobs = {
+            "weight": module.weight,
+            "ignore_index": module.ignore_index,
+            "label_smoothing": module.label_smoothing,
+            "reduction": module.reduction,
+        }
+        return FlatCrossEntropy(module, liger(**knobs))
+
+    return _replace(model, nn.CrossEntropyLoss, build)
+
+
+class FlatCrossEntropy(nn.Module):
+    """`kernel` where logits are (rows, classes) and targets are class numbers; torch's loss for all else."""
+
+    def __init__(self, source: nn.CrossEntropyLoss, kernel: nn.Module) -> None:
+        super().__init__()
+        self.source, self.kernel = source, kernel
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        flat = input.is_cuda and input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+        loss: torch.Tensor = (self.kernel if flat else self.source)(input, target)
+        return loss
+
+
+def _replace(model: nn.Module, cls: type[nn.Module], build: Any) -> SwapReport:
+    """Swap modules of exactly `cls` for what `build` makes; where it gives a string, that is why not."""
+    kept: list[Kept] = []
+
+    def choose(name: str, module: nn.Module) -> nn.Module | None:
+        if type(module) is not cls or not name:
+            return None
+        made = why_unswappable(module) or build(module)
+        if isinstance(made, nn.Module):
+            return made
+        kept.append(Kept(name, made))
+        return None
+
+    return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))
+
+
+def _target(module: nn.Module, device: torch.device | None) -> torch.device:
+    parameter = next(module.parameters(), None)
+    return device or (torch.device("cpu") if parameter is None else parameter.device)
+
+
+def _attribute(module: str, name: str) -> Any:
+    """`module.name`, or None where that package, or one of that shape, is not installed."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None

@@ -1,0 +1,136 @@
+"""`nn.MultiheadAttention` by `scaled_dot_product_attention`, whatever `need_weights` says.
+
+torch computes attention step by step, and keeps the (batch, heads, queries, keys) weights for backward, whenever
+`need_weights` is True. That is its default, so the many models that take `self.attention(x, x, x)[0]` pay for weights
+that nobody reads. The replacement always runs SDPA and returns, in the weights' place, a tensor that is computed when
+something reads it: by torch's own step-by-step path, so that it is the same tensor with the same gradients.
+
+One thing differs. In training with dropout, torch returns the weights after dropout. SDPA does not tell which elements
+it dropped, so reading the weights then is an error, not a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from atorch.runtime.module_swap import Kept, SwapReport, recast, swap_modules, why_unswappable
+
+
+class SdpaMultiheadAttention(nn.MultiheadAttention):
+    """`nn.MultiheadAttention` (same arguments, attributes and state dict) that never materializes weights unread."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As torch's; the weights, where needed, are computed when they are first read."""
+        inputs = (query, key, value, key_padding_mask)
+        output, _ = super().forward(*inputs, need_weights=False, attn_mask=attn_mask, is_causal=is_causal)
+        if not need_weights:
+            return output, None
+        compute = partial(super().forward, *inputs, attn_mask=attn_mask, average_attn_weights=average_attn_weights)
+        if torch.compiler.is_compiling() and not (self.training and self.dropout):
+            # A compiler drops what nobody reads by itself, and could not follow a deferred tensor.
+            return output, compute()[1]
+        return output, _Deferred(self._weights_later(compute, query, key, value))
+
+    def _weights_later(self, compute: Callable[[], Any], *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`compute` under the modes of now, and an error where it would not give the weights of now."""
+        device = inputs[0].device.type
+        autocast = torch.autocast(
+            device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
+        )
+        grad = torch.is_grad_enabled()
+        tensors = [tensor for tensor in (*inputs, *self.parameters()) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        had_dropout = self.training and self.dropout > 0
+
+        def weights() -> torch.Tensor:
+            if had_dropout or (self.training and self.dropout > 0):
+                raise RuntimeError(
+                    "the attention weights of an SdpaMultiheadAttention were read in training with dropout "
+                    f"{self.dropout}; which of them were dropped is not known. Keep torch's module there, or read them "
+                    "in eval mode"
+                )
+            if versions != [tensor._version for tensor in tensors]:
+                raise RuntimeError(
+                    "the attention weights of an SdpaMultiheadAttention were first read after its inputs or parameters "
+                    "had been changed in place, such as by an optimizer step; read them (w.clone()) before that"
+                )
+            with torch.set_grad_enabled(grad), autocast:
+                value: torch.Tensor = compute()[1]
+            return value
+
+        return weights
+
+
+class _Deferred(torch.Tensor):
+    """A tensor that `compute` makes when the first function touches it."""
+
+    _compute: Callable[[], torch.Tensor]
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, compute: Callable[[], torch.Tensor]) -> _Deferred:
+        tensor = torch.Tensor._make_subclass(cls, torch.empty(0))
+        tensor._compute, tensor._value = compute, None
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Every torch function, method and attribute sees the computed tensor."""
+        args, kwargs = tree_map_only(_Deferred, _Deferred._read, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    def _read(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._value is None:
+                self._value = self._compute()
+            return self._value
+
+
+def fuse_multihead_attention(model: nn.Module) -> SwapReport:
+    """Replace every `nn.MultiheadAttention` by `SdpaMultiheadAttention`, in place; parameters and names stay.
+
+    Subclasses stay. So do those inside torch's own encoder and decoder layers, which ask for no weights and so run
+    SDPA already; the report says so.
+    """
+    kept: list[Kept] = []
+    torchs_own = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in model.named_modules()
+        if type(layer) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        for name in ("self_attn", "multihead_attn")
+    }
+
+    def choose(name: str, module: nn.Module) -> nn.Module | None:
+        if type(module) is not nn.MultiheadAttention or not name:
+            return None
+        reason = why_unswappable(module)
+        if name in torchs_own:
+            reason = "torch's transformer layers run it by SDPA already"
+        if reason is None:
+            return recast(module, SdpaMultiheadAttention)
+        kept.append(Kept(name, reason))
+        return None
+
+    return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))

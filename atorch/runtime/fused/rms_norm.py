@@ -1,0 +1,198 @@
+"""RMSNorm as one operation that saves its input alone, in place of the eager sequence that models write out.
+
+    y = x / sqrt(mean(x²) + eps) · weight        (Zhang and Sennrich 2019, equation 4)
+
+Written out as in most models, autograd keeps x, the normalized x and, in low precision, fp32 copies of both. One
+function that keeps x and the reciprocal root needs half of that in fp32 and a third in bf16. CUDA has a kernel for it
+(`torch.nn.functional.rms_norm`); elsewhere that function is the eager sequence again, so the backward pass is here.
+
+Models write the norm under many names and with differences that matter: the weight may be stored as an offset from 1,
+and low precision may be restored before or after the product with it. So a module is recognised by its structure,
+tried on random input against each of the four variants, and replaced only where outputs, gradients and dtypes agree.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import rms_norm
+
+from atorch.runtime.module_swap import Kept, SwapReport, swap_modules, why_unswappable
+
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+class Variant(NamedTuple):
+    """How a model's RMSNorm differs from the equation."""
+
+    offset: float  # what is added to the stored weight: 0, or 1 where the weight starts at zero
+    cast_first: bool  # whether the normalized x returns to its dtype before the product with the weight
+
+
+class FusedRMSNorm(nn.Module):
+    """RMSNorm over the last dimension, (…, hidden) → (…, hidden), with the given weight, of shape (hidden,)."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, variant: Variant) -> None:
+        super().__init__()
+        self.weight = weight
+        self.variance_epsilon = eps
+        self.eps = eps
+        self.variant = variant
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
+        if self.variant.offset:
+            # The sum is taken in fp32 where the product is, since a bf16 weight near 1 has three digits.
+            weight = (weight if self.variant.cast_first else weight.float()) + self.variant.offset
+        if hidden_states.is_cuda and hidden_states.dtype == weight.dtype:
+            return rms_norm(hidden_states, weight.shape, weight, self.eps)
+        return _RMSNorm.apply(hidden_states, weight, self.eps, self.variant.cast_first)  # type: ignore[no-any-return, no-untyped-call]
+
+    def extra_repr(self) -> str:
+        """The hidden size and what was recognised."""
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, {self.variant}"
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm that saves x, the weight and one number a row.
+
+    With r = 1 / sqrt(mean(x²) + eps), x̂ = r·x and g the gradient of y:
+    dweight = Σ g·x̂ over rows, dx = r·(g·weight - x̂·mean(g·weight·x̂)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, cast_first: bool) -> torch.Tensor:
+        full = x.float()
+        scale = torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        if cast_first:
+            return (full * scale).to(x.dtype) * weight
+        return (full * scale * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normalized = x.float() * scale
+        grad = grad.float()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            weighted = grad * weight.float()
+            grad_x = scale * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
+            grad_x = grad_x.to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * normalized).flatten(end_dim=-2).sum(0).to(weight.dtype)
+        return grad_x, grad_weight, None, None
+
+
+def fuse_rms_norms(model: nn.Module) -> SwapReport:
+    """Replace every module that is an RMSNorm by `FusedRMSNorm`, in place; names, weights and results stay.
+
+    A module is tried when it has one parameter, `weight` of one dimension, no children and an epsilon, and is no
+    `torch.nn.RMSNorm` or LayerNorm (torch has those in one operation where its kernels allow). It is replaced only
+    where a copy with a random weight agrees with one `Variant` in fp32 and bf16. The report names those that did not.
+    """
+    kept: list[Kept] = []
+    verdicts: dict[Hashable, Variant | None] = {}
+
+    def choose(name: str, module: nn.Module) -> nn.Module | None:
+        norm = _as_norm(module)
+        if norm is None or not name:
+            return None
+        reason = why_unswappable(module)
+        if reason is None:
+            key = _signature(module, norm[0])
+            if key not in verdicts:
+                verdicts[key] = recognise(module)
+            variant = verdicts[key]
+            if variant is not None:
+                return FusedRMSNorm(*norm, variant)
+            reason = f"{type(module).__name__} computes something else than RMSNorm on a random input"
+        kept.append(Kept(name, reason))
+        return None
+
+    return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))
+
+
+def recognise(module: nn.Module) -> Variant | None:
+    """The variant of RMSNorm that `module` computes, found by trying a copy on random input; None where it is none.
+
+    The module itself is neither run nor changed; parameters on the meta device or fake will do.
+    """
+    norm = _as_norm(module)
+    if norm is None:
+        return None
+    weight, eps = norm
+    with _real_tensors():
+        cases = list(_cases(weight.shape))
+        try:
+            probes = [copy.deepcopy(module, {id(weight): case_weight}) for case_weight, _ in cases]
+            wanted = [_run(probe, *case) for probe, case in zip(probes, cases, strict=True)]
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            # Called differently (more arguments, a shape of its own): not a norm of one tensor.
+            return None
+        for variant in (Variant(offset, cast_first) for offset in (0.0, 1.0) for cast_first in (True, False)):
+            found = (_run(FusedRMSNorm(case[0], eps, variant), *case) for case in cases)
+            if all(map(_agree, cases, wanted, found)):
+                return variant
+    return None
+
+
+def _as_norm(module: nn.Module) -> tuple[nn.Parameter, float] | None:
+    """Weight and epsilon where the module's structure is that of an RMSNorm, else None."""
+    if isinstance(module, (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, FusedRMSNorm)):
+        return None
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    weight = parameters.pop("weight", None)
+    if weight is None or weight.dim() != 1 or parameters or module._modules or module._buffers:
+        return None
+    values = (vars(module).get(name) for name in _EPS_NAMES)
+    eps = next((value for value in values if isinstance(value, (int, float))), None)
+    return None if eps is None else (weight, float(eps))
+
+
+def _signature(module: nn.Module, weight: nn.Parameter) -> Hashable:
+    """Modules with the same one compute the same function of input and weight."""
+    plain = (bool, int, float, str, type(None))
+    knobs = tuple((k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain) and k != "training")
+    return type(module), weight.shape, knobs
+
+
+def _cases(shape: torch.Size) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Random weights, and inputs of shape (2, 3, hidden), in fp32 and bf16 each."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 1 + 0.5 * torch.randn(shape, generator=generator)
+    x = 3 * torch.randn(2, 3, *shape, generator=generator)
+    for weight_dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield nn.Parameter(weight.to(weight_dtype)), x.to(dtype).requires_grad_()
+
+
+def _run(module: nn.Module, weight: nn.Parameter, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Output, and the gradients of input and weight for a fixed gradient of the output."""
+    y = module(x)
+    if not isinstance(y, torch.Tensor):
+        raise TypeError(f"{type(module).__name__} returned {type(y).__name__}")
+    ramp = torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype)
+    return y.detach(), *torch.autograd.grad(y, (x, weight), ramp)
+
+
+def _agree(case: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]) -> bool:
+    """Same shapes and dtypes, and equal within fp32 rounding, or within bf16's where the case has any."""
+    tolerance = 1e-5 if all(tensor.dtype == torch.float32 for tensor in case) else 2e-2
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and (a.double() - b.double()).norm() <= tolerance * a.double().norm()
+        for a, b in zip(wanted, found, strict=True)
+    )
+
+
+def _real_tensors() -> AbstractContextManager[Any]:
+    """Real CPU tensors even inside a fake-tensor mode, so that numbers can be compared."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    manager: AbstractContextManager[Any] = unset_fake_temporarily()
+    return manager

@@ -1,0 +1,253 @@
+"""Replace modules of a model by others, in place, so that nothing that hangs on them is lost.
+
+A swap changes what a place in the tree computes and nothing else. A module that stands in two places is replaced once
+and both get the replacement. Parameters that were tied stay tied, whatever object the replacement brings. Hooks, the
+training flag, `requires_grad`, device and dtype go over to the replacement. What cannot be carried over is refused
+before anything changes, and an error midway puts the model back as it was.
+
+Modules are found in the tree alone: one that is also kept in a plain attribute (a list, a closure) stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+
+from atorch.errors import StrategyError
+
+Choose = Callable[[str, nn.Module], nn.Module | None]
+Place = tuple[nn.Module, str]  # a module and the name under which it holds a child or a parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """One module that was replaced: every name it has in the model, and what it was and is."""
+
+    names: tuple[str, ...]
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{' = '.join(self.names)}: {self.source} → {self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One module that could have been replaced and was not, with the reason."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: kept, {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """What was replaced, and what was not and why."""
+
+    swapped: tuple[Swap, ...] = ()
+    kept: tuple[Kept, ...] = ()
+
+    def __add__(self, other: SwapReport) -> SwapReport:
+        return SwapReport(self.swapped + other.swapped, self.kept + other.kept)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self.swapped, *self.kept)))
+
+
+def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
+    """Replace every module for which `choose(name, module)` gives another one; children are asked before parents.
+
+    `choose` is asked once a module, by the first of its names, and returns None to keep it. A replacement may share
+    parameters and children with its source, or hold the source itself. New parameters of the same name as one of the
+    source take its `requires_grad`, device and dtype; other new ones take the device and dtype of the source's first.
+
+    Raises:
+        StrategyError: the root was to be replaced (whoever holds it would keep the old one), or a module carries
+            something that the replacement cannot take over. The model is then as it was.
+    """
+    swaps: list[Swap] = []
+    with ExitStack() as undo:
+        for names, module, places in _post_order(model):
+            replacement = choose(names[0], module)
+            if replacement is None or replacement is module:
+                continue
+            if not places:
+                raise StrategyError(
+                    f"the model itself, a {type(module).__name__}, was to be replaced by a "
+                    f"{type(replacement).__name__}; whoever holds the model would keep the old one. Use the "
+                    "replacement in its stead, or put the model inside another module"
+                )
+            _hand_over(model, names[0], module, replacement, undo)
+            for parent, child_name in places:
+                undo.callback(parent.register_module, child_name, module)
+                parent.register_module(child_name, replacement)
+            swaps.append(Swap(names, type(module).__name__, type(replacement).__name__))
+        undo.pop_all()
+    return swaps
+
+
+def why_unswappable(module: nn.Module) -> str | None:
+    """What a replacement of this module would lose, or None where all goes over."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if "parametrizations" in module._modules:
+        return "its parameters are parametrized"
+    for hook in module._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            return "it has a load_state_dict hook that is bound to it"
+    return None
+
+
+def adopt_state(target: nn.Module, source: nn.Module) -> None:
+    """Put the source's own parameters and buffers where `target` has ones of the same name and shape.
+
+    So the constructor of a replacement need not copy values, and references that others hold stay good.
+    """
+    owners = dict(target.named_modules())
+    for path, parameter in source.named_parameters(remove_duplicate=False):
+        prefix, _, name = path.rpartition(".")
+        own = owners[prefix]._parameters.get(name) if prefix in owners else None
+        if own is not None and own.shape == parameter.shape:
+            owners[prefix].register_parameter(name, parameter)
+    for path, buffer in source.named_buffers(remove_duplicate=False):
+        prefix, _, name = path.rpartition(".")
+        own_buffer = owners[prefix]._buffers.get(name) if prefix in owners else None
+        if own_buffer is not None and own_buffer.shape == buffer.shape:
+            owners[prefix]._buffers[name] = buffer
+
+
+def recast(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """A module of class `cls` with this one's parameters, buffers, children and attributes: only the methods differ.
+
+    For replacements that compute the same from the same state. The constructor of `cls` is not run.
+    """
+    twin = cls.__new__(cls)
+    # Containers are copied one level deep, so that a later change of one module's children leaves the other alone;
+    # hook tables are shared on purpose: the handles that users hold point at them.
+    state = {k: v.copy() if isinstance(v, dict) and not _is_hooks(k) else v for k, v in vars(module).items()}
+    twin.__dict__.update(state)
+    return twin
+
+
+def _post_order(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[Place]]]:
+    """Every module once, children first: all its names, itself, and the places that hold it (none for the root)."""
+    names: dict[nn.Module, list[str]] = {}
+    places: dict[nn.Module, list[Place]] = {}
+    order: list[nn.Module] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        first = module not in names
+        names.setdefault(module, []).append(name)
+        for child_name, child in module._modules.items():
+            if child is None:
+                continue
+            if first:
+                places.setdefault(child, []).append((module, child_name))
+            visit(child, f"{name}.{child_name}" if name else child_name)
+        if first:
+            order.append(module)
+
+    visit(model, "")
+    for module in order:
+        yield tuple(names[module]), module, places.get(module, [])
+
+
+def _hand_over(model: nn.Module, name: str, source: nn.Module, target: nn.Module, undo: ExitStack) -> None:
+    """Give the replacement all that hangs on its source. One that holds its source has the hooks already."""
+    inside = set(source.modules())
+    for module in target.modules():
+        if module not in inside:
+            module.training = source.training
+    _hand_over_tensors(model, name, source, target, undo)
+    if source in set(target.modules()):
+        return
+    reason = why_unswappable(source)
+    if reason is not None:
+        raise StrategyError(
+            f"{name} ({type(source).__name__}) cannot be replaced by a {type(target).__name__}: {reason}. "
+            "Replace it before that is done, or keep it"
+        )
+    _hand_over_hooks(name, source, target)
+
+
+def _hand_over_hooks(name: str, source: nn.Module, target: nn.Module) -> None:
+    for table, hooks in vars(source).items():
+        if not _is_hooks(table) or not hooks or vars(target).get(table) is hooks:
+            continue
+        if vars(target).get(table):
+            raise StrategyError(
+                f"{name} ({type(source).__name__}) and its replacement {type(target).__name__} both have "
+                f"{table.strip('_')}; remove one of the two before the swap"
+            )
+        # The table itself goes over, not a copy: RemovableHandle.remove() acts on the table.
+        vars(target)[table] = hooks
+
+
+def _is_hooks(attribute: str) -> bool:
+    return attribute.endswith("_hooks") or "_hooks_" in attribute or attribute == "_is_full_backward_hook"
+
+
+def _hand_over_tensors(model: nn.Module, name: str, source: nn.Module, target: nn.Module, undo: ExitStack) -> None:
+    before = dict(source.named_parameters(remove_duplicate=False))
+    if not before:
+        return
+    known = {id(parameter) for parameter in before.values()}
+    renewed: dict[str, nn.Parameter] = {}
+    for prefix, owner in target.named_modules():
+        for own_name, parameter in list(owner._parameters.items()):
+            if parameter is None or id(parameter) in known:
+                continue
+            path = f"{prefix}.{own_name}" if prefix else own_name
+            like = before.get(path, next(iter(before.values())))
+            renewed[path] = _fitted(parameter, like, same_role=path in before)
+            owner.register_parameter(own_name, renewed[path])
+        for own_name, buffer in owner._buffers.items():
+            if buffer is not None and owner not in set(source.modules()):
+                owner._buffers[own_name] = buffer.to(next(iter(before.values())).device)
+    gone = known - {id(parameter) for parameter in target.parameters()}
+    elsewhere = _places_outside(model, source, gone) if gone else {}
+    for path, old in before.items():
+        if id(old) in elsewhere:
+            _retie(f"{name}.{path}", old, renewed.get(path), elsewhere[id(old)], undo)
+
+
+def _fitted(parameter: nn.Parameter, like: nn.Parameter, *, same_role: bool) -> nn.Parameter:
+    """The replacement's own parameter on the device and in the dtype of the source's."""
+    dtype = like.dtype if parameter.is_floating_point() and like.is_floating_point() else parameter.dtype
+    requires_grad = like.requires_grad if same_role else parameter.requires_grad
+    if parameter.device == like.device and parameter.dtype == dtype:
+        parameter.requires_grad_(requires_grad)
+        return parameter
+    return nn.Parameter(parameter.detach().to(like.device, dtype), requires_grad=requires_grad)
+
+
+def _places_outside(model: nn.Module, source: nn.Module, wanted: set[int]) -> dict[int, list[Place]]:
+    """Where else in the model these parameters of the source are held: parameter id → (module, name)."""
+    inside = set(source.modules())
+    found: dict[int, list[Place]] = {}
+    for module in model.modules():
+        if module in inside:
+            continue
+        for name, parameter in module._parameters.items():
+            if id(parameter) in wanted:
+                found.setdefault(id(parameter), []).append((module, name))
+    return found
+
+
+def _retie(path: str, old: nn.Parameter, new: nn.Parameter | None, places: list[Place], undo: ExitStack) -> None:
+    """Put the replacement's parameter where the source's is held outside of it."""
+    if new is None or new.shape != old.shape:
+        where = ", ".join(f"{type(module).__name__}.{name}" for module, name in places)
+        what = "has none of that name" if new is None else f"has shape {tuple(new.shape)} there"
+        raise StrategyError(
+            f"{path} of shape {tuple(old.shape)} is tied to {where}, but its replacement {what}. "
+            "Keep this module, or untie it first"
+        )
+    for module, own_name in places:
+        undo.callback(module.register_parameter, own_name, old)
+        module.register_parameter(own_name, new)
