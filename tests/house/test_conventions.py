@@ -19,7 +19,7 @@ EVERYTHING = [*PACKAGE, *modules("benchmarks", "examples", "tests")]
 
 # `except Exception` and `except BaseException`: whatever a stranger's code raises must be caught here.
 BLIND_EXCEPTS: Mapping[str, str] = {
-    "atorch/profiler/trace.py:trace": "a forward may fail on fake tensors in any way; a real run then shows its own faults",
+    "atorch/profiler/trace.py:trace": "a forward may fail on fakes in any way; a real run then shows its faults",
 }
 
 # Module-level objects that change while the program runs.
