@@ -6,12 +6,12 @@ several siblings of one class in a container, such as the layers of a transforme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
-from atorch.errors import StrategyError, near_miss
+from atorch.errors import StrategyError, near_miss, shown
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -49,19 +49,26 @@ def _can_be_block(module: nn.Module) -> bool:
 def module_names(config: Any, where: str) -> tuple[str, ...]:
     """Layer classes or names, one or many, as names: what a strategy file can hold.
 
+    Sets, such as transformers' `_no_split_modules`, come out sorted: the same on every process.
+
     Raises:
         StrategyError: an item is neither a module class nor a string.
     """
-    items: Sequence[Any] = [config] if isinstance(config, (str, type)) else list(config)
-    names = []
-    for item in items:
-        if isinstance(item, type) and issubclass(item, nn.Module):
-            names.append(item.__name__)
-        elif isinstance(item, str) and item:
-            names.append(item)
-        else:
-            raise StrategyError(f"{where} has {item!r}; give module classes or their names")
-    return tuple(names)
+    if isinstance(config, (str, type)):
+        return (_module_name(config, where),)
+    if isinstance(config, (set, frozenset)):
+        return tuple(sorted(_module_name(item, where) for item in config))
+    if isinstance(config, (list, tuple)):
+        return tuple(_module_name(item, where) for item in config)
+    raise StrategyError(f"{where} was given {shown(config)}; give module classes or their names, one or a tuple")
+
+
+def _module_name(item: Any, where: str) -> str:
+    if isinstance(item, type) and issubclass(item, nn.Module):
+        return item.__name__
+    if isinstance(item, str) and item:
+        return item
+    raise StrategyError(f"{where} has {shown(item)}; give module classes or their names")
 
 
 def find_modules(model: nn.Module, names: Iterable[str], where: str) -> dict[str, nn.Module]:
@@ -77,9 +84,11 @@ def find_modules(model: nn.Module, names: Iterable[str], where: str) -> dict[str
     for name in names:
         matches = _named(model, name)
         if not matches:
-            known = {type(module).__name__ for module in model.modules()} - {"ModuleList", "Sequential", "ModuleDict"}
+            known = {type(module).__name__ for module in model.modules() if not isinstance(module, _CONTAINERS)}
+            if "." in name:
+                known |= {path for path, _ in model.named_modules()}
             raise StrategyError(
-                f"{where} names {name!r}, but {type(model).__name__} has no module of that class or name; "
+                f"{where} names {shown(name)}, but {type(model).__name__} has no module of that class or name; "
                 f"{near_miss(name, known)}"
             )
         found.update(matches)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_LISTED = 30
+
 
 class AtorchError(Exception):
     """Base of every error atorch raises on purpose."""
@@ -60,9 +62,10 @@ def shown(value: object, limit: int = 120) -> str:
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown `name`: the nearest known one, or all of them."""
+    """The end of an error about an unknown `name`: the nearest known one, or the known ones."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"known: {', '.join(known)}" if known else "nothing is known here"
+    more = ["…"] if len(known) > MAX_LISTED else []
+    return f"known: {', '.join([*known[:MAX_LISTED], *more])}" if known else "nothing is known here"

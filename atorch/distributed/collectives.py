@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from atorch.errors import AtorchError
+from atorch import errors
+from atorch.errors import ArgumentError, AtorchError, shown
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ def gather_objects(value: Any) -> list[Any]:
     if not several():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=_host_group())
+    dist.all_gather_object(values, value)
     return values
 
 
@@ -32,27 +33,25 @@ def from_rank_zero(value: T) -> T:
     if not several():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_host_group(), device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def together(work: Callable[[], T]) -> T:
     """What `work` returns on this rank, or, where it raised an AtorchError on any rank, an error on every rank.
 
-    A rank that did fine raises the first failing rank's error, with that rank named.
+    A rank that did fine raises an error of the first failing rank's kind, with that rank named.
     """
     try:
-        result, failure = work(), None
+        result = work()
     except AtorchError as error:
-        result, failure = None, error
-    if several():
-        kinds = gather_objects(None if failure is None else (type(failure).__name__, str(failure)))
-        failed = [rank for rank, kind in enumerate(kinds) if kind is not None]
-        if failed and failure is None:
-            raise _named(kinds[failed[0]][0])(f"rank {failed[0]} failed: {kinds[failed[0]][1]}")
-    if failure is not None:
-        raise failure
-    return result  # type: ignore[return-value]
+        gather_objects((_kind(error), str(error)))
+        raise
+    for rank, failure in enumerate(gather_objects(None)):
+        if failure is not None:
+            kind, message = failure
+            raise getattr(errors, kind)(f"rank {rank} failed: {message}")
+    return result
 
 
 def agree(value: Any, what: str, error: type[AtorchError]) -> None:
@@ -60,35 +59,33 @@ def agree(value: Any, what: str, error: type[AtorchError]) -> None:
     values = gather_objects(value)
     for rank, other in enumerate(values):
         if other != values[0]:
-            raise error(f"{what} differs between processes: rank 0 has {values[0]!r}, rank {rank} has {other!r}")
-
-
-def _named(name: str) -> type[AtorchError]:
-    kinds = {AtorchError.__name__: AtorchError}
-    waiting = [AtorchError]
-    while waiting:
-        kind = waiting.pop()
-        kinds[kind.__name__] = kind
-        waiting += kind.__subclasses__()
-    return kinds.get(name, AtorchError)
-
-
-def _host_group() -> dist.ProcessGroup | None:
-    """The default group; with cpu:gloo beside nccl its object collectives run over the host."""
-    return dist.group.WORLD
+            raise error(
+                f"{what} differs between processes: rank 0 has {shown(values[0], 400)}, rank {rank} has "
+                f"{shown(other, 400)}"
+            )
 
 
 def synchronise(tensors: Sequence[torch.Tensor]) -> None:
     """Rank 0's values in every rank's `tensors`, in place; nothing travels where they agree already.
 
     The same model must stand on every rank before it is sharded; a model built without a seed does not.
+
+    Raises:
+        ArgumentError: the shapes or dtypes differ between ranks, so that these are different models.
     """
     if not several():
         return
-    known = [tensor for tensor in tensors if not tensor.is_meta]
-    sums = [float(torch.sum(tensor.detach(), dtype=torch.float64)) for tensor in known]
+    known = [tensor.detach() for tensor in tensors if not tensor.is_meta]
+    agree([(tuple(tensor.shape), str(tensor.dtype)) for tensor in known], "the model", ArgumentError)
+    sums = [float(torch.sum(tensor, dtype=torch.float64)) for tensor in known]
     if len({tuple(values) for values in gather_objects(sums)}) == 1:
         return
-    with torch.no_grad():
-        for tensor in known:
-            dist.broadcast(tensor.detach(), src=0)
+    for tensor in known:
+        value = tensor.contiguous()  # collectives take no other; a copy where it was not
+        dist.broadcast(value, src=0)
+        tensor.copy_(value)
+
+
+def _kind(error: AtorchError) -> str:
+    """The name of the error's class among atorch's own, which every rank can make from a message."""
+    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)

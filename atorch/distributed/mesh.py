@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed import world
-from atorch.errors import StrategyError
+from atorch.errors import StrategyError, near_miss, shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 AXES = ("data", "zero", "tensor", "sequence", "context", "pipeline")
 BATCH_AXES = ("data", "zero")
 """Axes whose ranks see different samples, in the order hybrid sharding wants: replicas, then shards."""
+_OUTERMOST_FIRST = ("pipeline", *BATCH_AXES, "context", "sequence", "tensor")
 
 Slices = Sequence[tuple[str, int]]
 
 
-def rank_table(
-    slices: Slices, world_size: int, rank_order: Sequence[int] | None = None
-) -> dict[str, list[list[int]]]:
+def rank_table(slices: Slices, world_size: int, rank_order: Sequence[int] | None = None) -> dict[str, list[list[int]]]:
     """The rank groups along every axis: `{name: [[ranks of one group], …]}`.
 
     Args:
@@ -66,25 +65,58 @@ def _grid(axes: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _check(slices: Slices, world_size: int, rank_order: Sequence[int] | None) -> None:
+    names = [name for name, _ in slices]
+    for name, size in slices:
+        if names.count(name) > 1:
+            raise StrategyError(f"axis {name!r} is given twice; give it once, with the product of the sizes")
+        if type(size) is not int or size < 1:
+            raise StrategyError(f"axis {name!r} has size {size!r}; a size is a whole number of at least 1")
     product = math.prod(size for _, size in slices)
-    shown = " × ".join(f"{name} {size}" for name, size in slices) or "nothing"
     if product != world_size:
-        raise StrategyError(f"{shown} = {product}, but there are {world_size} processes; the sizes must multiply to that")
-    if rank_order is not None and sorted(rank_order) != list(range(world_size)):
+        sizes = " × ".join(f"{name} {size}" for name, size in slices) or "no axis"
         raise StrategyError(
-            f"rank_order is {list(rank_order)}; it must hold each of the {world_size} ranks 0 to {world_size - 1} once"
+            f"{sizes} = {product}, but there are {world_size} processes; the sizes must multiply to that"
+        )
+    if rank_order is None:
+        return
+    if any(type(rank) is not int for rank in rank_order) or sorted(rank_order) != list(range(world_size)):
+        raise StrategyError(
+            f"rank_order is {shown(list(rank_order))}; it must hold each of the {world_size} ranks "
+            f"0 to {world_size - 1} once"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The processes of one model along named axes. An axis that was not named has size 1."""
+    """The processes of one model along named axes. An axis that was not named has size 1.
+
+    Raises:
+        StrategyError: the axes or the order do not hold, or the ranks of a group along an axis do not ascend: process
+            groups number their members by rank, so a place in the mesh would differ from the place in its group.
+    """
 
     slices: tuple[tuple[str, int], ...]
     rank_order: tuple[int, ...] | None
     device_type: str
-    _groups: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
-    _device_meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
+    _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    _roots: list[DeviceMesh] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, _ in self.slices:
+            if name not in AXES:
+                raise StrategyError(f"there is no axis {name!r}; {near_miss(name, AXES)}")
+        for name, groups in rank_table(self.slices, self.num_ranks, self.rank_order).items():
+            for ranks in groups:
+                if ranks != sorted(ranks):
+                    raise StrategyError(
+                        f"rank_order puts the processes {ranks} in one {name!r} group in that order; a group numbers "
+                        "its processes by rank, so choose an order in which the ranks of every group ascend"
+                    )
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes in the mesh: the product of all sizes."""
+        return math.prod(size for _, size in self.slices)
 
     def layout(self) -> tuple[object, ...]:
         """What makes two meshes the same."""
@@ -92,57 +124,72 @@ class Mesh:
 
     def size(self, *names: str) -> int:
         """The product of the axes' sizes."""
-        sizes = dict(self.slices)
-        return math.prod(sizes.get(name, 1) for name in names)
+        return math.prod(size for name, size in self.slices if name in names)
 
     def rank(self, *names: str) -> int:
-        """This process's place in its group along the axes."""
+        """This process's place in its group along the axes; the same as its rank in `group(*names)`."""
         return self.ranks(*names).index(_my_rank())
 
     def ranks(self, *names: str) -> list[int]:
-        """The ranks of this process's group along the axes, in the group's order."""
-        for group in groups_along(self.slices, math.prod(s for _, s in self.slices), self.rank_order, names):
-            if _my_rank() in group:
-                return group
-        raise AssertionError("every rank is in a group")
+        """The ranks of this process's group along the axes, ascending."""
+        mine = next((ranks for ranks in self._table(names) if _my_rank() in ranks), None)
+        if mine is None:
+            raise StrategyError(f"the mesh arranges {self.num_ranks} processes, but this one is rank {_my_rank()}")
+        return mine
 
     def group(self, *names: str) -> dist.ProcessGroup:
         """The process group along the axes. All processes must ask for the same groups in the same order."""
-        key = tuple(name for name, _ in self.slices if name in names)
+        key = tuple(name for name, size in self.slices if name in names and size > 1)
         if key not in self._groups:
             self._groups[key] = self._make_group(key)
-        group = self._groups[key]
-        if group is None:
-            raise AssertionError("every rank is in a group")
-        return group
+        return self._groups[key]
 
-    def _make_group(self, key: tuple[str, ...]) -> dist.ProcessGroup | None:
+    def _table(self, names: Sequence[str]) -> list[list[int]]:
+        return [sorted(ranks) for ranks in groups_along(self.slices, self.num_ranks, self.rank_order, names)]
+
+    def _make_group(self, key: tuple[str, ...]) -> dist.ProcessGroup:
         world.ensure_group(self.device_type)
-        num_ranks = math.prod(s for _, s in self.slices)
-        if self.size(*key) == num_ranks and self.rank_order is None:
-            return dist.group.WORLD
-        mine = None
-        for ranks in groups_along(self.slices, num_ranks, self.rank_order, key):
+        if self.num_ranks != dist.get_world_size():
+            raise StrategyError(
+                f"the mesh arranges {self.num_ranks} processes, but there are {dist.get_world_size()}; "
+                "resize its axes so that they multiply to that"
+            )
+        if self.size(*key) == self.num_ranks:
+            return _default_group()
+        mine: dist.ProcessGroup | None = None
+        for ranks in self._table(key):
             group = dist.new_group(ranks, timeout=world.TIMEOUT)
             mine = group if _my_rank() in ranks else mine
+        assert mine is not None, "every rank is in one of the groups"
         return mine
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """The DeviceMesh of this process over the axes, in the order they are named here."""
+        """The DeviceMesh over the axes, its dims in the order pipeline, data, zero, context, sequence, tensor.
+
+        All are slices of one root, on the groups of `group`, so that methods which shard over different axes compose.
+        All processes must ask for the first one together.
+        """
+        if not self._roots:
+            self._roots.append(self._make_root())
+        return self._roots[0][tuple(sorted(names, key=_OUTERMOST_FIRST.index))]
+
+    def _make_root(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh
 
-        if names not in self._device_meshes:
-            world.ensure_group(self.device_type)
-            num_ranks = math.prod(s for _, s in self.slices)
-            table = torch.tensor(list(self.rank_order or range(num_ranks)))
-            grid = table.reshape([size for _, size in reversed(self.slices)])
-            present = [name for name, _ in reversed(self.slices)]
-            others = [name for name in present if name not in names]
-            grid = grid.permute([present.index(name) for name in [*others, *(n for n in names if n in present)]])
-            shape = [self.size(name) for name in (*others, *names)]
-            whole = DeviceMesh(self.device_type, grid.reshape(shape), mesh_dim_names=(*others, *names))
-            self._device_meshes[names] = whole[names] if others else whole
-        return self._device_meshes[names]
+        given = [name for name, _ in self.slices]
+        order = self.rank_order if self.rank_order is not None else range(self.num_ranks)
+        grid = torch.tensor(list(order)).reshape([size for _, size in reversed(self.slices)])
+        present = [name for name in _OUTERMOST_FIRST if name in given]
+        grid = grid.permute([len(given) - 1 - given.index(name) for name in present])
+        grid = grid.reshape([self.size(name) for name in _OUTERMOST_FIRST])
+        groups = [self.group(name) for name in _OUTERMOST_FIRST]
+        return DeviceMesh.from_group(groups, self.device_type, grid, mesh_dim_names=_OUTERMOST_FIRST)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup), "made by ensure_group"
+    return group
 
 
 def _my_rank() -> int:

@@ -52,7 +52,8 @@ def init(device_type: str | None = None) -> World:
 def ensure_group(device_type: str) -> None:
     """Make the group of this one process where there is none, so that a mesh of size 1 can stand on it."""
     if not dist.is_initialized():
-        dist.init_process_group(_backend(device_type), store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported in torch's annotations
+        dist.init_process_group(_backend(device_type), store=store, rank=0, world_size=1, timeout=TIMEOUT)
 
 
 def local_world_size() -> int:
