@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
-    """One module of the model that is sharded, checkpointed and compiled as a unit. Activations are for the traced batch."""
+    """One module that is sharded, checkpointed and compiled as a unit. Activations are for the traced batch."""
 
     name: str
     num_params: int
