@@ -173,6 +173,15 @@ class Mesh:
             self._roots.append(self._make_root())
         return self._roots[0][tuple(sorted(names, key=_OUTERMOST_FIRST.index))]
 
+    def close(self) -> None:
+        """End the groups that this mesh made. Nothing may use it any more; peers that wait in one of them fail."""
+        self._roots.clear()
+        shared = (_foundation.get(), dist.group.WORLD)
+        for key in list(self._groups):
+            group = self._groups.pop(key)
+            if group not in shared:
+                dist.destroy_process_group(group)
+
     def _make_root(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -186,8 +195,22 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device_type, grid, mesh_dim_names=_OUTERMOST_FIRST)
 
 
+# The group of all processes that meshes made in this context stand on, where that is not the default group.
+_foundation: ContextVar[dist.ProcessGroup | None] = ContextVar("atorch_foundation", default=None)
+
+
+@contextmanager
+def stand_on(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Meshes made inside use `group` where they would use the group of all processes, so that they can fail alone."""
+    token = _foundation.set(group)
+    try:
+        yield
+    finally:
+        _foundation.reset(token)
+
+
 def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
+    group = _foundation.get() or dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup), "made by ensure_group"
     return group
 
