@@ -19,21 +19,24 @@ def several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's `value`, by rank. Values are trusted: they come from this job's own processes."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, by rank. Values are trusted: they come from this job's own processes.
+
+    `group`, of all ranks, keeps this apart from what else the processes exchange.
+    """
     if not several():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def from_rank_zero(value: T) -> T:
+def from_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Rank 0's `value`, on every rank."""
     if not several():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
