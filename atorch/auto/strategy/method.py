@@ -42,7 +42,7 @@ class Method(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
     phase: ClassVar[Phase]
     slot: ClassVar[str]
 

@@ -36,6 +36,9 @@ class Strategy(Sequence[Method]):
                 raise StrategyError(
                     f"a strategy holds methods; {shown(each)} is none. Build one with Strategy.of([...])", (index,)
                 )
+            if not each.name:
+                name = type(each).__name__
+                raise StrategyError(f"{name} is not registered; decorate it with @method(...)", (index,))
             if each.slot in held:
                 other = held[each.slot]
                 twice = (

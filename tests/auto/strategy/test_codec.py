@@ -1,0 +1,305 @@
+"""Strategy files: what is written reads back, and whatever a file may hold, the fault is named with its place."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atorch.auto.strategy import Strategy, codec, strict_json
+from atorch.errors import StrategyError
+from tests.auto.strategy.toys import ToyAmp, ToyMesh, ToyShard
+
+pytestmark = pytest.mark.usefixtures("toys")
+
+BOTH = Strategy(
+    (ToyMesh(slices=(("data", 4), ("tensor", 2))), ToyAmp(dtype="bf16")), {"world_size": 8, "b": {"a": [1.5]}}
+)
+
+VERSION_1 = """\
+{
+  "atorch_strategy": 1,
+  "methods": [
+    {"name": "toy_mesh", "config": {"slices": [["data", 4], ["tensor", 2]]}},
+    {"name": "toy_amp", "config": {"dtype": "bf16"}}
+  ],
+  "metadata": {
+    "b": {
+      "a": [
+        1.5
+      ]
+    },
+    "world_size": 8
+  }
+}
+"""
+
+
+def refused(source: Any) -> str:
+    with pytest.raises(StrategyError) as caught:
+        Strategy.of(source)
+    return str(caught.value)
+
+
+def test_the_file_of_version_1() -> None:
+    assert BOTH.to_json() == VERSION_1
+    read = Strategy.of(VERSION_1)
+    assert read == BOTH
+    assert read.metadata == BOTH.metadata
+
+
+def test_a_plain_strategy_is_a_file_too() -> None:
+    assert Strategy.of(Strategy().to_json()) == Strategy()
+
+
+def test_a_knob_that_was_set_to_its_default_stays_set() -> None:
+    read = Strategy.of(Strategy((ToyAmp(dtype="fp16"),)).to_json()).get(ToyAmp)
+    assert read is not None
+    assert read.model_fields_set == {"dtype"}
+
+
+scalars = (
+    st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+)
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
+json_data = st.recursive(scalars | texts, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=20)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.tuples(texts, st.integers(-(2**62), 2**62)), max_size=4),
+    share=st.floats(0.0, 1.0, exclude_min=True),
+    extra=st.dictionaries(texts, json_data, max_size=4),
+    metadata=st.dictionaries(texts, json_data, max_size=4),
+)
+def test_what_is_written_reads_back(sizes: Any, share: float, extra: Any, metadata: Any) -> None:
+    written = Strategy((ToyMesh(slices=tuple(sizes)), ToyShard(share=share, extra=extra)), metadata)
+    read = Strategy.of(written.to_json())
+    assert read == written
+    assert read.metadata == metadata
+    assert read.to_json() == written.to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "line 1 column 2: Expecting value (the text was cut short)"),
+        (VERSION_1.split(', "config"')[0], "line 4 column 24: Expecting ',' delimiter (the text was cut short)"),
+        ('{"atorch_strategy": 1,\n "meth', "line 2 column 2: Unterminated string starting at (the text was cut short)"),
+        ("[1 2]", "line 1 column 4: Expecting ',' delimiter"),
+        ("[] []", "line 1 column 4: Extra data"),
+        ("[\n" * 33, "line 33 column 1: nested deeper than 32 levels"),
+        ('["a\\"[[[[", ' + "[" * 32 + "]" * 32 + "]", "line 1 column 44: nested deeper than 32 levels"),
+        ("[" * 100_000, "line 1 column 33: nested deeper"),
+        ("{}", '$: no "atorch_strategy": 1, so this is no strategy file'),
+        ('{"methods": []}', "$: no \"atorch_strategy\": 1, so this is no strategy file; it has ['methods']"),
+        ('{"atorch_strategy": "1"}', "$.atorch_strategy: '1' is no version; write 1"),
+        ('{"atorch_strategy": true}', "$.atorch_strategy: True is no version; write 1"),
+        ('{"atorch_strategy": 0}', "$.atorch_strategy: 0 is no version; write 1"),
+        ('{"atorch_strategy": 1.0}', "$.atorch_strategy: 1.0 is no version; write 1"),
+        (
+            '{"atorch_strategy": 2, "x": 1}',
+            "$.atorch_strategy: the file has version 2, and this atorch reads up to 1; update",
+        ),
+        (
+            '{"atorch_strategy": 1, "methods": [], "metdata": {}}',
+            "$.metdata: a strategy file has no such field; did you mean",
+        ),
+        ('{"atorch_strategy": 1}', "$.methods: None is no list of methods"),
+        ('{"atorch_strategy": 1, "methods": {}}', "$.methods: {} is no list of methods"),
+        ('{"atorch_strategy": 1, "methods": [], "metadata": []}', "$.metadata: [] is no object"),
+        ('{"atorch_strategy": 1, "methods": [], "methods": []}', "$.methods: the key is there twice"),
+        ('[["toy_amp", {"dtype": "bf16", "dtype": "fp16"}]]', "$[0][1].dtype: the key is there twice; leave one"),
+        ('[["toy_amp", {"a b": 1, "a b": 1}]]', "$[0][1]['a b']: the key is there twice"),
+        ('[["toy_shard", {"share": NaN}]]', "$[0][1].share: nan is no JSON number"),
+        ('[["toy_shard", {"share": -Infinity}]]', "$[0][1].share: -inf is no JSON number"),
+        ('[["toy_shard", {"share": 1e999}]]', "$[0][1].share: inf is no JSON number"),
+        ('[["toy_shard", {"share": 9223372036854775808}]]', "$[0][1].share: an integer beyond"),
+        (f'[["toy_shard", {{"share": {"9" * 5000}}}]]', "$[0][1].share: a number of 5000 characters"),
+        (f'[["toy_shard", {{"share": 0.{"9" * 5000}}}]]', "$[0][1].share: a number of 5002 characters"),
+        (f'["{"a" * 9000}"]', "$[0]: a string of 9,000 characters; one has at most 8,192"),
+        (f'[{{"{"a" * 9000}": 1}}]', "a key of $[0]: a string of 9,000 characters"),
+        ('["\\ud800"]', "$[0]: '\\ud800' is half a character"),
+        (f"[{'1,' * 60_000}1]", "more than 50,000 values"),
+        (f"[{' ' * 2**20}]", "more than 1,048,576 bytes"),
+        ('["toy_msh"]', "$[0]: there is no method named 'toy_msh'; did you mean 'toy_mesh'?"),
+        (
+            '{"atorch_strategy": 1, "methods": ["toy_mesh", {"name": "toy_am"}]}',
+            "$.methods[1].name: there is no method named",
+        ),
+        (
+            '{"atorch_strategy": 1, "methods": ["toy_mesh", {"name": "toy_amp", "config": {"dtype": "fp8"}}]}',
+            "$.methods[1].config.dtype: toy_amp.dtype was given 'fp8': Input should be 'fp16' or 'bf16'",
+        ),
+        (
+            '{"atorch_strategy": 1, "methods": ["toy_half", "toy_mesh", "toy_amp"]}',
+            "$.methods[2]: toy_half and toy_amp exclude each other",
+        ),
+        (b"\xff\xfe[", "byte 0 is not UTF-8 (invalid start byte)"),
+        (b'["toy_mesh", "\xc3"]', "byte 14 is not UTF-8"),
+        (b"", "line 1 column 1: Expecting value (the text was cut short)"),
+        (b"null", "$: None is no strategy; a method is written"),
+        (b'"toy_mesh"', "$: 'toy_mesh' is no strategy; a method is written"),
+    ],
+    ids=lambda given: repr(given[:40]),
+)
+def test_the_place_of_the_fault(text: str | bytes, message: str) -> None:
+    assert message in refused(text)
+
+
+def test_the_limits_are_exact() -> None:
+    nested = '[["toy_shard", {"extra": {"x": ' + "[" * 28 + "]" * 28 + "}}]]"
+    assert Strategy.of(nested).names() == ("toy_shard",)
+    assert "nested deeper" in refused(nested.replace("[[[[", "[[[[[").replace("]]]]", "]]]]]"))
+    longest = json.dumps([["toy_shard", {"extra": {"x": "a" * strict_json.MAX_STRING, "y": -strict_json.MAX_INTEGER}}]])
+    assert Strategy.of(longest).names() == ("toy_shard",)
+
+
+def test_a_byte_order_mark_is_no_fault() -> None:
+    assert Strategy.of(b'\xef\xbb\xbf["toy_mesh"]').names() == ("toy_mesh",)
+
+
+class Sentinel:
+    """A pickle of this writes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.path, "code ran")
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("kind", [list, dict, tuple, str])
+def test_a_pickle_is_recognised_and_not_loaded(tmp_path: Path, protocol: int, kind: type) -> None:
+    marker = tmp_path / "marker"
+    payload: dict[type, Any] = {
+        list: ["ddp", Sentinel(marker)],
+        dict: {"a": Sentinel(marker)},
+        tuple: ("ddp", Sentinel(marker)),
+        str: "toy_mesh",
+    }
+    data = pickle.dumps(payload[kind], protocol)
+    file = tmp_path / "strategy.pkl"
+    file.write_bytes(data)
+    assert refused(data).startswith("this is a pickle")
+    assert "strategy.pkl': this is a pickle" in refused(file)
+    assert not marker.exists()
+
+
+def test_a_file_of_torch_save_is_recognised() -> None:
+    buffer = io.BytesIO()
+    torch.save({"methods": ["toy_mesh"]}, buffer)
+    assert refused(buffer.getvalue()).startswith("this is a pickle")
+
+
+def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is a directory" in refused(str(tmp_path))
+    assert "there is no strategy file" in refused(tmp_path / "none.json")
+    assert refused("toy_amp").endswith("to name a method, give a list: ['toy_amp']")
+    assert "there is no strategy file ''" in refused("")
+    assert "is no file name" in refused("a\0b")
+    assert "is no file name" in refused("a\ud800")
+    assert "cannot read" in refused("a" * 100_000)
+    assert len(refused("a" * 100_000)) < 400
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no ordinary file" in refused(tmp_path / "pipe")
+    assert "is no ordinary file" in refused("/dev/zero")
+    monkeypatch.chdir(tmp_path)
+    Path("[.json").write_text('["toy_mesh"]')
+    assert Strategy.of(Path("[.json")).names() == ("toy_mesh",)
+
+
+def test_a_file_is_named_in_its_error(tmp_path: Path) -> None:
+    file = tmp_path / "strategy.json"
+    file.write_text('["toy_amp", ["toy_shard", {"share": 2}]]')
+    assert refused(str(file)).startswith(f"'{file}': $[1][1].share: toy_shard.share was given 2")
+    file.write_bytes(b" " * (strict_json.MAX_BYTES + 1))
+    assert refused(file) == f"'{file}': more than 1,048,576 bytes; a strategy is smaller"
+
+
+def test_save_and_read(tmp_path: Path) -> None:
+    file = tmp_path / "strategy.json"
+    BOTH.save(file)
+    BOTH.save(str(file))
+    assert Strategy.of(str(file)) == Strategy.of(file) == BOTH
+    assert file.read_text() == VERSION_1
+    assert list(tmp_path.iterdir()) == [file]
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "strategy.json"
+    BOTH.save(file)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StrategyError, match="cannot write the strategy to .*strategy.json': No space left on device"):
+        Strategy().save(file)
+    assert file.read_text() == VERSION_1
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_save_follows_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    BOTH.save(link)
+    assert link.is_symlink()
+    assert target.read_text() == VERSION_1
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/s.json", "a\0b", "/dev/null/x"])
+def test_a_place_that_cannot_be_written_to(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StrategyError, match="cannot write|is no file name"):
+        BOTH.save(path)
+
+
+def itself() -> dict[str, Any]:
+    held: dict[str, Any] = {}
+    held["again"] = held
+    return held
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Strategy((), {"x": float("nan")}), "$.metadata.x: nan is no JSON number"),
+        (Strategy((), {"x": [object]}), "$.metadata.x[0]: <class 'object'> is a type, which JSON does not hold"),
+        (Strategy((), {"x": {1: 2}}), "$.metadata.x: the key 1 is no string"),
+        (Strategy((), {"x": 2**70}), "$.metadata.x: an integer beyond"),
+        (Strategy((), itself()), "nested deeper than 32 levels"),
+        (Strategy((), {"x": ["a" * 8000] * 200}), "more than 1,048,576 bytes"),
+        (Strategy((ToyShard(extra={"x": object()}),)), "$.methods[0]: toy_shard has a knob that no file can hold"),
+        (Strategy((ToyShard(extra=itself()),)), "$.methods[0]: toy_shard has a knob that no file can hold"),
+        (Strategy((ToyShard(extra={"x": 2**70}),)), "$.methods[0].config.extra.x: an integer beyond"),
+    ],
+)
+def test_what_no_file_can_hold_is_refused_when_it_is_written(strategy: Strategy, message: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        strategy.to_json()
+    assert message in str(caught.value)
+
+
+def test_tuples_and_enums_in_metadata_become_json() -> None:
+    class Kind(str):
+        """A string of a class of its own."""
+
+    assert Strategy.of(Strategy((), {"x": (1, Kind("a"))}).to_json()).metadata == {"x": [1, "a"]}
+
+
+def test_read_takes_what_strategy_of_takes() -> None:
+    assert codec.read('["toy_mesh"]') == codec.read(b'["toy_mesh"]') == Strategy.of(["toy_mesh"])

@@ -1,0 +1,149 @@
+"""A strategy is an ordered, valid set of methods, from any of the forms that users write."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atorch.auto.strategy import Method, Strategy
+from atorch.errors import StrategyError
+from tests.auto.strategy.toys import ToyAmp, ToyCompile, ToyHalf, ToyMesh, ToyShard
+
+pytestmark = pytest.mark.usefixtures("toys")
+
+BOTH = Strategy((ToyMesh(), ToyAmp(dtype="bf16")))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ["toy_mesh", ("toy_amp", "bf16")],
+        ["toy_mesh", ["toy_amp", "bf16"]],
+        [("toy_mesh", None), ("toy_amp", {"dtype": "bf16"})],
+        [ToyMesh(), ("toy_amp", ToyAmp(dtype="bf16"))],
+        ("toy_mesh", ToyAmp(dtype="bf16")),
+        [{"name": "toy_mesh"}, {"name": "toy_amp", "config": "bf16"}],
+        (each for each in BOTH),
+        BOTH,
+        '["toy_mesh", ["toy_amp", "bf16"]]',
+        ' \n["toy_mesh", ["toy_amp", {"dtype": "bf16"}]]',
+        b'{"atorch_strategy": 1, "methods": ["toy_mesh", {"name": "toy_amp", "config": {"dtype": "bf16"}}]}',
+    ],
+)
+def test_every_form_that_users_write(source: Any) -> None:
+    assert Strategy.of(source) == BOTH
+
+
+def test_a_strategy_is_taken_as_it_is() -> None:
+    assert Strategy.of(BOTH) is BOTH
+
+
+def test_the_order_is_by_phase_whatever_was_given() -> None:
+    given = Strategy.of(["toy_shard", "toy_compile", "toy_amp", "toy_mesh"])
+    assert given.names() == ("toy_mesh", "toy_amp", "toy_compile", "toy_shard")
+    assert given == Strategy.of(["toy_mesh", "toy_compile", "toy_shard", "toy_amp"])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (["toy_msh"], r"strategy\[0\]: there is no method named 'toy_msh'; did you mean 'toy_mesh'\?"),
+        (["toy_mesh", ("toy_recip", 1)], r"strategy\[1\]\[0\]: .*did you mean 'toy_recipe'\?"),
+        (["toy_amp", "toy_half"], r"strategy\[1\]: toy_amp and toy_half exclude each other: .* one toy_precision"),
+        (["toy_amp", "toy_mesh", ("toy_amp", "bf16")], r"strategy\[2\]: toy_amp is given twice"),
+        ([("toy_amp", {"dtype": "fp8"})], r"strategy\[0\]\[1\].dtype: toy_amp.dtype was given 'fp8'"),
+        ([("toy_amp", "fp8")], r"strategy\[0\]\[1\]: toy_amp.dtype was given 'fp8'"),
+        ([("toy_mesh", {"slices": [("data", 2), ("tensor", 0.5)]})], r"strategy\[0\]\[1\].slices\[1\]\[1\]: "),
+        ([("toy_shard", {"use_ds_zero", True})], r"strategy\[0\]\[1\]: .* write the dict {'use_ds_zero': True}"),
+        ([{"toy_amp", "bf16"}], r"strategy\[0\]: .* a set has no order: write a tuple"),
+        ([{"toy_amp": "bf16"}], r"strategy\[0\].toy_amp: .*: write \('toy_amp', 'bf16'\)"),
+        ([{"name": 3}], r"strategy\[0\].name: 3 is no method's name"),
+        ([{}], r"strategy\[0\].name: None is no method's name"),
+        ([("toy_amp", "bf16", True)], r"strategy\[0\]: .* is no method; a method is written"),
+        ([ToyAmp], r"strategy\[0\]: .* is no method"),
+        ([None], r"strategy\[0\]: None is no method"),
+        ([(ToyAmp, "bf16")], r"strategy\[0\]: .* is no method"),
+        (["toy_mesh"] * 101, "101 methods; a strategy has at most 100"),
+        ({"toy_amp": "bf16"}, "a strategy cannot be made of dict"),
+        (None, "a strategy cannot be made of NoneType None"),
+        (bytearray(b"[]"), "a strategy cannot be made of bytearray"),
+        (Path, "a strategy cannot be made of type"),
+    ],
+)
+def test_what_does_not_hold_is_refused_with_its_place(source: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        Strategy.of(source)
+
+
+def test_only_methods_make_a_strategy() -> None:
+    with pytest.raises(StrategyError, match="'toy_amp' is none. Build one with Strategy.of"):
+        Strategy(("toy_amp",))  # type: ignore[arg-type]
+
+
+def test_a_method_that_is_not_registered_is_refused() -> None:
+    class Forgotten(Method):
+        """Without the decorator."""
+
+    with pytest.raises(StrategyError, match="Forgotten is not registered; decorate it with @method"):
+        Strategy.of([Forgotten()])
+
+
+def test_a_recipe_stands_for_methods_beside_the_others() -> None:
+    assert Strategy.of(["toy_recipe"]).names() == ("toy_mesh", "toy_shard")
+    shared = Strategy.of([("toy_recipe", {"slices": [["data", 4]]}), ("toy_shard", {"share": 0.5})])
+    assert shared == Strategy((ToyMesh(slices=(("data", 4),)), ToyShard(share=0.5)))
+    with pytest.raises(StrategyError, match=r"strategy\[1\]: toy_mesh is given twice"):
+        Strategy.of(["toy_mesh", "toy_recipe"])
+    with pytest.raises(StrategyError, match=r"strategy\[0\]\[1\].slices\[0\]"):
+        Strategy.of([("toy_recipe", {"slices": [3]})])
+
+
+def test_it_is_a_sequence_of_methods() -> None:
+    assert len(BOTH) == 2
+    assert BOTH[0] == ToyMesh()
+    assert BOTH[1:] == (ToyAmp(dtype="bf16"),)
+    assert list(BOTH) == list(BOTH.methods)
+    assert "toy_amp" in BOTH
+    assert ToyAmp(dtype="bf16") in BOTH
+    assert ToyAmp() not in BOTH
+    assert "toy_half" not in BOTH
+
+
+def test_get_by_class() -> None:
+    assert BOTH.get(ToyAmp) == ToyAmp(dtype="bf16")
+    assert BOTH.get(ToyHalf) is None
+
+
+def test_with_and_without_leave_the_strategy_alone_and_keep_the_metadata() -> None:
+    known = dataclasses.replace(BOTH, metadata={"world_size": 2})
+    swapped = known.with_method(ToyHalf())
+    assert swapped.names() == ("toy_mesh", "toy_half")
+    assert known.without("toy_amp").names() == ("toy_mesh",)
+    assert swapped.metadata == known.without("toy_amp").metadata == {"world_size": 2}
+    assert known == BOTH
+    with pytest.raises(StrategyError, match="did you mean 'toy_amp'"):
+        BOTH.without("toy_am")
+
+
+def test_metadata_does_not_make_two_strategies_differ() -> None:
+    assert Strategy(BOTH.methods, {"a": 1}) == BOTH
+    assert hash(Strategy(BOTH.methods, {"a": 1})) == hash(BOTH)
+    assert Strategy((ToyMesh(), ToyAmp())) != BOTH
+
+
+def test_report_is_kept_in_the_metadata() -> None:
+    assert BOTH.report is None
+    assert Strategy(BOTH.methods, {"report": {"rejected": []}}).report == {"rejected": []}
+
+
+def test_cost_and_apply_fold_in_order() -> None:
+    both = Strategy((ToyShard(), ToyCompile()))
+    assert both.cost([]) == both.apply([]) == ["toy_compile", "toy_shard"]  # type: ignore[arg-type]
+
+
+def test_shown_with_the_knobs_that_differ_from_the_defaults() -> None:
+    assert str(BOTH) == "toy_mesh + toy_amp(dtype='bf16')"
+    assert str(Strategy()) == "plain"
