@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atorch.auto.accelerate import auto_accelerate, plan
     from atorch.auto.planner.plan import Plan
+    from atorch.auto.plugins import load_methods
     from atorch.auto.strategy import Strategy
     from atorch.cluster import ClusterSpec
     from atorch.runtime.clip import clip_grad_norm
@@ -30,6 +31,7 @@ _HOMES: Mapping[str, str] = {
     "checkpoint_wrapper": "atorch.runtime.recompute",
     "clip_grad_norm": "atorch.runtime.clip",
     "is_recomputing": "atorch.runtime.recompute",
+    "load_methods": "atorch.auto.plugins",
     "plan": "atorch.auto.accelerate",
 }
 
@@ -42,6 +44,7 @@ __all__ = [
     "checkpoint_wrapper",
     "clip_grad_norm",
     "is_recomputing",
+    "load_methods",
     "plan",
 ]
 

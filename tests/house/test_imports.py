@@ -31,6 +31,7 @@ PUBLIC = {
     "checkpoint_wrapper",
     "clip_grad_norm",
     "is_recomputing",
+    "load_methods",
     "plan",
 }
 
