@@ -51,11 +51,25 @@ class FusedRMSNorm(nn.Module):
             weight = (weight if self.variant.cast_first else weight.float()) + self.variant.offset
         if hidden_states.is_cuda and hidden_states.dtype == weight.dtype:
             return rms_norm(hidden_states, weight.shape, weight, self.eps)
+        if torch.compiler.is_compiling():
+            # A compiler makes one kernel of the formula and decides itself what to save.
+            return _weighted(hidden_states, _scale(hidden_states, self.eps), weight, self.variant.cast_first)
         return _RMSNorm.apply(hidden_states, weight, self.eps, self.variant.cast_first)  # type: ignore[no-any-return, no-untyped-call]
 
     def extra_repr(self) -> str:
         """The hidden size and what was recognised."""
         return f"{tuple(self.weight.shape)}, eps={self.eps}, {self.variant}"
+
+
+def _scale(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x²) + eps) in fp32, (…, hidden) → (…, 1)."""
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+
+
+def _weighted(x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, cast_first: bool) -> torch.Tensor:
+    if cast_first:
+        return (x.float() * scale).to(x.dtype) * weight
+    return (x.float() * scale * weight.float()).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -67,12 +81,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, cast_first: bool) -> torch.Tensor:
-        full = x.float()
-        scale = torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
+        scale = _scale(x, eps)
         ctx.save_for_backward(x, weight, scale)
-        if cast_first:
-            return (full * scale).to(x.dtype) * weight
-        return (full * scale * weight.float()).to(x.dtype)
+        return _weighted(x, scale, weight, cast_first)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:

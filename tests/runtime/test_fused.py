@@ -1,0 +1,511 @@
+"""Replacements compute what they replace: outputs and gradients in fp32 agree, and the faster operation really runs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch.runtime.fused import (
+    SdpaMultiheadAttention,
+    fuse_cross_entropy,
+    fuse_layer_norms,
+    fuse_multihead_attention,
+    fuse_rms_norms,
+    use_sdpa,
+)
+from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant, recognise
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.arange(24).reshape(2, 12) % 64
+LEFT_PADDED = torch.ones(2, 12, dtype=torch.long)
+LEFT_PADDED[0, :5] = 0
+RIGHT_PADDED = LEFT_PADDED.flip(1)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the aten operations that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    def count(self, part: str) -> int:
+        return sum(count for name, count in self.counts.items() if part in name)
+
+
+def operations(run: Callable[[], object]) -> Operations:
+    with Operations() as seen:
+        run()
+    return seen
+
+
+def bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(vocab_size=64, attn_implementation="eager", **SIZES))
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0,
+            attn_implementation="eager",
+        )
+    )  # fmt: skip
+
+
+def llama(**knobs: Any) -> nn.Module:
+    knobs = {"vocab_size": 64, "num_key_value_heads": 2, "attn_implementation": "eager", **SIZES, **knobs}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**knobs))
+
+
+def clip() -> nn.Module:
+    text = {"vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 63, **SIZES}
+    vision = {"image_size": 16, "patch_size": 8, **SIZES}
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config=vision, projection_dim=16, attn_implementation="eager"
+    )
+    return transformers.CLIPModel(config)
+
+
+def tokens(model: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids=IDS, **inputs)
+    found: torch.Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return found
+
+
+def pairs(model: nn.Module) -> torch.Tensor:
+    pixels = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)
+    output = model(input_ids=IDS, pixel_values=pixels, attention_mask=RIGHT_PADDED)
+    found: torch.Tensor = output.logits_per_image
+    return found
+
+
+MODELS: list[Any] = [
+    pytest.param(bert, tokens, id="bert"),
+    pytest.param(bert, lambda m: tokens(m, attention_mask=RIGHT_PADDED)[RIGHT_PADDED.bool()], id="bert-padded"),
+    pytest.param(gpt2, tokens, id="gpt2"),
+    pytest.param(gpt2, lambda m: tokens(m, attention_mask=RIGHT_PADDED)[RIGHT_PADDED.bool()], id="gpt2-padded"),
+    pytest.param(llama, tokens, id="llama"),
+    pytest.param(llama, lambda m: tokens(m, attention_mask=LEFT_PADDED)[LEFT_PADDED.bool()], id="llama-left-padded"),
+    pytest.param(clip, pairs, id="clip"),
+]
+
+
+def gradients(model: nn.Module, forward: Callable[[nn.Module], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and all gradients in one vector."""
+    output = forward(model)
+    weights = torch.linspace(-1, 1, output.numel()).reshape(output.shape)
+    grads = torch.autograd.grad((weights * output).sum(), list(model.parameters()), allow_unused=True)
+    return output.detach(), torch.cat([grad.flatten() for grad in grads if grad is not None])
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+class TestHuggingFace:
+    @pytest.mark.parametrize(("make", "forward"), MODELS)
+    def test_sdpa_runs_and_computes_the_same(
+        self, make: Callable[[], nn.Module], forward: Callable[[nn.Module], torch.Tensor]
+    ) -> None:
+        model = make().eval()
+        before = gradients(model, forward)
+        eager = operations(lambda: forward(model))
+        assert eager.count("softmax") == (4 if make is clip else 2)
+        assert eager.count("scaled_dot_product") == 0
+
+        report = use_sdpa(model)
+
+        assert len(report.swapped) == (2 if make is clip else 1) + (make is clip)
+        fused = operations(lambda: forward(model))
+        assert fused.count("softmax") == 0
+        assert fused.count("scaled_dot_product") == (4 if make is clip else 2)
+        for found, wanted in zip(gradients(model, forward), before, strict=True):
+            assert_close(found, wanted)
+
+    def test_dropout_goes_over(self) -> None:
+        model = bert().train()
+        use_sdpa(model)
+        torch.manual_seed(0)
+        one = tokens(model)
+        assert not torch.equal(one, tokens(model))
+
+    def test_a_model_on_sdpa_already_is_reported_as_such(self) -> None:
+        report = use_sdpa(llama(attn_implementation="sdpa"))
+        assert report.swapped == ()
+        assert [kept.reason for kept in report.kept] == ["LlamaForCausalLM is on sdpa already"]
+
+    def test_what_sdpa_cannot_give_stays(self) -> None:
+        upcast = gpt2()
+        upcast.config.reorder_and_upcast_attn = True
+        attentions = llama()
+        attentions.config.output_attentions = True
+        capped = transformers.Gemma2Model(
+            transformers.Gemma2Config(
+                vocab_size=64, head_dim=8, num_key_value_heads=2, attn_implementation="eager", **SIZES
+            )
+        )
+        for model, reason in (
+            (upcast, "fp32"),
+            (attentions, "output_attentions"),
+            (capped, "Gemma2Model does not support SDPA"),
+        ):
+            report = use_sdpa(model)
+            assert report.swapped == ()
+            assert reason in report.kept[0].reason
+            assert model.config._attn_implementation == "eager"
+
+    def test_a_submodel_that_cannot_does_not_hold_back_the_others(self) -> None:
+        model = clip()
+        model.vision_model.config.output_attentions = True
+        report = use_sdpa(model)
+        assert [kept.name for kept in report.kept] == ["vision_model"]
+        assert model.text_model.config._attn_implementation == "sdpa"
+        assert model.vision_model.config._attn_implementation == "eager"
+
+    @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft calls transformers' old name
+    def test_finds_the_model_inside_another_and_inside_peft(self) -> None:
+        peft = pytest.importorskip("peft")
+        inner = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+        report = use_sdpa(nn.ModuleDict({"policy": inner}))
+        assert [swap.names for swap in report.swapped] == [("policy.base_model.model",)]
+        assert operations(lambda: tokens(inner)).count("scaled_dot_product") == 2
+
+    def test_a_plain_model_gives_an_empty_report(self) -> None:
+        report = use_sdpa(nn.Sequential(nn.Linear(2, 2)))
+        assert (report.swapped, report.kept) == ((), ())
+
+
+class Attending(nn.Module):
+    """A model in the usual style: it takes the first of what attention returns."""
+
+    def __init__(self, **knobs: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, **knobs)
+
+    def forward(self, x: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        output: torch.Tensor = self.attention(x, x, x, **inputs)[0]
+        return output
+
+
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
+PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+SETTINGS: list[Any] = [
+    pytest.param({}, {}, id="plain"),
+    pytest.param({"batch_first": True}, {"key_padding_mask": PADDING}, id="padding"),
+    pytest.param({"batch_first": True}, {"attn_mask": CAUSAL}, id="mask"),
+    pytest.param({"batch_first": True}, {"attn_mask": CAUSAL, "is_causal": True}, id="causal"),
+    pytest.param({"batch_first": True}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}, id="mask-and-padding"),
+    pytest.param({"bias": False, "add_bias_kv": True, "add_zero_attn": True}, {}, id="extra-keys"),
+    pytest.param({"kdim": 16, "vdim": 16}, {"need_weights": False}, id="no-weights"),
+]
+
+
+class TestMultiheadAttention:
+    @pytest.mark.parametrize(("knobs", "inputs"), SETTINGS)
+    def test_computes_the_same_without_softmax(self, knobs: dict[str, Any], inputs: dict[str, Any]) -> None:
+        x = torch.randn(2, 6, 16) if knobs.get("batch_first") else torch.randn(6, 2, 16)
+        model = Attending(**knobs)
+        before = gradients(model, lambda m: m(x, **inputs))
+        state, parameters = model.state_dict(), list(model.parameters())
+
+        report = fuse_multihead_attention(model)
+
+        assert [swap.names for swap in report.swapped] == [("attention",)]
+        assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+        assert list(model.state_dict()) == list(state)
+        seen = operations(lambda: model(x, **inputs))
+        assert (seen.count("scaled_dot_product"), seen.count("softmax")) == (1, 0)
+        for found, wanted in zip(gradients(model, lambda m: m(x, **inputs)), before, strict=True):
+            assert_close(found, wanted)
+
+    @pytest.mark.parametrize("average", [True, False])
+    def test_weights_are_the_same_with_gradients_when_they_are_read(self, average: bool) -> None:
+        plain = nn.MultiheadAttention(16, 4, batch_first=True)
+        model = nn.ModuleDict({"attention": copy.deepcopy(plain)})
+        fuse_multihead_attention(model)
+        x = torch.randn(2, 6, 16)
+        knobs = {"attn_mask": CAUSAL, "average_attn_weights": average}
+        _, wanted = plain(x, x, x, **knobs)
+        _, found = model["attention"](x, x, x, **knobs)
+        assert isinstance(found, torch.Tensor)
+        assert found.shape == wanted.shape
+        assert torch.equal(found, wanted)
+        assert torch.equal(torch.stack([found, found])[0], wanted)
+        grads = [
+            torch.autograd.grad(weights.square().sum(), module.in_proj_weight)[0]
+            for weights, module in ((found, model["attention"]), (wanted, plain))
+        ]
+        assert torch.equal(*grads)
+
+    def test_weights_that_nobody_reads_are_not_computed_and_hold_nothing(self) -> None:
+        model = Attending()
+        fuse_multihead_attention(model)
+        x = torch.randn(6, 2, 16)
+        _, weights = model.attention(x, x, x)
+        gone = weakref.ref(weights)
+        gc.disable()
+        try:
+            del weights
+            assert gone() is None
+        finally:
+            gc.enable()
+
+    def test_weights_are_computed_under_the_modes_of_the_call(self) -> None:
+        model = Attending()
+        fuse_multihead_attention(model)
+        x = torch.randn(6, 2, 16)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            _, weights = model.attention(x, x, x)
+        assert not weights.requires_grad
+        assert weights.dtype == torch.bfloat16
+        with torch.inference_mode():
+            _, weights = model.attention(x, x, x)
+        assert weights.sum().isclose(torch.tensor(12.0))
+
+    def test_weights_that_cannot_be_had_any_more_are_an_error(self) -> None:
+        dropping = Attending(dropout=0.5).train()
+        fuse_multihead_attention(dropping)
+        x = torch.randn(6, 2, 16)
+        _, weights = dropping.attention(x, x, x)
+        with pytest.raises(RuntimeError, match=r"training with dropout 0\.5"):
+            weights.mean()
+        _, weights = dropping.eval().attention(x, x, x)
+        weights.mean()
+        _, weights = dropping.attention(x, x, x)
+        with torch.no_grad():
+            dropping.attention.in_proj_weight.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            weights.mean()
+
+    @pytest.mark.parametrize("element", [0, 1])
+    def test_compiles_whole(self, element: int) -> None:
+        model = Attending()
+        fuse_multihead_attention(model)
+        x = torch.randn(6, 2, 16)
+        compiled = torch.compile(lambda x: model.attention(x, x, x)[element].sum(), backend="eager", fullgraph=True)
+        assert torch.allclose(compiled(x), model.attention(x, x, x)[element].sum(), atol=1e-5)
+
+    def test_torchs_own_layers_and_subclasses_stay(self) -> None:
+        class Mine(nn.MultiheadAttention):
+            pass
+
+        model = nn.ModuleDict({"layer": nn.TransformerDecoderLayer(16, 4, 32), "mine": Mine(16, 4)})
+        report = fuse_multihead_attention(model)
+        assert report.swapped == ()
+        assert [kept.name for kept in report.kept] == ["layer.self_attn", "layer.multihead_attn"]
+        assert "SDPA already" in report.kept[0].reason
+
+    def test_is_not_replaced_twice(self) -> None:
+        model = Attending()
+        fuse_multihead_attention(model)
+        assert type(model.attention) is SdpaMultiheadAttention
+        assert fuse_multihead_attention(model).swapped == ()
+
+
+class EagerNorm(nn.Module):
+    """RMSNorm written out, in the four ways there are."""
+
+    def __init__(self, offset: float = 0.0, cast_first: bool = True, shape: int = 16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((shape,), 1 - offset))
+        self.eps = 1e-5
+        self.variant = (offset, cast_first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        offset, cast_first = self.variant
+        normalized = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        if cast_first:
+            return (self.weight + offset) * normalized.to(x.dtype)
+        return (normalized * (self.weight.float() + offset)).to(x.dtype)
+
+
+class Clipped(EagerNorm):
+    """Not an RMSNorm, though it looks like one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-1, 1)
+
+
+class TestRMSNorm:
+    @pytest.mark.parametrize(("family", "name", "variant"), [
+        ("llama", "LlamaRMSNorm", Variant(0.0, True)),
+        ("qwen3", "Qwen3RMSNorm", Variant(0.0, True)),
+        ("gemma", "GemmaRMSNorm", Variant(1.0, False)),
+        ("olmo2", "Olmo2RMSNorm", Variant(0.0, False)),
+        ("cohere", "CohereLayerNorm", None),
+        ("t5", "T5LayerNorm", None),  # follows the dtype of its weight, which no variant does
+    ])  # fmt: skip
+    def test_recognises_what_models_write(self, family: str, name: str, variant: Variant | None) -> None:
+        modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+        assert recognise(getattr(modeling, name)(16)) == variant
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("variant", [(0.0, True), (0.0, False), (1.0, True), (1.0, False)])
+    def test_computes_the_same(
+        self, variant: tuple[float, bool], weight_dtype: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        model = nn.Sequential(EagerNorm(*variant)).to(weight_dtype)
+        nn.init.normal_(model[0].weight, 1 - variant[0], 0.5)
+        x = torch.randn(3, 5, 16).to(dtype)
+        before = gradients(model, lambda m: m(x).float())
+        assert model(x).dtype == nn.Sequential(FusedRMSNorm(model[0].weight, 1e-5, Variant(*variant)))(x).dtype
+        assert len(fuse_rms_norms(model).swapped) == 1
+        tolerance = 1e-5 if dtype == weight_dtype == torch.float32 else 1e-2
+        for found, wanted in zip(gradients(model, lambda m: m(x).float()), before, strict=True):
+            assert (found.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
+
+    def test_gradients_are_those_of_the_formula(self) -> None:
+        x = torch.randn(3, 4, requires_grad=True)
+        weight = nn.Parameter(torch.randn(4))
+        fused = FusedRMSNorm(weight, 1e-5, Variant(0.0, True))(x).square().sum()
+        exact_x, exact_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+        exact = (exact_x / (exact_x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * exact_weight).square().sum()
+        found = torch.autograd.grad(fused, (x, weight))
+        wanted = torch.autograd.grad(exact, (exact_x, exact_weight))
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-5)
+
+    def test_a_whole_model_computes_the_same_and_saves_less(self) -> None:
+        model = llama(attn_implementation="sdpa", pad_token_id=0)
+        before, saved = gradients(model, tokens), saved_bytes(lambda: tokens(model))
+        report = fuse_rms_norms(model)
+        assert [swap.names[0] for swap in report.swapped][-1] == "model.norm"
+        assert len(report.swapped) == 5
+        for found, wanted in zip(gradients(model, tokens), before, strict=True):
+            assert_close(found, wanted)
+        one_norm = 24 * 32 * 4
+        assert saved - saved_bytes(lambda: tokens(model)) >= 5 * 0.8 * one_norm
+
+    def test_what_only_looks_like_one_stays(self) -> None:
+        model = nn.Sequential(EagerNorm(), Clipped(), nn.RMSNorm(16), nn.LayerNorm(16))
+        report = fuse_rms_norms(model)
+        assert [swap.names for swap in report.swapped] == [("0",)]
+        assert [(kept.name, kept.reason) for kept in report.kept] == [
+            ("1", "Clipped computes something else than RMSNorm on a random input")
+        ]
+
+    def test_instances_that_differ_are_tried_each(self) -> None:
+        model = nn.Sequential(EagerNorm(), EagerNorm())
+        model[1].eps = 0.5
+        model[1].variance_epsilon = 1e-5  # read first, and not what the module uses
+        report = fuse_rms_norms(model)
+        assert [swap.names for swap in report.swapped] == [("0",)]
+
+    def test_names_weights_and_random_numbers_stay(self) -> None:
+        model = nn.Sequential(EagerNorm())
+        weight, names = model[0].weight.requires_grad_(False), list(model.state_dict())
+        state = torch.get_rng_state()
+        fuse_rms_norms(model)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert model[0].weight is weight
+        assert list(model.state_dict()) == names
+
+    def test_meta_and_fake_models_are_recognised(self) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(EagerNorm())
+        assert len(fuse_rms_norms(model).swapped) == 1
+        assert model[0].weight.is_meta
+        with FakeTensorMode():
+            model = nn.Sequential(EagerNorm())
+            assert len(fuse_rms_norms(model).swapped) == 1
+            assert model(torch.randn(2, 16)).shape == (2, 16)
+
+    def test_compiles_whole(self) -> None:
+        model = FusedRMSNorm(nn.Parameter(torch.ones(16)), 1e-5, Variant(0.0, True))
+        x = torch.randn(2, 16)
+        assert torch.allclose(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
+def saved_bytes(run: Callable[[], object]) -> int:
+    """Bytes of distinct storages that autograd keeps for backward."""
+    seen: dict[int, int] = {}
+    keep = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        keep.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        keep.append(run())  # type: ignore[arg-type]
+    return sum(seen.values())
+
+
+class FakeKernel(nn.Module):
+    """Stands for a CUDA package's module: remembers how it was made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.args, self.kwargs = args, kwargs
+        self.weight = self.bias = None
+
+
+@pytest.fixture
+def _kernels() -> Iterator[None]:
+    made = {
+        "apex": {},
+        "apex.normalization": {"FusedLayerNorm": FakeKernel},
+        "liger_kernel": {},
+        "liger_kernel.transformers": {},
+        "liger_kernel.transformers.cross_entropy": {"LigerCrossEntropyLoss": FakeKernel},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, attributes in made.items():
+            module = types.ModuleType(name)
+            vars(module).update(attributes)
+            patch.setitem(sys.modules, name, module)
+        yield
+
+
+class TestKernels:
+    def test_on_a_cpu_nothing_is_faster(self) -> None:
+        model = nn.Sequential(nn.LayerNorm(4), nn.CrossEntropyLoss())
+        assert "nothing is faster" in fuse_layer_norms(model).kept[0].reason
+        assert "nothing is faster" in fuse_cross_entropy(model).kept[0].reason
+
+    def test_without_the_package_the_report_names_it(self) -> None:
+        model, cuda = nn.Sequential(nn.LayerNorm(4), nn.CrossEntropyLoss()), torch.device("cuda")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "apex", None)
+            patch.setitem(sys.modules, "liger_kernel", None)
+            assert "apex" in fuse_layer_norms(model, cuda).kept[0].reason
+            assert "liger-kernel" in fuse_cross_entropy(model, cuda).kept[0].reason
+
+    @pytest.mark.usefixtures("_kernels")
+    def test_layer_norms_keep_their_parameters(self) -> None:
+        model = nn.Sequential(nn.LayerNorm(4, eps=1e-3), nn.LayerNorm(4, bias=False))
+        weight, bias = model[0].weight, model[0].bias
+        report = fuse_layer_norms(model, torch.device("cuda"))
+        assert model[0].args == ((4,), 1e-3, True)
+        assert model[0].weight is weight
+        assert model[0].bias is bias
+        assert [kept.name for kept in report.kept] == ["1"]
+
+    @pytest.mark.usefixtures("_kernels")
+    def test_cross_entropy_keeps_its_knobs_and_torchs_loss_for_other_shapes(self) -> None:
+        model = nn.Sequential(nn.CrossEntropyLoss(ignore_index=7, label_smoothing=0.1, reduction="sum"))
+        fuse_cross_entropy(model, torch.device("cuda"))
+        kernel = model[0].kernel.kwargs
+        assert kernel == {"weight": None, "ignore_index": 7, "label_smoothing": 0.1, "reduction": "sum"}
+        logits, target = torch.randn(3, 5), torch.tensor([0, 7, 2])
+        plain = nn.functional.cross_entropy(logits, target, ignore_index=7, label_smoothing=0.1, reduction="sum")
+        assert torch.equal(model[0](logits, target), plain)
