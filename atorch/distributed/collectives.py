@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -19,15 +21,34 @@ def several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+# The group of all processes that is used in this context, where that is not the default group.
+_everyone: ContextVar[dist.ProcessGroup | None] = ContextVar("atorch_everyone", default=None)
+
+
+def everyone() -> dist.ProcessGroup | None:
+    """The group of all processes; None where none is made yet."""
+    return _everyone.get() or dist.group.WORLD
+
+
+@contextmanager
+def stand_on(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside, `group` is the group of all processes, for meshes made there too: what is done there can fail alone."""
+    token = _everyone.set(group)
+    try:
+        yield
+    finally:
+        _everyone.reset(token)
+
+
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value`, by rank. Values are trusted: they come from this job's own processes.
 
-    `group`, of all ranks, keeps this apart from what else the processes exchange.
+    `group`, of all ranks too, keeps this apart from what else the processes exchange.
     """
     if not several():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=group or everyone())
     return values
 
 
@@ -36,7 +57,7 @@ def from_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> T:
     if not several():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
+    dist.broadcast_object_list(box, src=0, group=group or everyone())
     return box[0]
 
 
@@ -85,7 +106,7 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
         return
     for tensor in known:
         value = tensor.contiguous()  # collectives take no other; a copy where it was not
-        dist.broadcast(value, src=0)
+        dist.broadcast(value, src=0, group=everyone())
         tensor.copy_(value)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed import world
+from atorch.distributed.collectives import everyone
 from atorch.errors import StrategyError, near_miss, shown
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def rank_table(slices: Slices, world_size: int, rank_order: Sequence[int] | None
     Raises:
         StrategyError: the sizes do not multiply to `world_size`, or `rank_order` is no permutation of the ranks.
     """
+    _check(slices, world_size, rank_order)
     return {name: groups_along(slices, world_size, rank_order, (name,)) for name, _ in slices}
 
 
@@ -176,7 +178,7 @@ class Mesh:
     def close(self) -> None:
         """End the groups that this mesh made. Nothing may use it any more; peers that wait in one of them fail."""
         self._roots.clear()
-        shared = (_foundation.get(), dist.group.WORLD)
+        shared = (everyone(), dist.group.WORLD)
         for key in list(self._groups):
             group = self._groups.pop(key)
             if group not in shared:
@@ -195,22 +197,8 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device_type, grid, mesh_dim_names=_OUTERMOST_FIRST)
 
 
-# The group of all processes that meshes made in this context stand on, where that is not the default group.
-_foundation: ContextVar[dist.ProcessGroup | None] = ContextVar("atorch_foundation", default=None)
-
-
-@contextmanager
-def stand_on(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Meshes made inside use `group` where they would use the group of all processes, so that they can fail alone."""
-    token = _foundation.set(group)
-    try:
-        yield
-    finally:
-        _foundation.reset(token)
-
-
 def _default_group() -> dist.ProcessGroup:
-    group = _foundation.get() or dist.group.WORLD
+    group = everyone()
     assert isinstance(group, dist.ProcessGroup), "made by ensure_group"
     return group
 

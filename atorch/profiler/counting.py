@@ -101,7 +101,7 @@ class _Operations(TorchDispatchMode):
     """Hands every operation to the counter after it ran."""
 
     def __init__(self, counter: Counter) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,7 +131,7 @@ _FREE = frozenset((_aten.detach, _aten.empty, _aten.empty_like, _aten.empty_stri
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _add(storages: dict[int, torch.UntypedStorage], tensor: torch.Tensor) -> bool:

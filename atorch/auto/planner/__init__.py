@@ -1,1 +1,6 @@
-"""Choosing a strategy: trace, estimate, dry-run."""
+"""Chooses a strategy: scores every composition, runs the most promising, keeps the fastest."""
+
+from atorch.auto.planner.plan import Estimate, Measurement, Plan, Rejected
+from atorch.auto.planner.planner import dry_run, search
+
+__all__ = ["Estimate", "Measurement", "Plan", "Rejected", "dry_run", "search"]

@@ -1,0 +1,87 @@
+"""What a dry run works on: a copy of the context that shares the model's memory until it writes, and real batches.
+
+Whatever a candidate does to modules in place, the user's model, random states and samplers are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from atorch.auto.context import Context
+from atorch.errors import ArgumentError
+from atorch.profiler.copying import lazy_copy
+
+NUM_BATCHES = 8
+
+
+def candidate(ctx: Context) -> Context:
+    """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process."""
+    duplicate = lazy_copy(ctx.root, ctx.device)
+    return replace(ctx, root=duplicate, parts=(duplicate,), mesh=None, make_loader=None)
+
+
+@dataclass
+class Feed:
+    """The first batches of the user's own loader, read once for each way to share them out."""
+
+    ctx: Context
+    _batches: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+
+    def batches(self, rank: int, size: int) -> list[Any]:
+        """What rank `rank` of `size` ranks that see different samples gets first.
+
+        Raises:
+            ArgumentError: the loader has no batch.
+        """
+        if (rank, size) not in self._batches:
+            self._batches[rank, size] = self._read(rank, size)
+        return self._batches[rank, size]
+
+    def _read(self, rank: int, size: int) -> list[Any]:
+        if self.ctx.make_loader is None:
+            raise ArgumentError("a dry run needs data; give a dataset")
+        loader = self.ctx.make_loader(rank, size)
+        with _preserved_position(loader):
+            batches = list(itertools.islice(loader, NUM_BATCHES))
+        if not batches:
+            raise ArgumentError("the dataset has no full batch, so nothing can be dry-run; use a smaller batch_size")
+        return batches
+
+
+@contextmanager
+def _preserved_position(loader: Any) -> Iterator[None]:
+    """Samplers, datasets and generators that know where they are know it again afterwards."""
+    parts = list(_parts(loader))
+    generators = {id(g): (g, g.get_state()) for g in map(_generator, parts) if g is not None}
+    stateful = [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
+    states = [part.state_dict() for part in stateful]
+    try:
+        yield
+    finally:
+        for generator, state in generators.values():
+            generator.set_state(state)
+        for part, state in zip(stateful, states, strict=True):
+            part.load_state_dict(state)
+
+
+def _parts(loader: Any) -> Iterator[Any]:
+    """The loader and what it draws from, through wrappers."""
+    waiting, seen = [loader], set()
+    while waiting:
+        part = waiting.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        waiting += [getattr(part, name, None) for name in ("dataset", "sampler", "batch_sampler", "batches", "stream")]
+
+
+def _generator(part: Any) -> torch.Generator | None:
+    held = getattr(part, "generator", None)
+    return held if isinstance(held, torch.Generator) else None

@@ -1,0 +1,112 @@
+"""What measurements say of compositions that were not run: a correction of the estimates, learnt as they come in.
+
+What a method does to a step's time is close to a factor: compiling, a lower precision or recomputation each multiply
+it by about the same number whatever they are combined with. So the logarithm of measured over estimated is modelled as
+a sum: one unknown for the machine, one for each method, a smaller one for each pair, and a rest. With normal priors
+this is a Gaussian process over sets of methods (Rasmussen and Williams 2006, chapter 2), and what is best run next is
+what promises the largest expected improvement (Jones, Schonlau and Welch 1998).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from atorch.auto.planner.estimate import Scored
+from atorch.auto.strategy import Strategy
+
+# Standard deviations of the logarithm.
+MACHINE, METHOD, PAIR, REST, NOISE = 1.0, 0.35, 0.1, 0.03, 0.03
+
+
+@dataclass
+class Guide:
+    """Predicts the seconds of every composition from the estimates and what was measured so far."""
+
+    candidates: Sequence[Scored]
+    _measured: dict[int, float] = field(default_factory=dict)  # index → seconds
+    _failed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tokens = self._tokens = [_tokens(each.strategy) for each in self.candidates]
+        vocabulary = {token: column for column, token in enumerate(sorted(set().union(*tokens)))}
+        features = np.zeros((len(tokens), len(vocabulary)))
+        for row, held in enumerate(tokens):
+            features[row, [vocabulary[token] for token in held]] = 1.0
+        shared = features @ features.T
+        pairs = shared * (shared - 1) / 2
+        self._covariance = MACHINE**2 + METHOD**2 * shared + PAIR**2 * pairs + REST**2 * np.eye(len(tokens))
+        self._everywhere = frozenset.intersection(*tokens)
+        self._log_estimates = np.log([max(each.estimate.step_s, 1e-12) for each in self.candidates])
+
+    def tell(self, index: int, seconds: float) -> None:
+        """A candidate's measured step."""
+        self._measured[index] = seconds
+
+    def tell_failed(self, index: int) -> None:
+        """A candidate that does not run."""
+        self._measured.pop(index, None)
+        self._failed.append(index)
+
+    def convicted(self) -> list[str]:
+        """Methods, in their settings, that alone can be why at least two candidates failed: all else in them ran."""
+        suspects = [self._suspects(index) for index in self._failed]
+        counts = Counter(token for tokens in suspects if len(tokens) == 1 for token in tokens)
+        return sorted(token for token, count in counts.items() if count > 1)
+
+    def _suspects(self, index: int) -> frozenset[str]:
+        """What a failed candidate has that no measured one has, and not all have."""
+        return self._tokens[index].difference(self._everywhere, *(self._tokens[i] for i in self._measured))
+
+    def predictions(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The mean and standard deviation of the logarithm of every candidate's seconds."""
+        prior = np.sqrt(np.diag(self._covariance))
+        if not self._measured:
+            return self._log_estimates, prior
+        seen = list(self._measured)
+        residual = np.log(list(self._measured.values())) - self._log_estimates[seen]
+        across = self._covariance[:, seen]
+        solved = np.linalg.solve(self._covariance[np.ix_(seen, seen)] + NOISE**2 * np.eye(len(seen)), across.T)
+        mean = self._log_estimates + solved.T @ residual
+        variance = np.maximum(prior**2 - np.sum(across * solved.T, axis=1), 0.0)
+        return mean, np.sqrt(variance)
+
+    def gains(self) -> npt.NDArray[np.float64]:
+        """The expected improvement of every candidate over the best measured one, as a fraction of its seconds.
+
+        Before anything was measured the estimated order decides. What may be the reason of failures counts half, for
+        each of them.
+        """
+        mean, deviation = self.predictions()
+        suspects = [self._suspects(index) for index in self._failed]
+        trust = np.array([0.5 ** sum(not each.isdisjoint(tokens) for each in suspects) for tokens in self._tokens])
+        if not self._measured:
+            return np.asarray(trust * np.exp(mean.min() - mean))
+        best = math.log(min(self._measured.values()))
+        gains = np.zeros(len(mean))
+        for index in range(len(mean)):
+            if index not in self._measured and deviation[index] > 0:
+                gains[index] = _expected_gain(best - mean[index], deviation[index])
+        return trust * gains
+
+
+def _expected_gain(margin: float, deviation: float) -> float:
+    """E[max(0, x)] of a normal x with this mean and standard deviation."""
+    z = margin / deviation
+    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    return margin * (1 + math.erf(z / math.sqrt(2))) / 2 + deviation * density
+
+
+def _tokens(strategy: Strategy) -> frozenset[str]:
+    """What sets a composition apart: each method in its settings."""
+    return frozenset(repr(each) for each in strategy)
+
+
+def has(strategy: Strategy, token: str) -> bool:
+    """Whether the strategy has a method in these settings."""
+    return token in _tokens(strategy)

@@ -1,0 +1,169 @@
+"""The search: trace, score every composition, drop what cannot fit, run the most promising for real, take the fastest.
+
+Rank 0 decides what is tried and what is taken, and the others follow. The estimated best runs first; every measurement
+corrects the estimates of all others (`guide`), and at most a quarter of the space is run. Those that come close to the
+best are then measured again side by side, since a machine's speed drifts more in minutes than they differ.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from atorch.auto.context import Context
+from atorch.auto.planner.candidate import Feed
+from atorch.auto.planner.estimate import Scored, score, split_by_memory, usable_bytes
+from atorch.auto.planner.explore import SHARE_S, Explorer, Failure, Progress, measure
+from atorch.auto.planner.plan import Measurement, Plan, Rejected
+from atorch.auto.planner.space import Space, compositions
+from atorch.auto.planner.trial import Crew, Trial, forget_compiled
+from atorch.auto.strategy import Strategy
+from atorch.cost import Cost, ModelProfile, plain_cost
+from atorch.distributed.collectives import together
+from atorch.distributed.rng import preserved_rng
+from atorch.errors import NoFeasiblePlanError, StrategyError
+from atorch.profiler.tensors import batch_size
+from atorch.profiler.trace import trace
+from atorch.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What is known before anything ran: the compositions that fit, the fastest first, and those that are out."""
+
+    fitting: tuple[Scored, ...]
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def num_compositions(self) -> int:
+        """All legal compositions that this machine can run, fitting or not."""
+        return len(self.fitting) + sum(each.why != "hardware" for each in self.rejected)
+
+
+def search(
+    ctx: Context,
+    *,
+    excluded: Iterable[str] | None = None,
+    included: Iterable[str] | None = None,
+    fixed: Strategy | None = None,
+    time_limit: float | None = None,
+    verbose: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """The fastest strategy that runs, found on this job's own processes. All of them call this together.
+
+    Args:
+        excluded, included, fixed: see `space.compositions`.
+        time_limit: seconds for everything; a dry run that is not expected to end in time is not begun. The first
+            one may still overrun by one step or one compilation.
+        verbose: log every dry run.
+        progress: called on rank 0 after every dry run.
+
+    Raises:
+        NoFeasiblePlanError: nothing fits in memory, or nothing ran; the nearest miss is named.
+        StrategyError, ArgumentError: whatever does not hold in the arguments.
+    """
+    began = time.monotonic()
+    with preserved_rng():
+        feed = Feed(ctx)
+        crew = Crew(ctx.world.size)
+        try:
+            made = together(lambda: rank(ctx, feed, excluded, included, fixed) if ctx.world.rank == 0 else None)
+            ranking: Ranking = crew.hear(made)
+            _need_one_that_fits(ranking, ctx)
+            explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, verbose, progress)
+            explorer.explore()
+            explorer.compare()
+            plan: Plan = crew.hear(_plan(ctx, ranking, explorer, began))
+            return plan
+        finally:
+            crew.close()
+
+
+def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
+    """Real steps of one strategy on a copy of the model, on this job's own processes. All of them call this together.
+
+    Raises:
+        StrategyError: it fails on some rank; the rank and its error are named.
+    """
+    with preserved_rng():
+        crew = Crew(ctx.world.size)
+        trial = Trial(ctx, strategy, crew, Feed(ctx), SHARE_S)
+        try:
+            outcome = measure(trial, math.inf, None)
+        finally:
+            trial.close()
+            forget_compiled()
+            crew.close()
+    if isinstance(outcome, Failure):
+        raise StrategyError(f"the dry run of {strategy} failed: {outcome.reason}")
+    return outcome
+
+
+def rank(
+    ctx: Context,
+    feed: Feed,
+    excluded: Iterable[str] | None = None,
+    included: Iterable[str] | None = None,
+    fixed: Strategy | None = None,
+) -> Ranking:
+    """Every composition scored by arithmetic alone, on this process."""
+    profile, start = starting_point(ctx, feed)
+    space: Space = compositions(profile, ctx.cluster, excluded=excluded, included=included, fixed=fixed)
+    fitting, rejected = split_by_memory(score(space.strategies, start, ctx.cluster), ctx.cluster)
+    unmet = [Rejected(strategy=Strategy((each,)), why="hardware", reason=reason) for each, reason in space.unmet]
+    return Ranking(tuple(fitting), (*rejected, *unmet))
+
+
+def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
+    """The model in numbers, and the cost of training it plainly on the global batch."""
+    size = ctx.world.size
+    batch = feed.batches(0, size)[0] if ctx.sample_batch is None else ctx.sample_batch
+    profile = ctx.profile
+    if profile is None:
+        profile = trace(ctx.root, ctx.prepare_input(batch, "cpu"), ctx.call_model, ctx.loss_func, ctx.make_optimizer)
+    return profile, plain_cost(profile, batch_size(batch) * size)
+
+
+def _need_one_that_fits(ranking: Ranking, ctx: Context) -> None:
+    if ranking.fitting:
+        return
+    missed = [each for each in ranking.rejected if each.estimate is not None]
+    if not missed:
+        raise NoFeasiblePlanError("no composition is left to try; exclude fewer methods")
+    nearest = min(missed, key=lambda each: each.estimate.peak_bytes if each.estimate else 0.0)
+    raise NoFeasiblePlanError(
+        f"none of {len(missed)} compositions fits in {format_bytes(usable_bytes(ctx.cluster))} a device. The nearest, "
+        f"{nearest.strategy}, {nearest.reason}. Use a smaller batch or model, or more devices"
+    )
+
+
+def _plan(ctx: Context, ranking: Ranking, explorer: Explorer, began: float) -> Plan:
+    """The fastest that ran; where time was too short for any, the best by estimate."""
+    best = explorer.best()
+    if best is None and explorer.failures and len(explorer.failures) == len(ranking.fitting):
+        first = min(explorer.failures)
+        raise NoFeasiblePlanError(
+            f"all {len(explorer.failures)} compositions that fit failed in their dry run; "
+            f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}"
+        )
+    chosen = next(i for i in range(len(ranking.fitting)) if i not in explorer.failures) if best is None else best
+    measured = explorer.measured.get(chosen)
+    others = []
+    for index in range(len(ranking.fitting)):
+        if index in explorer.failures:
+            others.append(explorer.failures[index])
+        elif index != chosen:
+            others.append(explorer.why_not(index, measured))
+    return Plan(
+        strategy=ranking.fitting[chosen].strategy,
+        estimate=ranking.fitting[chosen].estimate,
+        measured=measured,
+        rejected=(*others, *ranking.rejected),
+        num_compositions=ranking.num_compositions,
+        num_dry_runs=explorer.num_runs,
+        seconds=time.monotonic() - began,
+        memory_bytes=ctx.cluster.device.memory_bytes,
+    )

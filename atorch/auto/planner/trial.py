@@ -1,0 +1,213 @@
+"""A strategy on trial: applied to a candidate and stepped on all ranks, together, whatever goes wrong on any of them.
+
+Every phase is guarded: each rank says how it went before any goes on, over a group that candidates never use. The
+candidate's own collectives run on a group of its own. A rank that fails closes it, which wakes peers that wait for it
+there (over gloo at once; over nccl a watcher on each rank aborts it); failing that, its timeout does. What is not
+survived: a process that dies, and a method that waits for its peers on a group that is not the mesh's.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atorch.auto.context import AccelerateResult, Context
+from atorch.auto.planner.candidate import Feed, candidate
+from atorch.auto.strategy import Strategy
+from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
+from atorch.distributed.mesh import BATCH_AXES, Mesh, use_mesh
+from atorch.distributed.world import TIMEOUT
+from atorch.profiler.memory import PeakMemory
+
+
+class Crew:
+    """All processes of the job, who agree over a host group of their own."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if num_ranks > 1 else None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's plain value."""
+        return gather_objects(value, self._group)
+
+    def hear(self, value: Any) -> Any:
+        """Rank 0's value."""
+        return from_rank_zero(value, self._group)
+
+    def close(self) -> None:
+        """End the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+class Trial:
+    """One strategy, alive on all ranks from `start` to `close`. All ranks call the same methods in the same order."""
+
+    def __init__(self, ctx: Context, strategy: Strategy, crew: Crew, feed: Feed, timeout_s: float) -> None:
+        self.strategy = strategy
+        self.failure: str | None = None  # the first failure on any rank, the same on all
+        self.startup_s = 0.0
+        self._base, self._crew, self._feed = ctx, crew, feed
+        self._device = ctx.device
+        self._mesh: Mesh | None = None
+        self._result: AccelerateResult | None = None
+        self._batches: Iterator[Any] = iter(())
+        self._began, self._elapsed_s = time.monotonic(), 0.0
+        self._memory = PeakMemory(self._device)
+        self._group = None
+        if ctx.world.size > 1:
+            self._group = dist.new_group(timeout=timedelta(seconds=max(timeout_s, 1.0)))
+
+    @property
+    def elapsed_s(self) -> float:
+        """Rank 0's seconds since this trial began, as of its last phase."""
+        return self._elapsed_s
+
+    def start(self) -> bool:
+        """Apply, build and take the first step; whether all ranks could. Its loss must be a number."""
+        if self._together(self._build) is None:
+            return False
+        seconds = self._together(self._first_step)
+        self.startup_s = self.elapsed_s
+        return seconds is not None
+
+    def step(self) -> float | None:
+        """Seconds of one step on the slowest rank; None where a rank failed."""
+        seconds = self._together(self._timed_step)
+        return None if seconds is None else max(seconds)
+
+    def peak_bytes(self) -> float | None:
+        """The peak of one more step on the rank that holds most; None where a rank failed."""
+
+        def watched() -> float:
+            with self._memory.watching():
+                self._timed_step()
+            return self._memory.peak_bytes
+
+        peaks = self._together(watched)
+        return None if peaks is None else max(peaks)
+
+    @property
+    def memory_kind(self) -> str:
+        """How peak bytes are measured on this device."""
+        return self._memory.kind
+
+    def close(self) -> None:
+        """Let go of everything: the copy, its optimizer, and the groups they communicate over."""
+        self._result, self._batches = None, iter(())
+        mesh, self._mesh, group, self._group = self._mesh, None, self._group, None
+        gc.collect()  # models that hook into themselves are cycles, and hold the group
+        if mesh is not None:
+            with stand_on(group):
+                mesh.close()
+        if group is not None:
+            dist.destroy_process_group(group)
+        del group, mesh
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _build(self) -> None:
+        ctx = self.strategy.apply(candidate(self._base))
+        self._mesh = ctx.mesh
+        self._result = ctx.build()
+        place = (0, 1) if ctx.mesh is None else (ctx.mesh.rank(*BATCH_AXES), ctx.mesh.size(*BATCH_AXES))
+        self._batches = itertools.cycle(self._feed.batches(*place))
+
+    def _first_step(self) -> float:
+        loss = self._step()
+        if not bool(torch.isfinite(loss).all()):
+            raise ArithmeticError(f"the loss of the first step is {float(loss)}")
+        return 0.0
+
+    def _timed_step(self) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        self._step()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _step(self) -> torch.Tensor:
+        assert self._result is not None, "started"
+        loss: torch.Tensor = self._result.step(next(self._batches))
+        return loss
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _together(self, work: Callable[[], Any]) -> list[Any] | None:
+        """What `work` returns on each rank; None, and everything closed, where it raised on any."""
+        value, failed = None, None
+        try:
+            with stand_on(self._group), use_mesh(self._mesh), _Watcher(self._group, self._device):
+                value = work()
+        except Exception as error:  # users' modules and third parties' methods may raise anything
+            failed = (time.time(), _described(error))
+            traceback.clear_frames(error.__traceback__)  # they hold the candidate, and that its group
+        if failed is not None:
+            self.close()
+        reports = self._crew.gather((failed, value, time.monotonic() - self._began))
+        self._elapsed_s = float(reports[0][2])
+        failures = [(*report[0], rank) for rank, report in enumerate(reports) if report[0] is not None]
+        if not failures:
+            return [report[1] for report in reports]
+        _, what, rank = min(failures)
+        self.failure = f"{what} (on rank {rank})" if len(reports) > 1 else what
+        if failed is None:
+            self.close()
+        return None
+
+
+class _Watcher:
+    """Aborts a group over nccl on this rank once a peer has given it up: its kernels would wait for ever."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group if group is not None and device.type == "cuda" else None
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._group is not None:
+            self._key = f"atorch/given_up/{self._group.group_name}"
+            self._store = dist.distributed_c10d._get_default_store()
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._thread is None or self._group is None:
+            return
+        if kind is not None:
+            self._store.set(self._key, "")
+            self._group.abort()
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.25):
+            if self._group is not None and self._store.check([self._key]):
+                self._group.abort()
+                return
+
+
+def _described(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def forget_compiled() -> None:
+    """Drop what was compiled for candidates that are gone, so that it does not count against later ones."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
