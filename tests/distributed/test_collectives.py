@@ -1,0 +1,106 @@
+"""What one rank finds out, every rank hears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from atorch.distributed.collectives import agree, from_rank_zero, gather_objects, several, synchronise, together
+from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
+from tests.pool import Pool
+
+
+def test_one_process_decides_alone() -> None:
+    assert not several()
+    assert gather_objects("a") == ["a"]
+    assert from_rank_zero("a") == "a"
+    assert together(lambda: 3) == 3
+    agree(1, "the number", StrategyError)
+    with pytest.raises(StrategyError, match="^no$"):
+        together(lambda: fail(StrategyError("no")))
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+class OwnError(CapabilityError):
+    """A plug-in's error, which the other ranks cannot make."""
+
+    def __init__(self, package: str, version: int) -> None:
+        super().__init__(f"{package} {version} is missing")
+
+
+ERRORS = {"strategy": StrategyError("bad"), "own": OwnError("te", 2)}
+
+
+def exchange(rank: int, size: int) -> Any:
+    return several(), gather_objects({"rank": rank}), from_rank_zero(f"from {rank}"), together(lambda: rank * 10)
+
+
+def test_values_travel(pool: Pool) -> None:
+    told = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert pool.run(exchange, ranks=3) == [(True, told, "from 0", rank * 10) for rank in range(3)]
+
+
+def fail_on(rank: int, size: int, failing: list[int], name: str) -> tuple[str, str]:
+    try:
+        together(lambda: fail(ERRORS[name]) if rank in failing else None)
+    except AtorchError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_one_fails_all_fail(pool: Pool) -> None:
+    told = pool.run(fail_on, [1], "strategy", ranks=3)
+    assert told == [("StrategyError", text) for text in ("rank 1 failed: bad", "bad", "rank 1 failed: bad")]
+    assert pool.run(fail_on, [0, 1], "strategy") == [("StrategyError", "bad")] * 2
+    assert pool.run(fail_on, [], "strategy") == [("", "")] * 2
+
+
+def test_an_error_of_a_plug_in_is_told_as_the_nearest_of_atorch(pool: Pool) -> None:
+    told = pool.run(fail_on, [1], "own")
+    assert told == [("CapabilityError", "rank 1 failed: te 2 is missing"), ("OwnError", "te 2 is missing")]
+
+
+def compare(rank: int, size: int, values: list[Any]) -> str:
+    try:
+        agree(values[rank], "the strategy", StrategyError)
+    except StrategyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_difference_is_an_error_on_every_rank(pool: Pool) -> None:
+    assert pool.run(compare, [{"a": 1}, {"a": 1}]) == ["", ""]
+    told = "the strategy differs between processes: rank 0 has 'a', rank 1 has 'b'"
+    assert pool.run(compare, ["a", "b"]) == [told, told]
+
+
+def align(rank: int, size: int, case: str) -> Any:
+    torch.manual_seed(0 if case == "same" else rank)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+    if case == "shapes" and rank == 1:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    tensors = [*model.parameters(), *model.buffers()]
+    try:
+        synchronise([*tensors, torch.empty(3, device="meta")])
+    except ArgumentError as error:
+        return str(error)
+    return [tensor.tolist() for tensor in tensors], [tensor.requires_grad for tensor in tensors]
+
+
+@pytest.mark.parametrize("case", ["same", "different"])
+def test_every_rank_gets_the_values_of_rank_0(pool: Pool, case: str) -> None:
+    zero, one = pool.run(align, case)
+    torch.manual_seed(0)
+    expected = torch.nn.Conv2d(3, 4, 3).weight.tolist()
+    assert zero == one
+    assert zero[0][0] == expected
+    assert zero[1][:4] == [True] * 4
+
+
+def test_different_models_are_an_error_on_every_rank(pool: Pool) -> None:
+    assert all(text.startswith("the model differs between processes") for text in pool.run(align, "shapes"))

@@ -1,0 +1,232 @@
+"""Rank tables, and the groups and device meshes that are made of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atorch.distributed import Mesh, parallel_group, parallel_group_size, parallel_rank, rank_table, use_mesh
+from atorch.distributed.mesh import AXES, groups_along
+from atorch.errors import StrategyError
+from tests.pool import Pool
+
+
+def test_the_table_of_the_document() -> None:
+    assert rank_table([("tensor", 4), ("pipeline", 2), ("data", 2)], 16) == {
+        "tensor": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+        "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+        "data": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+    }
+
+
+def test_all_data() -> None:
+    assert rank_table([("data", 16)], 16) == {"data": [list(range(16))]}
+    assert rank_table([("data", 1)], 1) == {"data": [[0]]}
+    assert rank_table([], 1) == {}
+
+
+def test_a_rank_order_renames_the_places() -> None:
+    table = rank_table([("tensor", 2), ("data", 2)], 4, [0, 2, 1, 3])
+    assert table == {"tensor": [[0, 2], [1, 3]], "data": [[0, 1], [2, 3]]}
+
+
+def test_the_product_of_axes() -> None:
+    slices = [("tensor", 2), ("zero", 2), ("data", 2)]
+    assert groups_along(slices, 8, None, ("data", "zero")) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert groups_along(slices, 8, None, ("data", "tensor")) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert groups_along(slices, 8, None, ()) == [[rank] for rank in range(8)]
+
+
+@st.composite
+def arrangements(draw: st.DrawFn) -> tuple[list[tuple[str, int]], int, list[int]]:
+    """Slices, the number of ranks, and an order of them."""
+    names = draw(st.lists(st.sampled_from(AXES), unique=True, max_size=4))
+    slices = [(name, draw(st.integers(1, 4))) for name in names]
+    world_size = math.prod(size for _, size in slices)
+    return slices, world_size, draw(st.permutations(range(world_size)))
+
+
+@given(arrangements())
+def test_the_groups_of_every_axis_partition_the_ranks(arranged: Any) -> None:
+    slices, world_size, order = arranged
+    for name, groups in rank_table(slices, world_size, order).items():
+        assert sorted(rank for group in groups for rank in group) == list(range(world_size))
+        assert {len(group) for group in groups} == {dict(slices)[name]}
+
+
+@given(arrangements())
+def test_two_axes_meet_in_one_rank_at_most(arranged: Any) -> None:
+    slices, world_size, order = arranged
+    table = rank_table(slices, world_size, order)
+    for one in table:
+        for other in set(table) - {one}:
+            assert all(len(set(a) & set(b)) <= 1 for a in table[one] for b in table[other])
+
+
+@given(arrangements())
+def test_the_first_axis_is_contiguous(arranged: Any) -> None:
+    slices, world_size, _ = arranged
+    if slices:
+        groups = rank_table(slices, world_size)[slices[0][0]]
+        assert [rank for group in groups for rank in group] == list(range(world_size))
+
+
+@given(arrangements())
+def test_an_order_permutes_the_table(arranged: Any) -> None:
+    slices, world_size, order = arranged
+    plain = rank_table(slices, world_size)
+    permuted = {name: [[order[rank] for rank in group] for group in groups] for name, groups in plain.items()}
+    assert rank_table(slices, world_size, order) == permuted
+
+
+@pytest.mark.parametrize(
+    ("slices", "world_size", "order", "message"),
+    [
+        ([("tensor", 3), ("data", 2)], 8, None, "tensor 3 × data 2 = 6, but there are 8 processes"),
+        ([], 2, None, "no axis = 1, but there are 2 processes"),
+        ([("data", 2), ("data", 2)], 4, None, "axis 'data' is given twice"),
+        ([("data", -2), ("tensor", -2)], 4, None, "axis 'data' has size -2; a size is a whole number of at least 1"),
+        ([("data", 0)], 0, None, "axis 'data' has size 0"),
+        ([("data", 2.0)], 2, None, "axis 'data' has size 2.0"),
+        ([("data", True)], 1, None, "axis 'data' has size True"),
+        ([("data", 2)], 2, [0, 0], r"rank_order is \[0, 0\]; it must hold each of the 2 ranks 0 to 1 once"),
+        ([("data", 2)], 2, [0], "rank_order"),
+        ([("data", 2)], 2, [0, "1"], "rank_order"),
+        ([("data", 2)], 2, [False, True], "rank_order"),
+    ],
+)
+def test_what_does_not_hold(slices: Any, world_size: int, order: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        rank_table(slices, world_size, order)
+
+
+def test_a_mesh_has_known_axes_and_groups_in_the_order_of_ranks() -> None:
+    with pytest.raises(StrategyError, match="there is no axis 'pipe'; did you mean 'pipeline'"):
+        Mesh((("pipe", 2),), None, "cpu")
+    with pytest.raises(
+        StrategyError, match=r"\[1, 0\] in one 'data' group in that order; a group numbers its processes"
+    ):
+        Mesh((("data", 2),), (1, 0), "cpu")
+    with pytest.raises(StrategyError, match="axis 'data' has size 0"):
+        Mesh((("data", 0),), None, "cpu")
+
+
+def test_sizes_and_layout() -> None:
+    mesh = Mesh((("tensor", 4), ("data", 2)), None, "cpu")
+    assert mesh.num_ranks == 8
+    assert (mesh.size("tensor"), mesh.size("data", "tensor"), mesh.size("zero"), mesh.size()) == (4, 8, 1, 1)
+    assert mesh.layout() == Mesh((("tensor", 4), ("data", 2)), None, "cpu").layout()
+    assert mesh.layout() != Mesh((("data", 2), ("tensor", 4)), None, "cpu").layout()
+
+
+def test_without_a_current_mesh_there_is_no_axis() -> None:
+    with use_mesh(None), pytest.raises(StrategyError, match="no mesh has been made, so there is no group 'data'"):
+        parallel_group_size("data")
+
+
+def test_the_current_mesh_is_the_innermost() -> None:
+    outer, inner = Mesh((("data", 1),), None, "cpu"), Mesh((("tensor", 1),), None, "cpu")
+    with use_mesh(outer):
+        with use_mesh(inner):
+            assert parallel_rank("tensor") == 0
+            with pytest.raises(StrategyError, match="the mesh has no axis 'data'; it has tensor"):
+                parallel_group("data")
+        assert parallel_group_size("data") == 1
+
+
+def summed(value: float, group: dist.ProcessGroup) -> float:
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def make_groups(rank: int, size: int, slices: Any, order: Any) -> Any:
+    mesh = Mesh(slices, order, "cpu")
+    sums = {}
+    for names in [("data",), ("tensor",), ("data", "tensor"), ("zero",)]:
+        group = mesh.group(*names)
+        assert group is mesh.group(*names)
+        assert dist.get_process_group_ranks(group) == mesh.ranks(*names)
+        assert dist.get_rank(group) == mesh.rank(*names)
+        sums["×".join(names)] = summed(2.0**rank, group)
+    with use_mesh(mesh):
+        assert parallel_group("data") is mesh.group("data")
+        assert (parallel_rank("tensor"), parallel_group_size("tensor")) == (mesh.rank("tensor"), 2)
+    return sums
+
+
+@pytest.mark.parametrize("order", [None, (0, 2, 1, 3)])
+def test_groups_reduce_over_the_ranks_of_the_table(pool: Pool, order: tuple[int, ...] | None) -> None:
+    slices = (("tensor", 2), ("data", 2))
+    table = rank_table(slices, 4, order)
+    for rank, sums in enumerate(pool.run(make_groups, slices, order, ranks=4)):
+        for name in ("tensor", "data"):
+            mine = next(group for group in table[name] if rank in group)
+            assert sums[name] == sum(2.0**member for member in mine)
+        assert (sums["data×tensor"], sums["zero"]) == (15.0, 2.0**rank)
+
+
+def refuse_other_sizes(rank: int, size: int) -> str:
+    with pytest.raises(StrategyError) as caught:
+        Mesh((("data", 4),), None, "cpu").group("data")
+    return str(caught.value)
+
+
+def test_a_mesh_of_another_number_of_processes_is_refused_on_every_rank(pool: Pool) -> None:
+    assert all(
+        text.startswith("the mesh arranges 4 processes, but there are 2") for text in pool.run(refuse_other_sizes)
+    )
+
+
+def shard_over_device_mesh(rank: int, size: int, slices: Any, order: Any) -> Any:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = Mesh(slices, order, "cpu")
+    inner, outer = mesh.device_mesh("tensor"), mesh.device_mesh("data")
+    both = mesh.device_mesh("tensor", "data")
+    assert both.mesh_dim_names == ("data", "tensor")
+    assert mesh.device_mesh("zero", "data").shape == (2, 1)
+    assert inner.get_group() is mesh.group("tensor")
+    assert outer.get_local_rank() == mesh.rank("data")
+    whole = torch.arange(8.0)
+    for device_mesh, placements in [(inner, [Shard(0)]), (outer, [Shard(0)])]:
+        torch.testing.assert_close(distribute_tensor(whole, device_mesh, placements).full_tensor(), whole)
+    local = distribute_tensor(whole, both, [Shard(0), Shard(0)]).to_local()
+    return (mesh.rank("data"), mesh.rank("tensor")), local.tolist()
+
+
+@pytest.mark.parametrize("slices", [(("tensor", 2), ("data", 2)), (("data", 2), ("tensor", 2))])
+@pytest.mark.parametrize("order", [None, (0, 2, 1, 3)])
+def test_a_device_mesh_shards_in_the_order_of_the_mesh(pool: Pool, slices: Any, order: Any) -> None:
+    shards = dict(pool.run(shard_over_device_mesh, slices, order, ranks=4))
+    assert [value for place in sorted(shards) for value in shards[place]] == list(range(8))
+
+
+def train_on_two_axes(rank: int, size: int) -> bool:
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = Mesh((("tensor", 2), ("data", 2)), None, "cpu")
+    torch.manual_seed(0)
+    model, plain = nn.Linear(4, 8), nn.Linear(4, 8)
+    plain.load_state_dict(model.state_dict())
+    parallelize_module(model, mesh.device_mesh("tensor"), ColwiseParallel(output_layouts=None))
+    fully_shard(model, mesh=mesh.device_mesh("data"))
+    batch = torch.randn(2, 3, 4)
+    model(batch[mesh.rank("data")]).sum().backward()
+    (plain(batch[0]).sum() / 2 + plain(batch[1]).sum() / 2).backward()
+    assert plain.weight.grad is not None
+    grad: Any = model.weight.grad
+    torch.testing.assert_close(grad.full_tensor(), plain.weight.grad)
+    return True
+
+
+def test_methods_that_shard_over_different_axes_compose(pool: Pool) -> None:
+    assert all(pool.run(train_on_two_axes, ranks=4))
