@@ -1,0 +1,189 @@
+"""Mixed precision: autocast around forward and loss, and for fp16 a loss scale that keeps small gradients alive.
+
+fp16 holds nothing below 6e-8, and gradients get there. So backward starts from a large number S instead of 1, all
+gradients come out S times larger, and the optimizer divides them by S (Micikevicius et al., "Mixed Precision
+Training", arXiv 1710.03740). The scaling is the identity forward and multiplies backward: the loss that users print is
+the true one. Where a gradient overflows, the step is skipped and S halved; after 2,000 good steps in a row S doubles.
+
+Gradients stay scaled until the optimizer steps; what looks at them before divides by `LossScale()`. All processes of
+the job skip together: they agree on one flag a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from atorch.logs import logger
+from atorch.runtime.losses import LossFunc, value_of, with_value
+from atorch.runtime.override import override
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
+
+_LARGEST = 2.0**127  # the largest power of two in fp32, which gradients of the loss are computed in
+
+
+def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    """Run `model.forward` under autocast from now on. Its state, signature and class name stay."""
+    # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
+    name = "__call__" if "forward" in vars(model) else "forward"
+    override(model, name, _autocasting, device_type, dtype)
+
+
+def _autocasting(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
+    def autocast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype):
+            return forward(self, *args, **kwargs)
+
+    return autocast
+
+
+def autocast_loss(loss_func: LossFunc, device_type: str, dtype: torch.dtype) -> LossFunc:
+    """`loss_func` under autocast, which computes cross entropies and the like in fp32."""
+
+    @functools.wraps(loss_func)
+    def autocast(batch: Any, output: Any) -> Any:
+        with torch.autocast(device_type, dtype):
+            return loss_func(batch, output)
+
+    return autocast
+
+
+class LossScale:
+    """What gradients are multiplied by: `scale()`. Dynamic, or constant where growth and backoff are 1.
+
+    init: the first scale. growth: factor after `interval` good steps in a row. backoff: factor after a skipped step.
+    """
+
+    def __init__(
+        self, init: float = 2.0**16, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+    ) -> None:
+        self.value = init
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.good_steps = 0
+
+    def __call__(self) -> float:
+        return self.value
+
+    def update(self, skipped: bool) -> None:
+        """The scale after a step."""
+        if skipped:
+            before, self.good_steps = self.value, 0
+            self.value *= self.backoff
+            if self.value < 1 <= before:
+                logger.warning(
+                    "the loss scale has fallen to %g: gradients are not finite at any scale. Look for NaN in the "
+                    "loss or the data, or train in bf16",
+                    self.value,
+                )
+            return
+        self.good_steps += 1
+        if self.good_steps == self.interval:
+            self.value, self.good_steps = min(self.value * self.growth, _LARGEST), 0
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale and how many good steps it has had."""
+        return {"scale": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a saved scale."""
+        self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
+    """`loss_func` whose loss is the same number, and whose gradients are `scale()` times as large."""
+
+    @functools.wraps(loss_func)
+    def scaled(batch: Any, output: Any) -> Any:
+        loss = loss_func(batch, output)
+        value = value_of(loss)
+        if not value.requires_grad:
+            return loss
+        return with_value(loss, _ScaleGradient.apply(value, scale))  # type: ignore[no-untyped-call]
+
+    return scaled
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by the scale of the time when backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: LossScale) -> torch.Tensor:
+        ctx.scale = scale
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.scale(), None
+
+
+class ScaledOptimizer(WrappedOptimizer):
+    """Steps where all gradients of all processes are finite, and skips the step everywhere where one is not.
+
+    scale: what the gradients are multiplied by; updated after each step. `LossScale(1.0, growth=1.0, backoff=1.0)`
+        gives an optimizer that only skips.
+    unscale: divide the gradients by the scale before stepping; False where the inner optimizer does it in fp32.
+    device: where the processes exchange the flag; None for the gradients' own device.
+    """
+
+    step_was_skipped = False  # whether the last step() was
+
+    def __init__(
+        self, inner: Optimizer, scale: LossScale, *, unscale: bool = True, device: torch.device | None = None
+    ) -> None:
+        super().__init__(inner)
+        self.scale, self._unscale, self._device = scale, unscale, device
+
+    def step(self, closure: Any = None) -> Any:
+        """Un-scale the gradients and step, or skip; `step_was_skipped` says which.
+
+        Raises:
+            ArgumentError: a closure was given.
+        """
+        self._refuse(closure)
+        self.step_was_skipped = self._unscaled_overflow()
+        result = None if self.step_was_skipped else self.inner.step()
+        self.scale.update(self.step_was_skipped)
+        return result
+
+    @torch.no_grad()
+    def _unscaled_overflow(self) -> bool:
+        """Un-scale all gradients in place; whether one of any process is infinite or no number."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.is_sparse:  # entries of one row may overflow when they are added up
+                    gradient = parameter.grad = gradient.coalesce()
+                gradient = local(gradient)
+                kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        device = self._device or next((device for device, _ in kinds), torch.device("cpu"))
+        overflow = torch.zeros((), device=device)
+        for (where, _), gradients in kinds.items():
+            found = overflow if where == device else torch.zeros((), device=where)
+            factor = torch.full((), 1.0 / self.scale() if self._unscale else 1.0, device=where)
+            # One fused pass that checks and multiplies; the one torch.amp.GradScaler is made of.
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
+            if found is not overflow:
+                overflow += found.to(device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        return bool(overflow.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, with the scale under `loss_scale`."""
+        return {**super().state_dict(), "loss_scale": self.scale.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; one without a scale, of another precision, keeps this one's."""
+        state_dict = dict(state_dict)
+        if (saved := state_dict.pop("loss_scale", None)) is not None:
+            self.scale.load_state_dict(saved)
+        super().load_state_dict(state_dict)

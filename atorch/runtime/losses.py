@@ -1,0 +1,24 @@
+"""What a loss function returns: a scalar tensor, or a list or tuple with one first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LossFunc = Callable[[Any, Any], Any]  # (batch, output) → loss
+
+
+def value_of(loss: Any) -> torch.Tensor:
+    """The scalar of a loss."""
+    value: torch.Tensor = loss[0] if isinstance(loss, (list, tuple)) else loss
+    return value
+
+
+def with_value(loss: Any, value: torch.Tensor) -> Any:
+    """`loss` with another scalar, in a structure like its own."""
+    if not isinstance(loss, (list, tuple)):
+        return value
+    items = (value, *loss[1:])
+    return type(loss)(*items) if hasattr(loss, "_fields") else type(loss)(items)

@@ -1,0 +1,54 @@
+"""A method of one module overridden in place, as a subclass would.
+
+The module gets a subclass of its class, of the same name. So its `state_dict`, its attributes and `isinstance` stay as
+they are, nothing refers back to the module, and a deepcopy or a pickle of it has the override too.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Make = Callable[..., Callable[..., Any]]
+
+
+def override(module: nn.Module, name: str, make: Make, *settings: Any) -> None:
+    """Let `module.name` be `make(theirs, *settings)`, where `theirs` is the method of the module's class.
+
+    `make` returns a function of `(self, *args, **kwargs)`. A module-level `make` with settings that can be pickled
+    keeps the module one that can be pickled.
+    """
+    module.__class__ = _subclass(type(module), name, make, settings)
+
+
+def _subclass(base: type[nn.Module], name: str, make: Make, settings: tuple[Any, ...]) -> type[nn.Module]:
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        rebuild, args, *state = reduced
+        if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]
+            args = (base, *args[1:])  # this class has no name that a pickle could find
+        return (_remake, (rebuild, args, name, make, settings), *state)
+
+    theirs = getattr(base, name)
+    namespace: dict[str, Any] = {
+        name: functools.wraps(theirs)(make(theirs, *settings)),
+        "__reduce_ex__": reduce,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    metaclass: Any = type(base)
+    subclass: type[nn.Module] = metaclass(base.__name__, (base,), namespace)
+    return subclass
+
+
+def _remake(
+    rebuild: Callable[..., nn.Module], args: Any, name: str, make: Make, settings: tuple[Any, ...]
+) -> nn.Module:
+    module = rebuild(*args)
+    override(module, name, make, *settings)
+    return module

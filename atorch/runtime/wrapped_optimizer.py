@@ -1,0 +1,65 @@
+"""An optimizer around another one, which learning-rate schedulers and users take for the inner one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from atorch.errors import ArgumentError
+
+
+class WrappedOptimizer(Optimizer):
+    """Shares the inner optimizer's parameter groups, state and defaults. Subclasses say what a step is."""
+
+    inner: Optimizer
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+        self._share()
+
+    def _share(self) -> None:
+        # The very objects, so that a learning rate set here is set there. Loading a state makes new ones.
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the inner optimizer one more group; a group that it has stays as it is."""
+        if not any(param_group is known for known in self.inner.param_groups):
+            self.inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned, or that of a bare inner optimizer."""
+        self.inner.load_state_dict(state_dict)
+        self._share()
+
+    def _refuse(self, closure: Any) -> None:
+        if closure is not None:
+            raise ArgumentError(
+                f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "
+                "precision than the optimizer. Train in fp32, or with an optimizer that needs no closure"
+            )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The dense values of `tensor` that this process holds, sharing memory: a DTensor's shard, a sparse one's values.
+
+    A sparse tensor must be coalesced.
+    """
+    if tensor.is_sparse:
+        return tensor.values()
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
