@@ -1,8 +1,7 @@
 """Activation checkpointing: keep a block's inputs, and compute what lies between again in backward.
 
-A block saves its inputs instead of everything its layers save; backward pays one more forward (Chen et al., "Training
-Deep Nets with Sublinear Memory Cost", 2016). `torch.utils.checkpoint` does the work. Here is what a block of a real
-model needs around it:
+Memory falls to a block's inputs; backward pays one more forward (Chen et al., "Training Deep Nets with Sublinear Memory
+Cost", 2016). `torch.utils.checkpoint` does the work. Here is what a block of a real model needs around it:
 
 - tensors may be anywhere in positional and keyword arguments; forward sees the caller's own containers, a recompute
   sees them as they were before forward;
@@ -11,9 +10,8 @@ model needs around it:
 - the checkpointed inputs, and nothing else, can wait in host memory;
 - the reentrant form takes what torch's does not: keyword arguments, nested outputs, inputs that need no gradient.
 
-Autocast, `torch.autograd.grad`, nesting and double backward hold as in torch's non-reentrant form. Not covered: state
-that forward keeps outside buffers (a key/value cache that it appends to), and buffers that forward changes and then
-reads (spectral norm), of which a recompute sees the later value.
+Not covered: state that forward keeps outside buffers (a key/value cache that it appends to), and buffers that forward
+changes and then reads (spectral norm), of which a recompute sees the later value.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, is_dataclass
@@ -36,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from atorch.errors import ArgumentError
 
 M = TypeVar("M", bound=nn.Module)
+_Function = Callable[..., Any]
 _Kwargs = dict[str, Any]
 
 COUNTER = "_checkpoint_fwd_counter"  # FairScale's name for it
@@ -64,11 +63,10 @@ def checkpoint_wrapper(
     checkpoints itself. Where gradients are disabled it is the plain forward.
 
     offload_to_cpu: inputs that were computed in this graph wait in host memory (pinned, for CUDA). Leaves (parameters,
-        masks, positions) stay where they are: others hold them anyway. This frees memory only if nothing else keeps
-        the input, as a residual branch around the wrapped module would. Inside another checkpoint, the inner inputs
-        are kept on the host rather than recomputed.
-    maintain_forward_counter: each inner module, and `module`, gets an integer `_checkpoint_fwd_counter`, which rises
-        with its calls in forward and falls with its calls in the recompute: after one backward it is where it was.
+        masks, positions) stay: others hold them anyway. This frees memory only if nothing else keeps the input, as a
+        residual branch around the module would. Inside another checkpoint, the inner inputs are kept on the host too.
+    maintain_forward_counter: `module` and each inner one get an integer `_checkpoint_fwd_counter`, which rises with
+        their calls in forward and falls with their calls in the recompute: after one backward it is where it was.
     reentrant: use torch's reentrant form, for modules that save differently each time they run (`torch.jit.script`).
         It serves `loss.backward()` only, and gives no gradient to tensors in objects that are no pytrees.
 
@@ -86,28 +84,22 @@ def checkpoint_wrapper(
     if maintain_forward_counter:
         for inner in module.modules():
             vars(inner).setdefault(COUNTER, 0)
-            if inner is not module and not _is_hooked(inner):
+            if inner is not module and _count not in inner._forward_pre_hooks.values():
                 inner.register_forward_pre_hook(_count)
-    module.forward = _CheckpointedForward(
-        module, forward, _Options(offload_to_cpu, maintain_forward_counter, reentrant)
-    )
+    options = _Options(offload_to_cpu, maintain_forward_counter, reentrant)
+    module.forward = _CheckpointedForward(module, forward, options)
     return module
 
 
 def checkpoint_sequential(
-    functions: nn.Sequential | Sequence[Callable[..., Any]],
-    segments: int,
-    input: Any,
-    *,
-    offload_to_cpu: bool = False,
-    reentrant: bool = False,
+    functions: Iterable[_Function], segments: int, input: Any, *, offload_to_cpu: bool = False, reentrant: bool = False
 ) -> Any:
     """The output of `functions` called one after the other on `input`, checkpointed in `segments` even runs of them.
 
-    The last run is a plain one: backward starts there and would recompute it at once. Functions are modules or any
-    callables of one argument. Raises ArgumentError unless 1 ≤ segments ≤ number of functions.
+    The last run is a plain one: backward starts there and would recompute it at once. `functions` is an
+    `nn.Sequential`, or any callables of one argument. Raises ArgumentError unless 1 ≤ segments ≤ number of functions.
     """
-    steps: list[Callable[..., Any]] = list(functions)
+    steps = list(functions)
     if not 1 <= segments <= len(steps):
         raise ArgumentError(
             f"checkpoint_sequential was asked for {segments} segments of {len(steps)} functions. "
@@ -121,7 +113,7 @@ def checkpoint_sequential(
     return _chain(steps[bounds[-2] :], input)
 
 
-def _chain(functions: Iterable[Callable[..., Any]], value: Any) -> Any:
+def _chain(functions: Iterable[_Function], value: Any) -> Any:
     for function in functions:
         value = function(value)
     return value
@@ -130,11 +122,9 @@ def _chain(functions: Iterable[Callable[..., Any]], value: Any) -> Any:
 class _CheckpointedForward:
     """What `module.forward` becomes. It refers to its module weakly, since the module refers to it."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any] | None, options: _Options) -> None:
-        self.module = weakref.ref(module)
+    def __init__(self, module: nn.Module, forward: _Function | None, options: _Options) -> None:
+        self.module, self.options, self.run = weakref.ref(module), options, _runner(options)
         self.forward = forward  # the instance's own, if somebody had put one there
-        self.options = options
-        self.run = _runner(options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.plain(), [self.module()], args, kwargs)
@@ -147,7 +137,7 @@ class _CheckpointedForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.plain())
 
-    def plain(self) -> Callable[..., Any]:
+    def plain(self) -> _Function:
         # The class is looked up at each call: `fully_shard` and parametrizations give a module another one.
         module = self.module()
         if module is None:
@@ -155,17 +145,15 @@ class _CheckpointedForward:
         return self.forward or functools.partial(type(module).forward, module)
 
 
-def _runner(options: _Options) -> Callable[..., Any]:
+def _runner(options: _Options) -> _Function:
     run = functools.partial(_run, options)
     if not any(options):
         return run
-    disable: Callable[..., Callable[..., Any]] = torch.compiler.disable
+    disable: Callable[..., _Function] = torch.compiler.disable
     return disable(run, reason="offload, counters and reentrant checkpointing need Python in backward")
 
 
-def _run(
-    options: _Options, forward: Callable[..., Any], owners: list[nn.Module], args: tuple[Any, ...], kwargs: _Kwargs
-) -> Any:
+def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: tuple[Any, ...], kwargs: _Kwargs) -> Any:
     """`forward(*args, **kwargs)`, checkpointed where gradients are recorded. The `owners` hold its tensors."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -173,7 +161,7 @@ def _run(
         # The compiler itself keeps buffers, random numbers and autocast right: it runs forward once.
         return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
     leaves, spec = tree_flatten((args, kwargs))
-    # An object given twice stays one in the recompute: attention asks whether `query is key`.
+    # An object given twice is kept once, and stays one in the recompute: attention asks whether `query is key`.
     inputs = list({id(leaf): leaf for leaf in leaves}.values())
     places = {id(leaf): place for place, leaf in enumerate(inputs)}
     call = _Call(forward, owners, spec, [places[id(leaf)] for leaf in leaves], (args, kwargs))
@@ -205,7 +193,6 @@ def _run_reentrant(call: _Call, inputs: list[Any]) -> Any:
         return tuple(leaves)
 
     outputs = checkpoint(flat, *inputs, torch.empty(0, requires_grad=True), use_reentrant=True)
-    torch.clear_autocast_cache()  # it may hold weights cast without gradient, for others in this region to find
     return tree_unflatten(outputs, specs[0])
 
 
@@ -213,7 +200,7 @@ def _run_reentrant(call: _Call, inputs: list[Any]) -> Any:
 class _Call:
     """One checkpointed call of a forward. Its first run is the forward pass; every later one is a recompute."""
 
-    forward: Callable[..., Any]
+    forward: _Function
     owners: list[nn.Module]
     spec: TreeSpec
     places: list[int]  # where each leaf of the arguments is found among the inputs
@@ -238,7 +225,7 @@ class _Call:
         token = _pass.set((recomputing, count))
         try:
             for owner in self.owners:
-                if COUNTER in vars(owner) and not _is_hooked(owner):
+                if COUNTER in vars(owner) and _count not in owner._forward_pre_hooks.values():
                     _count(owner)
             return self.forward(*args, **kwargs)
         finally:
@@ -271,10 +258,6 @@ def _on_other_devices(owners: list[nn.Module], inputs: list[Any]) -> list[Tensor
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    return _count in module._forward_pre_hooks.values()
-
-
 def _count(module: nn.Module, args: Any = ()) -> None:
     vars(module)[COUNTER] += _pass.get()[1]
 
@@ -288,8 +271,5 @@ def _to_host(tensor: Tensor) -> tuple[Tensor, torch.device, int]:
 def _from_host(packed: tuple[Tensor, torch.device, int]) -> Tensor:
     kept, device, version = packed
     if kept._version != version:
-        raise RuntimeError(
-            "An input of a checkpointed module was changed in place after its forward, and the recompute needs it "
-            "as it was. Change a copy."
-        )
+        raise RuntimeError("An input was changed in place after the checkpointed forward that needs it. Change a copy.")
     return kept.to(device, non_blocking=True)

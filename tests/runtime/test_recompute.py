@@ -192,7 +192,7 @@ def test_weight_shared_in_one_autocast_region_keeps_its_gradient(form):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return nn.functional.linear(module(x), module.weight).float().sum()
 
-    # Without the cache of autocast the two uses are added in float32, not in bfloat16.
+    # A recompute casts the weight again, so that its two uses are added in float32, not in bfloat16.
     for got, wanted in zip(step(twin, run=run), step(plain, run=run), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
 
@@ -335,6 +335,14 @@ def test_buffers_changed_in_place_or_replaced_are_changed_once(form):
     assert twin.changed is changed
 
 
+@every_form
+def test_statistics_that_kernels_change_without_a_trace_are_changed_once(form):
+    plain, twin = pair(nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()), **form)
+    plain[0].num_batches_tracked = twin[0].num_batches_tracked = None
+    x = torch.randn(5, 4, requires_grad=True)
+    assert_equal(step(twin, x), step(plain, x))
+
+
 def test_untouched_buffers_are_not_copied():
     class Masked(nn.Linear):
         def __init__(self):
@@ -376,13 +384,26 @@ def test_only_the_inputs_are_kept():
 
 
 def test_offload_moves_the_computed_inputs_and_nothing_else(monkeypatch):
-    moved: list[tuple[int, ...]] = []
-    to_host = recompute._to_host
-    monkeypatch.setattr(recompute, "_to_host", lambda t: moved.append((*t.shape, t.is_leaf)) or to_host(t))
+    to_host, kept = recompute._to_host, []
+
+    def watched(tensor):
+        packed = to_host(tensor)
+        kept.append((tuple(tensor.shape), packed[0] is not tensor))
+        return packed
+
+    monkeypatch.setattr(recompute, "_to_host", watched)
     block = checkpoint_wrapper(Block(), offload_to_cpu=True)
     x = torch.randn(6, 8, requires_grad=True)
-    block(x * 2, mask=torch.ones(6, 8), extra={"bias": [x[0]]})
-    assert sorted(moved) == [(6, 8, False), (6, 8, True), (8, False)]
+    h = x * 2
+    block(h, mask=torch.ones(6, 8), extra={"bias": [x[0]], "again": h})
+    assert sorted(kept) == [((6, 8), False), ((6, 8), True), ((8,), True)]
+
+
+def test_offload_leaves_leaves_where_they_are():
+    leaf = torch.empty(3, device="meta", requires_grad=True)
+    assert recompute._to_host(leaf)[0] is leaf
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):  # what is no leaf is on its way
+        recompute._to_host(leaf * 2)
 
 
 def test_offloaded_input_is_freed_before_backward():
@@ -531,6 +552,14 @@ def test_counters_of_nested_checkpoints_return_to_zero(reentrant, inner_first, i
     assert counters(twin) == [1] * 7
     h.sum().backward()
     assert counters(twin) == [0] * 7
+
+
+def test_inner_forward_in_an_outer_recompute_is_recomputing():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    seen = calls_of(inner[0])
+    outer = checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(inner), nn.Linear(4, 4), nn.Tanh()))
+    outer(torch.randn(2, 4)).sum().backward()
+    assert seen == [False, True, True]
 
 
 def test_recomputing_is_seen_by_its_own_thread_only():
