@@ -6,7 +6,8 @@ recomputed. Work: one more forward pass of the blocks (Chen et al. 2016, arXiv 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import Self
@@ -14,6 +15,8 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names, repeated_blocks
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile
 from atorch.errors import StrategyError
 from atorch.runtime.recompute import checkpoint_wrapper
 
@@ -43,6 +46,32 @@ class Checkpoint(Method):
         if config.get("wrap_class") is not None:
             config = {**config, "wrap_class": module_names(config["wrap_class"], "checkpoint wrap_class")}
         return super().of(config)
+
+    def cost(self, cost: Cost) -> Cost:
+        """The blocks' inputs instead of their activations, one block's while it is recomputed, and its forward again.
+
+        Of a matmul's work a third is forward (of attention's, two sevenths).
+        """
+        num = cost.num_blocks if self.max_checkpoint_module_num is None else self.max_checkpoint_module_num
+        share = num / cost.num_blocks
+        kept = 0.0 if self.offload_to_cpu else cost.boundary_bytes
+        again = share * cost.block_flop_fraction
+        return replace(
+            cost,
+            activation_bytes=cost.activation_bytes - share * (cost.block_activation_bytes - kept),
+            block_activation_bytes=cost.block_activation_bytes * (1 - share),
+            working_bytes=cost.working_bytes + cost.activation_scale * cost.block_activation_bytes / cost.num_blocks,
+            matmul_flops=cost.matmul_flops * (1 + again / 3),
+            attention_flops=cost.attention_flops * (1 + share * 2 / 7),
+            traffic_bytes=cost.traffic_bytes * (1 + again / 3),
+            num_ops=cost.num_ops * (1 + again / 3),
+        )
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """All repeated blocks, where the model has some."""
+        if profile.blocks:
+            yield cls()
 
     def apply(self, ctx: Context) -> Context:
         """Checkpoint the chosen modules of every part in place."""

@@ -6,15 +6,17 @@ half the time of bf16 ones on hardware that has fp8. The output layer does not s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
+from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost
+from atorch.cost import Cost, ModelProfile
 from atorch.distributed.mesh import AXES
 from atorch.errors import StrategyError
 from atorch.logs import logger
@@ -73,6 +75,12 @@ class Fp8(Method):
     def cost(self, cost: Cost) -> Cost:
         """The dtype of the matmuls; emulation multiplies as before, after quantizing."""
         return cost if self.emulate else replace(cost, dtype="float8")
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """Where the hardware multiplies in fp8: all Linear layers but the head, which does not stand it."""
+        if "Linear" in profile.module_classes:
+            yield cls(exclude=("lm_head", "head"))
 
     def apply(self, ctx: Context) -> Context:
         """Convert the Linear layers of every part in place."""

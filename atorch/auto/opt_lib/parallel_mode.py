@@ -7,7 +7,7 @@ resized so that the product is the number of processes. Costs nothing itself; th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.distributed.mesh import AXES, Mesh, set_current
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.distributed.mesh import AXES, BATCH_AXES, Mesh, set_current
 from atorch.errors import StrategyError, near_miss
 
 
@@ -85,6 +87,28 @@ class ParallelMode(Method):
                 f"it must hold each of the ranks 0 to {world_size - 1} once, or be None"
             )
         return self.model_copy(update={"slices": slices})
+
+    def cost(self, cost: Cost) -> Cost:
+        """The axes; a device has the samples of its place along data and zero alone."""
+        cost = replace(cost, axes=dict(self.slices))
+        share = cost.size(*BATCH_AXES)
+        return replace(
+            cost,
+            batch_size=cost.batch_size / share,
+            activation_bytes=cost.activation_bytes / share,
+            block_activation_bytes=cost.block_activation_bytes / share,
+            boundary_bytes=cost.boundary_bytes / share,
+            working_bytes=cost.working_bytes / share,
+            matmul_flops=cost.matmul_flops / share,
+            attention_flops=cost.attention_flops / share,
+            traffic_bytes=cost.traffic_bytes / share,
+        )
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """All processes see different samples."""
+        if cluster.world_size > 1:
+            yield cls(slices=(("data", cluster.world_size),))
 
     def apply(self, ctx: Context) -> Context:
         """Make the mesh, and make it the current one."""
