@@ -6,7 +6,7 @@ several siblings of one class in a container, such as the layers of a transforme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from torch import nn
@@ -19,26 +19,31 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's outermost repeated blocks by name, in the order of definition; empty where nothing repeats.
 
-    Siblings of one class that hold parameters and have modules of their own are blocks. Members of
+    Siblings of one class that hold parameters and have modules of their own are blocks, and so are lone members of
+    such a class elsewhere, like the one layer of a decoder beside an encoder of many. Members of
     containers (`ModuleList`, `Sequential`, `ModuleDict`) are preferred; only where there are none do attributes
     of one class count, so that a model's encoder and decoder are not taken for two blocks.
     """
     for parents in (_CONTAINERS, (nn.Module,)):
-        found = dict(_outermost(model, "", parents))
-        if found:
-            return found
+        repeated = {type(block) for _, block in _outermost(model, "", parents, frozenset())}
+        if repeated:
+            return dict(_outermost(model, "", parents, repeated))
     return {}
 
 
-def _outermost(module: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(
+    module: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...], known: Set[type[nn.Module]]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost blocks below `module`: children of `parents` whose class is `known` or that of a sibling."""
     children = list(module.named_children())
     classes = [type(child) for _, child in children if _can_be_block(child)]
     for name, child in children:
         path = f"{prefix}{name}"
-        if isinstance(module, parents) and _can_be_block(child) and classes.count(type(child)) > 1:
+        is_repeated = type(child) in known or classes.count(type(child)) > 1
+        if isinstance(module, parents) and _can_be_block(child) and is_repeated:
             yield path, child
         else:
-            yield from _outermost(child, f"{path}.", parents)
+            yield from _outermost(child, f"{path}.", parents, known)
 
 
 def _can_be_block(module: nn.Module) -> bool:
