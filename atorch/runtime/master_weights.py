@@ -1,0 +1,254 @@
+"""Half precision: the model's floating-point values in 16 bits, and fp32 master weights in the optimizer.
+
+An update smaller than half the distance to a weight's 16-bit neighbour (2⁻⁹ of it in bf16) would be rounded away; the
+fp32 master adds it up until it shows. Every step: gradients to fp32 and un-scaled, the inner optimizer steps on the
+masters, the masters are rounded into the model.
+
+Bytes per parameter: 2 weight + 2 gradient + 4 master + the optimizer's own in fp32 (Adam 8), and 4 for the fp32
+gradient while a step runs. Plain fp32 has 4 + 4 + 8, the same 16 for Adam; what shrinks are activations, gradients and
+what processes send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
+
+MakeOptimizer = Callable[[Any], Optimizer]
+MASTER = "master"  # the masters' key in the saved state of a parameter
+
+
+def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDictionary:
+    """Cast the models' floating-point parameters and buffers to `dtype` (fp16 or bf16), in place.
+
+    Returns the values that their trainable parameters had, by parameter: what `with_master_weights` starts from. They
+    are let go of with their parameters, as when sharding puts others in their place.
+    """
+    values = WeakTensorKeyDictionary()
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_meta:
+                values[parameter] = parameter.detach()
+        if dtype == torch.float16:
+            model.half()
+        else:
+            model.bfloat16()
+    return values
+
+
+def cast_inputs(prepare_input: Callable[[Any, Any], Any], dtype: torch.dtype) -> Callable[[Any, Any], Any]:
+    """`prepare_input` whose floating-point tensors come out in `dtype`, wherever they are nested."""
+
+    def cast(leaf: Any, place: str) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return lambda data, device: map_leaves(cast, prepare_input(data, device))
+
+
+def with_master_weights(
+    make_optimizer: MakeOptimizer,
+    loss_scale: Callable[[], float] = lambda: 1.0,
+    values: WeakTensorKeyDictionary | None = None,
+) -> MakeOptimizer:
+    """`make_optimizer` whose optimizers step on fp32 masters of the 16-bit parameters they are given.
+
+    loss_scale: what gradients are divided by, in fp32. values: what parameters were before they were rounded.
+    """
+    before = WeakTensorKeyDictionary() if values is None else values
+    return lambda groups: MasterWeights(make_optimizer, groups, loss_scale, before)
+
+
+class MasterWeights(WrappedOptimizer):
+    """An optimizer of 16-bit parameters around one of their fp32 masters.
+
+    Its groups show the model's parameters. They are the inner optimizer's own groups, which hold the masters only while
+    that one works, so a changed learning rate reaches it. Frozen parameters, and fp32 ones, have no master. A weight
+    that somebody else writes (`load_state_dict`, an average) becomes its master's new value.
+    """
+
+    def __init__(
+        self,
+        make_inner: MakeOptimizer,
+        groups: Iterable[Any],
+        loss_scale: Callable[[], float],
+        values: WeakTensorKeyDictionary,
+    ) -> None:
+        self._loss_scale, self._values = loss_scale, values
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}  # parameter → master
+        inner = make_inner(_converted(list(groups), self._master_of))
+        parameters = {master: parameter for parameter, master in self._masters.items()}
+        self._hidden = [list(group["params"]) for group in inner.param_groups]
+        self._shown = [[parameters.get(p, p) for p in params] for params in self._hidden]
+        _show(inner, self._shown)
+        values.clear()  # of parameters that other processes step on
+        self._note_versions()
+        super().__init__(inner)
+
+    def step(self, closure: Any = None) -> Any:
+        """Step on the masters and round them into the parameters.
+
+        Raises:
+            ArgumentError: a closure was given.
+        """
+        self._refuse(closure)
+        self._follow_changes()
+        self._give_late_masters()
+        factor = 1.0 / self._loss_scale()
+        gradients, pairs = [], []
+        for shown, hidden in zip(self._shown, self._hidden, strict=True):
+            for parameter, master in zip(shown, hidden, strict=True):
+                if parameter.grad is None:
+                    continue
+                if master is not parameter:
+                    master.grad = parameter.grad.to(torch.float32)
+                    pairs.append((parameter, master))
+                if factor != 1.0:
+                    gradients.append(_dense_gradient(master))
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        with self._masters_shown():
+            result = self.inner.step()
+        for _, master in pairs:
+            master.grad = None
+        self._round([parameter for parameter, _ in pairs])
+        return result
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the inner optimizer one more group, with masters of its own; a group that it has stays as it is."""
+        if any(param_group is known for known in self.inner.param_groups):
+            return
+        (converted,) = _converted([param_group], self._master_of)
+        parameters = {master: parameter for parameter, master in self._masters.items()}
+        with self._masters_shown():
+            self.inner.add_param_group(converted)
+            self._hidden.append(list(self.inner.param_groups[-1]["params"]))
+            self._shown.append([parameters.get(p, p) for p in self._hidden[-1]])
+        self._note_versions()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state; each parameter's also holds its master, under `master`."""
+        with self._masters_shown():
+            saved = self.inner.state_dict()
+        for number, master in self._numbered(saved):
+            saved["state"][number] = {**saved["state"].get(number, {}), MASTER: master.detach()}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, and the parameters' values with it. One without masters leaves both as they are."""
+        state = {
+            number: {key: value for key, value in entry.items() if key != MASTER} if isinstance(entry, dict) else entry
+            for number, entry in state_dict["state"].items()
+        }
+        with self._masters_shown():
+            self.inner.load_state_dict({**state_dict, "state": {n: entry for n, entry in state.items() if entry != {}}})
+        with torch.no_grad():
+            for number, master in self._numbered(state_dict):
+                value = state_dict["state"].get(number, {}).get(MASTER)
+                if value is not None:
+                    master.copy_(value)
+        if any(isinstance(entry, dict) and MASTER in entry for entry in state_dict["state"].values()):
+            self._round(list(self._masters))
+        self._share()
+
+    @contextmanager
+    def _masters_shown(self) -> Iterator[None]:
+        _show(self.inner, self._hidden)
+        try:
+            yield
+        finally:
+            _show(self.inner, self._shown)
+
+    def _numbered(self, saved: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
+        """The masters with the numbers that a saved state calls their parameters by."""
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        hidden = [tensor for params in self._hidden for tensor in params]
+        masters = set(self._masters.values())
+        return [(number, tensor) for number, tensor in zip(numbers, hidden, strict=True) if tensor in masters]
+
+    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        if not (parameter.requires_grad and _is_half(parameter)):
+            return parameter
+        if parameter not in self._masters:
+            value = self._values.pop(parameter, None)
+            if value is not None:
+                value = value.to(parameter.device, torch.float32)
+            if value is None or not torch.equal(value.to(parameter.dtype), parameter.detach()):
+                value = parameter.detach().to(torch.float32)  # the weight was changed since, or never wider
+            self._masters[parameter] = nn.Parameter(value)
+        return self._masters[parameter]
+
+    def _give_late_masters(self) -> None:
+        """Masters for parameters that were frozen when the optimizer was made and have a gradient now."""
+        late = False
+        for shown, hidden in zip(self._shown, self._hidden, strict=True):
+            for index, parameter in enumerate(shown):
+                if hidden[index] is parameter and parameter.grad is not None and _is_half(parameter):
+                    hidden[index], late = self._master_of(parameter), True
+        if late:
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [local(parameter)._version for parameter in self._masters]
+
+    @torch.no_grad()
+    def _follow_changes(self) -> None:
+        """Let masters take the values of weights that were written since the last step.
+
+        A weight that equals its rounded master keeps it: broadcasting weights after a step writes them, too.
+        """
+        versions = [local(parameter)._version for parameter in self._masters]
+        if versions == self._versions:
+            return
+        for (parameter, master), now, then in zip(self._masters.items(), versions, self._versions, strict=True):
+            if now != then:
+                mine, theirs = local(master), local(parameter)
+                mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
+        self._versions = versions
+
+    @torch.no_grad()
+    def _round(self, parameters: list[torch.Tensor]) -> None:
+        if parameters:
+            masters = [local(self._masters[parameter]) for parameter in parameters]
+            torch._foreach_copy_([local(parameter) for parameter in parameters], masters)
+        self._note_versions()
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.coalesce()
+    return local(parameter.grad)
+
+
+def _converted(groups: list[Any], master_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """Parameters, named parameters or groups of either, with masters in their places."""
+
+    def convert(entry: Any) -> Any:
+        if isinstance(entry, dict):
+            params = entry["params"]
+            listed = [params] if isinstance(params, torch.Tensor) else list(params)
+            return {**entry, "params": [convert(each) for each in listed]}
+        if isinstance(entry, tuple):
+            name, parameter = entry
+            return name, master_of(parameter)
+        return master_of(entry)
+
+    return [convert(entry) for entry in groups]
+
+
+def _show(optimizer: Optimizer, params: list[list[torch.Tensor]]) -> None:
+    for group, listed in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = listed

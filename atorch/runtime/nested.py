@@ -1,0 +1,48 @@
+"""What batches are made of: tensors in nested mappings, lists, tuples, named tuples and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+Change = Callable[[Any, str], Any]
+
+
+def map_leaves(change: Change, data: Any, place: str = "batch") -> Any:
+    """`data` with every leaf replaced by `change(leaf, place)`, `place` being like `batch['labels'][0]`.
+
+    Containers keep their class and are copied, never changed. A list of strings is a leaf: that is how a loader
+    collates strings, one a sample.
+    """
+    if isinstance(data, torch.Tensor):
+        return change(data, place)
+    if isinstance(data, Mapping):
+        return refilled(data, {key: map_leaves(change, value, f"{place}[{key!r}]") for key, value in data.items()})
+    if isinstance(data, (list, tuple)) and not is_strings(data):
+        items = [map_leaves(change, item, f"{place}[{index}]") for index, item in enumerate(data)]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        twin = copy.copy(data)
+        for name in (each.name for each in dataclasses.fields(data)):
+            object.__setattr__(twin, name, map_leaves(change, getattr(data, name), f"{place}.{name}"))
+        return twin
+    return change(data, place)
+
+
+def is_strings(data: Any) -> bool:
+    """Whether `data` is a list of strings, at least one."""
+    return isinstance(data, list) and bool(data) and all(isinstance(item, (str, bytes)) for item in data)
+
+
+def refilled(data: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A mapping like `data` that holds `changed`."""
+    if type(data) is dict or not isinstance(data, MutableMapping):
+        return changed
+    twin = copy.copy(data)
+    for key, value in changed.items():
+        twin[key] = value
+    return twin
