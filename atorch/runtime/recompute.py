@@ -164,8 +164,9 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
     # An object given twice is kept once, and stays one in the recompute: attention asks whether `query is key`.
     inputs = list({id(leaf): leaf for leaf in leaves}.values())
     places = {id(leaf): place for place, leaf in enumerate(inputs)}
-    call = _Call(forward, owners, spec, [places[id(leaf)] for leaf in leaves], (args, kwargs))
-    inputs += _on_other_devices(owners, inputs)
+    modules = [module for owner in owners for module in owner.modules()]
+    call = _Call(forward, owners, modules, spec, [places[id(leaf)] for leaf in leaves], (args, kwargs))
+    inputs += _on_other_devices(modules, inputs)
     with saved_tensors_hooks(_to_host, _from_host) if options.offload_to_cpu else nullcontext():
         if options.reentrant:
             return _run_reentrant(call, inputs)
@@ -176,7 +177,7 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
 
 def _run_reentrant(call: _Call, inputs: list[Any]) -> Any:
     """Torch's reentrant form takes and gives flat tuples, and reaches backward only through inputs with gradient."""
-    parameters = [parameter for owner in call.owners for parameter in owner.parameters()]
+    parameters = [parameter for module in call.modules for parameter in module._parameters.values()]
     if not any(tensor.requires_grad for tensor in parameters + inputs if isinstance(tensor, Tensor)):
         return call(*inputs)
     specs: list[TreeSpec] = []
@@ -202,6 +203,7 @@ class _Call:
 
     forward: _Function
     owners: list[nn.Module]
+    modules: list[nn.Module]  # the owners and all inside them
     spec: TreeSpec
     places: list[int]  # where each leaf of the arguments is found among the inputs
     given: tuple[tuple[Any, ...], _Kwargs] | None
@@ -213,7 +215,7 @@ class _Call:
             with _buffers_kept(self.changing):
                 return self.run(args, kwargs, recomputing=True, count=-1)
         (args, kwargs), self.given = self.given, None  # from here on autograd alone keeps the inputs
-        before = [(m, _buffer_state(m)) for owner in self.owners for m in owner.modules() if m._buffers]
+        before = [(module, _buffer_state(module)) for module in self.modules if module._buffers]
         # In the recompute of an outer checkpoint a forward does not count: its own recompute counts down.
         again = is_recomputing()
         output = self.run(args, kwargs, recomputing=again, count=0 if again else 1)
@@ -251,9 +253,9 @@ def _buffer_state(module: nn.Module) -> list[tuple[int, int, Tensor | None]]:
     return [(id(b), 0 if b is None or b.is_inference() else b._version, b) for b in module._buffers.values()]
 
 
-def _on_other_devices(owners: list[nn.Module], inputs: list[Any]) -> list[Tensor]:
+def _on_other_devices(modules: list[nn.Module], inputs: list[Any]) -> list[Tensor]:
     """An empty tensor on each device that has parameters and no input: torch restores random numbers by input."""
-    devices = {parameter.device for owner in owners for parameter in owner.parameters()}
+    devices = {p.device for module in modules for p in module._parameters.values() if p is not None}
     devices -= {tensor.device for tensor in inputs if isinstance(tensor, Tensor)}
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
 
