@@ -1,0 +1,61 @@
+"""ddp: every process holds the whole model and sees other samples; gradients are averaged while backward runs.
+
+Memory: parameters, gradients and optimizer states are whole everywhere. Communication per step: an all-reduce of the
+gradients over data × zero, all but the last bucket hidden behind backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pydantic import Field
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.cost import Comm, Cost, ModelProfile
+from atorch.distributed.mesh import BATCH_AXES
+from atorch.runtime.replicate import replicate
+from atorch.units import MiB
+
+
+@method("ddp", phase=Phase.SHARD, slot="data_parallel")
+class Ddp(Method):
+    """Replicate the model over the processes that see different samples."""
+
+    find_unused_parameters: bool = False
+    """Look for parameters that a forward pass did not use; also auto_accelerate's argument of this name."""
+    static_graph: bool = False
+    """Every step uses the same parameters in the same way, as with reentrant checkpointing of shared modules."""
+    bucket_cap_mb: int = Field(default=25, ge=1)
+    """Size of the buckets that are reduced at once, in MiB."""
+
+    def cost(self, cost: Cost) -> Cost:
+        """An all-reduce of the gradients by bucket, of which the last one is not hidden."""
+        num_buckets = cost.grad_bytes / (self.bucket_cap_mb * MiB) + 1
+        reduced = Comm("all_reduce", BATCH_AXES, cost.grad_bytes, count=num_buckets, overlap=1 - 1 / num_buckets)
+        return cost.send(reduced)
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """As it is."""
+        if cluster.world_size > 1:
+            yield cls()
+
+    def apply(self, ctx: Context) -> Context:
+        """Wrap every part."""
+        group = ctx.need_mesh().group(*BATCH_AXES)
+        parts = tuple(
+            replicate(
+                part,
+                group,
+                ctx.device,
+                find_unused_parameters=self.find_unused_parameters or ctx.find_unused_parameters,
+                static_graph=self.static_graph,
+                bucket_cap_mb=self.bucket_cap_mb,
+            )
+            for part in ctx.parts
+        )
+        return replace(ctx, parts=parts)

@@ -1,0 +1,153 @@
+"""fsdp: parameters, gradients and optimizer states spread over the processes, gathered block by block as they are used.
+
+Memory: (parameters + gradients + optimizer states) / shards, plus about two gathered blocks, embeddings and head.
+Communication per step: the parameters all-gathered in forward and again in backward, the gradients reduce-scattered;
+where `parallel_mode` has both zero and data, shards over zero, and an all-reduce of the gradient shards over data.
+On `fully_shard` (FSDP2); FSDP1's constructor arguments are taken as `runtime/fsdp1_arguments.py` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from torch import nn
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.fsdp_precision import DTYPES, MixedPrecision
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.blocks import find_modules, module_names
+from atorch.errors import StrategyError
+from atorch.runtime.fsdp import shard
+from atorch.runtime.fsdp1_arguments import knobs_of
+from atorch.runtime.fsdp_groups import Group, arrange, by_block, by_size, without_trainable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+
+
+@method("fsdp", phase=Phase.SHARD, slot="data_parallel")
+class Fsdp(Method):
+    """Shard parameters, gradients and optimizer states."""
+
+    atorch_wrap_cls: tuple[str, ...] = ()
+    """Classes or names of the modules that are gathered as one, exactly these; none: the repeated blocks, the
+    embeddings and the head."""
+    atorch_size_based_min_num_params: int | None = Field(default=None, ge=1)
+    """Gather as one the smallest modules with at least this many parameters, instead."""
+    atorch_ignored_cls: tuple[str, ...] = ()
+    """Classes or names of modules, or names of parameters, that stay whole on every process."""
+    wrap_trainable_outmost: bool = False
+    """Gather all that trains as one group, once a step, and only what is frozen block by block: for LoRA."""
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] | None = None
+    """FSDP1's name for what is freed after forward; the HYBRID ones insist on the axes zero and data."""
+    reshard_after_forward: bool | int | None = None
+    """Free gathered parameters after forward, keep them for backward, or keep them over this many processes. None:
+    free blocks, keep embeddings, head and root."""
+    mixed_precision: MixedPrecision | None = None
+    """Types of gathered parameters and of the reduction; None: the precision method's, reducing in fp32."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer states in host memory."""
+    forward_prefetch: bool = False
+    """Issue each group's all-gather before the forward pass of the group before it."""
+    sync_module_states: bool = True
+    """Start from rank 0's parameters and buffers."""
+
+    @classmethod
+    def of(cls, config: Any = None) -> Self:
+        """Also takes FSDP1's constructor arguments, and `fsdp_wrap_params_outmost` for `wrap_trainable_outmost`."""
+        if isinstance(config, Mapping):
+            config = knobs_of(config, cls.name)
+            if "fsdp_wrap_params_outmost" in config:
+                outmost = config.pop("fsdp_wrap_params_outmost")
+                if config.setdefault("wrap_trainable_outmost", outmost) != outmost:
+                    raise StrategyError(f"{cls.name} has fsdp_wrap_params_outmost and wrap_trainable_outmost differ")
+            for knob in ("atorch_wrap_cls", "atorch_ignored_cls"):
+                if config.get(knob) is not None:
+                    config[knob] = module_names(config[knob], f"{cls.name} {knob}")
+                elif knob in config:
+                    del config[knob]
+        return super().of(config)
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _torch_object(cls, value: Any) -> Any:
+        return MixedPrecision.from_torch(value)
+
+    @model_validator(mode="after")
+    def _hold(self) -> Self:
+        if self.atorch_wrap_cls and self.atorch_size_based_min_num_params is not None:
+            raise ValueError("give atorch_wrap_cls or atorch_size_based_min_num_params, not both")
+        if self.sharding_strategy in KEEPING and self.reshard_after_forward not in (None, False):
+            raise ValueError(f"{self.sharding_strategy} keeps parameters for backward; leave reshard_after_forward out")
+        return self
+
+    def apply(self, ctx: Context) -> Context:
+        """Shard every part in place."""
+        mesh = self._mesh(ctx)
+        precision = self.mixed_precision
+        if precision is None and ctx.compute_dtype is not None:
+            precision = MixedPrecision.of_compute(ctx.compute_dtype)
+        precision = precision or MixedPrecision()
+        for part in ctx.parts:
+            precision.cast_buffers(part)
+            shard(
+                part,
+                mesh,
+                arrange(part, self._groups(part)),
+                ignored=self._ignored(part),
+                mp_policy=precision.policy(),
+                root_mp_policy=precision.policy(root=True),
+                reshard_after_forward=self._reshard(mesh),
+                offload=self.cpu_offload,
+                forward_prefetch=self.forward_prefetch,
+                sync_module_states=self.sync_module_states,
+            )
+        if ctx.compute_dtype is None and precision.param_dtype is not None:
+            ctx = replace(ctx, compute_dtype=DTYPES[precision.param_dtype])
+        return replace(ctx, parts=ctx.parts)
+
+    def _mesh(self, ctx: Context) -> DeviceMesh:
+        mesh = ctx.need_mesh()
+        axes = tuple(axis for axis in ("data", "zero") if mesh.size(axis) > 1) or ("data",)
+        if "HYBRID" in (self.sharding_strategy or "") and len(axes) < 2:
+            raise StrategyError(
+                f"{self.name} was given {self.sharding_strategy}, but parallel_mode has no two axes to share out; "
+                'name both: ("parallel_mode", ([("zero", shards), ("data", replicas)], None))'
+            )
+        return mesh.device_mesh(*axes)
+
+    def _groups(self, part: nn.Module) -> list[Group]:
+        if self.atorch_wrap_cls:
+            named = find_modules(part, self.atorch_wrap_cls, f"{self.name} atorch_wrap_cls")
+            groups = [Group((module,)) for module in named.values()]
+        elif self.atorch_size_based_min_num_params is not None:
+            groups = [Group((module,)) for module in by_size(part, self.atorch_size_based_min_num_params)]
+        else:
+            groups = by_block(part)
+        return without_trainable(groups) if self.wrap_trainable_outmost else groups
+
+    def _ignored(self, part: nn.Module) -> list[nn.Parameter]:
+        parameters = dict(part.named_parameters(remove_duplicate=False))
+        names = [name for name in self.atorch_ignored_cls if name not in parameters]
+        modules = find_modules(part, names, f"{self.name} atorch_ignored_cls").values()
+        named = [parameters[name] for name in self.atorch_ignored_cls if name in parameters]
+        return [*named, *(parameter for module in modules for parameter in module.parameters())]
+
+    def _reshard(self, mesh: DeviceMesh) -> bool | int | None:
+        if self.sharding_strategy in KEEPING:
+            return False
+        asked, shards = self.reshard_after_forward, mesh.size(mesh.ndim - 1)
+        if isinstance(asked, bool) or asked is None:
+            return asked
+        if not 1 < asked < shards or shards % asked:
+            raise StrategyError(
+                f"{self.name}.reshard_after_forward was given {asked}; parameters are spread over {shards} processes, "
+                "and it must be a divisor of that other than 1 and itself, or True or False"
+            )
+        return asked

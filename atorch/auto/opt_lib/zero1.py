@@ -1,0 +1,75 @@
+"""zero1: ddp, and each process keeps the optimizer states of its own share of the parameters alone.
+
+Memory: optimizer states (and fp32 masters) / (data × zero), as evenly as whole parameters can be dealt out.
+Communication per step: ddp's all-reduce of the gradients, then every updated parameter once, broadcast by its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, named, need
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.cost import Comm, Cost, ModelProfile
+from atorch.distributed.mesh import BATCH_AXES
+from atorch.runtime.replicate import replicate
+from atorch.runtime.zero import ShardedOptimizer
+from atorch.units import MiB
+
+
+@method("zero1", phase=Phase.SHARD, slot="data_parallel")
+class Zero1(Method):
+    """Shard optimizer states over the processes that see different samples."""
+
+    backend: Literal["torch", "fairscale", "deepspeed"] = "torch"
+    """Whose implementation: this package's, FairScale's OSS, or DeepSpeed's stage 1."""
+
+    @classmethod
+    def of(cls, config: Any = None) -> Self:
+        """Also takes the documented `{"use_ds_zero": True}`, which means `{"backend": "deepspeed"}`."""
+        return super().of(named(cls.name, config, {"use_ds_zero": "deepspeed"}))
+
+    def unmet(self, cluster: ClusterSpec) -> str | None:
+        """Nothing: it runs everywhere, where its backend is installed."""
+        need(self.backend)
+        return None
+
+    def cost(self, cost: Cost) -> Cost:
+        """The optimizer's share of this device; ddp's all-reduce, and every parameter once from its owner."""
+        shards, num_buckets = cost.size(*BATCH_AXES), cost.grad_bytes / (25 * MiB) + 1
+        return replace(
+            cost,
+            optim_bytes=cost.optim_bytes / shards,
+            master_bytes=cost.master_bytes / shards,
+            optim_traffic_bytes=cost.optim_traffic_bytes / shards,
+        ).send(
+            Comm("all_reduce", BATCH_AXES, cost.grad_bytes, count=num_buckets, overlap=1 - 1 / num_buckets),
+            Comm("broadcast", BATCH_AXES, cost.param_bytes, count=shards),
+        )
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """This package's own, where the optimizer keeps state to be sharded."""
+        if cluster.world_size > 1 and profile.optim_state_per_param > 0:
+            yield cls()
+
+    def apply(self, ctx: Context) -> Context:
+        """Wrap every part as ddp does, and the optimizer; DeepSpeed takes both when they are built."""
+        if self.backend == "deepspeed":
+            return deepspeed(ctx, self.name, stage=1)
+        group = ctx.need_mesh().group(*BATCH_AXES)
+        parts = tuple(
+            replicate(part, group, ctx.device, find_unused_parameters=ctx.find_unused_parameters) for part in ctx.parts
+        )
+        if self.backend == "fairscale":
+            return fairscale_states(replace(ctx, parts=parts), group)
+        inner = ctx.make_optimizer
+        if inner is None or group.size() == 1:
+            return replace(ctx, parts=parts)
+        return replace(ctx, parts=parts, make_optimizer=lambda groups: ShardedOptimizer(groups, inner, group))

@@ -1,0 +1,59 @@
+"""zero2: gradients and optimizer states spread over the processes; parameters gathered from forward to backward's end.
+
+Memory: (gradients + optimizer states) / shards; parameters are whole during a step, and spread between steps.
+Communication per step: one all-gather of the parameters and one reduce-scatter of the gradients. The default is fsdp
+that does not free parameters after forward; the FairScale backend keeps whole parameters and reduces each gradient to
+one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.fsdp import Fsdp
+from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_gradients, named, need
+from atorch.auto.strategy.method import Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.distributed.mesh import BATCH_AXES
+
+
+@method("zero2", phase=Phase.SHARD, slot="data_parallel")
+class Zero2(Fsdp):
+    """Shard gradients and optimizer states."""
+
+    backend: Literal["fsdp", "fairscale", "deepspeed"] = "fsdp"
+    """Whose implementation: fsdp with all its knobs, FairScale's ShardedDataParallel, or DeepSpeed's stage 2."""
+    reshard_after_forward: bool | int | None = False
+    """False: keep gathered parameters for backward. A number keeps them over that many processes."""
+
+    @classmethod
+    def of(cls, config: Any = None) -> Self:
+        """Also takes `{"not_use_fsdp": True}` (FairScale) and `{"use_ds_zero": True}` (DeepSpeed)."""
+        flags = {"not_use_fsdp": "fairscale", "use_ds_zero": "deepspeed"}
+        return super().of(named(cls.name, config, flags))
+
+    @model_validator(mode="after")
+    def _keeps_parameters(self) -> Self:
+        if self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") or self.reshard_after_forward is True:
+            raise ValueError("zero2 keeps parameters for backward; use fsdp to free them after forward")
+        other = self.model_fields_set - {"backend"}
+        if self.backend != "fsdp" and other:
+            raise ValueError(f"{', '.join(sorted(other))} are fsdp's; the {self.backend} backend has no knobs")
+        return self
+
+    def unmet(self, cluster: ClusterSpec) -> str | None:
+        """Nothing: it runs everywhere, where its backend is installed."""
+        need(self.backend)
+        return None
+
+    def apply(self, ctx: Context) -> Context:
+        """Shard every part in place, or leave model and optimizer to the backend once they are built."""
+        if self.backend == "deepspeed":
+            return deepspeed(ctx, self.name, stage=2)
+        if self.backend == "fairscale":
+            return fairscale_gradients(ctx, self.name, ctx.need_mesh().group(*BATCH_AXES))
+        return super().apply(ctx)

@@ -1,0 +1,77 @@
+"""Broadcasting many tensors in few calls: small ones side by side in flat buckets, large ones as they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 32 * 2**20
+IN_FLIGHT = 2  # buckets that exist at once: one is sent while the next is filled
+
+
+class _Sending(NamedTuple):
+    work: Any
+    bucket: list[Tensor]
+    flat: Tensor | None  # what arrives, where it must still be copied into the tensors
+
+
+@torch.no_grad()
+def broadcast(shares: Iterable[tuple[int, Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
+    """Give every rank of `group` the values that the tensors of each share have on their rank.
+
+    Args:
+        shares: `(rank in the group, tensors)`; the same shapes and order on all ranks.
+    """
+    under_way: deque[_Sending] = deque()
+    for source, tensors in shares:
+        for bucket in _buckets(tensors):
+            if len(under_way) == IN_FLIGHT:
+                _finish(under_way.popleft())
+            under_way.append(_send(bucket, source, group))
+    for sending in under_way:
+        _finish(sending)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device, as many as fit in a bucket."""
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if not num_bytes:
+            continue
+        if num_bytes >= BUCKET_BYTES:
+            yield [tensor]
+            continue
+        kind = (tensor.dtype, tensor.device)
+        if filled.get(kind, 0) + num_bytes > BUCKET_BYTES:
+            yield filling.pop(kind)
+            filled[kind] = 0
+        filling.setdefault(kind, []).append(tensor)
+        filled[kind] = filled.get(kind, 0) + num_bytes
+    yield from filling.values()
+
+
+def _send(bucket: list[Tensor], source: int, group: dist.ProcessGroup) -> _Sending:
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return _Sending(dist.broadcast(bucket[0].detach(), group=group, group_src=source, async_op=True), bucket, None)
+    mine = group.rank() == source
+    if mine:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+    else:
+        flat = bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
+    work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+    return _Sending(work, bucket, None if mine else flat)
+
+
+def _finish(sending: _Sending) -> None:
+    sending.work.wait()
+    if sending.flat is not None:
+        pieces = sending.flat.split([tensor.numel() for tensor in sending.bucket])
+        for tensor, piece in zip(sending.bucket, pieces, strict=True):
+            tensor.detach().copy_(piece.view(tensor.shape))

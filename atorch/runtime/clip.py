@@ -1,0 +1,157 @@
+"""The norm of all gradients together, whatever they are spread over, and clipping by it.
+
+For each way in which gradients are sharded, the p-th powers of the local norms are summed over just the mesh axes that
+shard them; what is replicated is counted once. The sums meet in one scalar, and pipeline stages add theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from atorch.distributed.mesh import Mesh
+
+Key = tuple[dist.ProcessGroup, ...]
+"""The groups over which a gradient's shards are spread; empty for a gradient that every rank holds."""
+
+
+@runtime_checkable
+class ClipsItself(Protocol):
+    """A model that keeps its gradients elsewhere than on its parameters, and clips them there."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip, and return the norm before."""
+        ...
+
+
+class Binding(Protocol):
+    """What is known about an accelerated model, kept on it as `_atorch`."""
+
+    @property
+    def mesh(self) -> Mesh | None: ...
+
+    @property
+    def loss_scale(self) -> Callable[[], float]: ...
+
+
+def clip_grad_norm(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None
+) -> Tensor:
+    """Scale the gradients down, in place, where their norm exceeds `max_norm`; returns the norm before, on the device.
+
+    The norm is the one that a single process would see: over all shards and pipeline stages, tied parameters once, and
+    without the factor that fp16 loss scaling puts on gradients. All ranks must call it together.
+
+    Args:
+        model: as `auto_accelerate` returned it, or any module.
+        norm_type: p > 0, or infinity for the largest absolute value.
+        optimizer: accepted for scripts that pass theirs; the model knows where its gradients are.
+
+    Raises:
+        ValueError: a `norm_type` that is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}; it must be positive, or infinity")
+    binding: Binding | None = getattr(model, "_atorch", None)
+    scale = 1.0 if binding is None else binding.loss_scale()
+    if isinstance(model, ClipsItself):
+        return model.clip_grad_norm_(max_norm * scale, norm_type) / scale
+    stages: Key = ()
+    if binding is not None and binding.mesh is not None and binding.mesh.size("pipeline") > 1:
+        stages = (binding.mesh.group("pipeline"),)
+    return clip_grads(model.parameters(), max_norm * scale, norm_type, stages) / scale
+
+
+@torch.no_grad()
+def clip_grads(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, over: Sequence[dist.ProcessGroup] = ()
+) -> Tensor:
+    """The same on the gradients that `parameters` have, where the ranks of each of the groups `over` have others."""
+    unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+    device = _home(unique)
+    sharded = _by_sharding(unique)
+    powers = []
+    for groups, grads in sharded.items():
+        power = _power(grads, norm_type, device)
+        for group in groups:
+            _combine(power, norm_type, group)
+        powers.append(power)
+    total = _merged(torch.stack(powers), norm_type) if powers else torch.zeros((), device=device)
+    for group in over:
+        _combine(total, norm_type, group)
+    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    # No branch on the value: reading it would wait for the device.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for same in _by_device(grad for grads in sharded.values() for grad in grads):
+        torch._foreach_mul_(same, factor.to(same[0].device, non_blocking=True))
+    return norm
+
+
+def _by_sharding(parameters: Iterable[Tensor]) -> dict[Key, list[Tensor]]:
+    """Local gradients by what shards them. Keys come from the parameters, so all ranks have the same in one order."""
+    sharded: dict[Key, list[Tensor]] = {}
+    for parameter in parameters:
+        held = sharded.setdefault(_shards(parameter), [])
+        if parameter.grad is not None:
+            held.append(_local_grad(parameter))
+    return sharded
+
+
+def _shards(parameter: Any) -> Key:
+    placements = getattr(parameter, "placements", ())
+    return tuple(
+        parameter.device_mesh.get_group(axis)
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
+    )
+
+
+def _local_grad(parameter: Any) -> Tensor:
+    grad = parameter.grad
+    if not hasattr(grad, "to_local"):
+        return grad  # type: ignore[no-any-return]
+    if grad.placements != parameter.placements:  # a sum that is still to be done, as under sequence parallelism
+        parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+    return grad.to_local()  # type: ignore[no-any-return]
+
+
+def _home(parameters: Sequence[Any]) -> torch.device:
+    """Where the norm is made: the accelerator, if any parameter is on one or is gathered on one."""
+    for parameter in parameters:
+        mesh = getattr(parameter, "device_mesh", None)
+        kind = parameter.device.type if mesh is None else mesh.device_type
+        if kind != "cpu":
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
+
+
+def _power(grads: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of |g|^p, or the largest |g|, in fp32: half precision would overflow."""
+    powers = []
+    for same in _by_device(grad for grad in grads if grad.numel()):
+        norms = torch.stack(torch._foreach_norm(same, norm_type, dtype=torch.float32))
+        powers.append(_merged(norms if math.isinf(norm_type) else norms**norm_type, norm_type).to(device))
+    return _merged(torch.stack(powers), norm_type) if powers else torch.zeros((), device=device)
+
+
+def _merged(powers: Tensor, norm_type: float) -> Tensor:
+    return powers.max() if math.isinf(norm_type) else powers.sum()
+
+
+def _combine(power: Tensor, norm_type: float, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(power, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+
+
+def _by_device(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Lists of one device and dtype each, as the fused operations want them."""
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        lists.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(lists.values())

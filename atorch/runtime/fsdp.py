@@ -1,0 +1,175 @@
+"""Fully sharded data parallelism on torch's `fully_shard`: parameters, gradients, optimizer states spread over a mesh.
+
+What is gathered and freed as one is a *group*. Blocks are groups; embeddings and head are groups of their own, because
+the root's parameters stay gathered and its gradients whole until backward ends, and those two would be most of them.
+
+Memory: (parameters + gradients + optimizer states) / shards, plus one or two gathered groups. Communication per step:
+all-gather of the parameters in forward and again in backward, reduce-scatter of the gradients; with replicas
+(hybrid sharding) an all-reduce of the gradient shards on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.errors import ArgumentError
+from atorch.runtime.buckets import broadcast
+from atorch.runtime.fsdp_groups import Group
+from atorch.runtime.wrapped_optimizer import local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    groups: Sequence[Group],
+    *,
+    ignored: Iterable[nn.Parameter] = (),
+    mp_policy: MixedPrecisionPolicy | None = None,
+    root_mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    offload: bool = False,
+    forward_prefetch: bool = False,
+    sync_module_states: bool = True,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Shard `module` in place over `mesh`: one axis of shards, or two, replicas × shards. Returns it.
+
+    A forward pass without gradients leaves everything sharded, so that no gathered copy outlives an optimizer step.
+
+    Args:
+        groups: what is gathered together, children before parents (`fsdp_groups.arrange`); the root takes the rest.
+        ignored: parameters that stay whole on every rank; their gradients are averaged over the mesh. Scalars
+            always are, since they cannot be split.
+        mp_policy: dtypes of the gathered parameters and of the reduction.
+        root_mp_policy: the root's, where it differs.
+        reshard_after_forward: free gathered parameters after forward (True), keep them for backward (False), or
+            keep them spread over this many ranks (int). None: free those of all groups that are not marked `keep`.
+        offload: keep shards, gradients and optimizer states in host memory.
+        forward_prefetch: issue the next group's all-gather before a group's forward, for models bound by the host.
+        sync_module_states: start from rank 0's values. Off, each rank contributes its own shard of its own values.
+        param_init_fn: fills a module whose parameters are on the meta device, once they are shards on the real one;
+            without it the module's `reset_parameters`.
+
+    Raises:
+        ArgumentError: a module on the meta device that nothing can fill.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    device = _device(mesh)
+    whole = {*ignored, *(parameter for parameter in module.parameters() if parameter.dim() == 0)}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy(),
+        "ignored_params": whole or None,
+    }
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    policies = [(group, mp_policy) for group in groups] + [(Group((module,)), root_mp_policy or mp_policy)]
+    for group, policy in policies:
+        if sync_module_states:
+            _equalize(_unsharded(group.modules), mesh, device)
+        keep = reshard_after_forward is None and group.keep
+        target: Any = list(group.modules) if len(group.modules) > 1 else group.modules[0]
+        reshard = False if keep else reshard_after_forward
+        fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, **options)
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_averager(mesh))
+    _materialize(module, torch.device("cpu") if offload else device, param_init_fn)
+    if forward_prefetch:
+        _prefetch_in_order(module, groups)
+    module.register_forward_hook(_resharder(module))
+    return module
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules and all below them that no inner group has taken."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            yield module
+            yield from _unsharded(module.children())
+
+
+def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
+    """Rank 0's parameters and buffers on every rank of the mesh, moved to the device on the way."""
+    found: dict[Tensor, None] = {}
+    for module in modules:
+        found.update(dict.fromkeys((*module.parameters(recurse=False), *module.buffers(recurse=False))))
+    tensors = []
+    for tensor in found:
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+            tensors.append(local(tensor.detach()))
+    for axis in range(mesh.ndim):
+        if tensors and mesh.size(axis) > 1:
+            broadcast([(0, tensors)], mesh.get_group(axis))
+
+
+def _averager(mesh: DeviceMesh) -> Callable[[Tensor], None]:
+    # Averaging what has accumulated is right after every backward: the part that was averaged before stays as it is.
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    size = mesh.size()
+
+    def average(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            for group in groups:
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= size
+
+    return average
+
+
+def _materialize(root: nn.Module, device: torch.device, fill: Callable[[nn.Module], Any] | None) -> None:
+    for name, module in root.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own):
+            module.to_empty(device=device, recurse=False)
+            reset = getattr(module, "reset_parameters", None)
+            if fill is not None:
+                fill(module)
+            elif reset is not None:
+                reset()
+            else:
+                raise ArgumentError(
+                    f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
+                    "reset_parameters; give param_init_fn, or load its weights first"
+                )
+
+
+def _prefetch_in_order(root: nn.Module, groups: Sequence[Group]) -> None:
+    order = {module: index for index, module in enumerate(root.modules())}
+    leaders: list[Any] = sorted((group.modules[0] for group in groups), key=order.__getitem__)
+    for leader, following in pairwise(leaders):
+        leader.set_modules_to_forward_prefetch([following])
+
+
+def _resharder(root: nn.Module) -> Callable[..., None]:
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+    def reshard(*_: Any) -> None:
+        # What is kept waits for a backward that will not come; the next step would compute with stale parameters.
+        if not torch.is_grad_enabled():
+            for module in sharded:
+                module.reshard()
+
+    return reshard

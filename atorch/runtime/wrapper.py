@@ -1,0 +1,40 @@
+"""A module around the user's that answers as the user's does.
+
+Wrappers such as DistributedDataParallel put every name behind `module.` and hide the attributes of what they wrap.
+Inherit from `Wrapper` first, and names, state dicts and attributes are those of `self.module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+
+class Wrapper(nn.Module):
+    """Base of wrappers: `self.module` is the user's module, and its names are this one's."""
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # asked for before the constructor has set it
+                raise
+            return getattr(self.module, name)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The user's modules by the user's names. `named_parameters` and `named_buffers` are made of this."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's module's."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Into the user's module, by the user's names."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)

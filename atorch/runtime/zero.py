@@ -1,0 +1,163 @@
+"""ZeRO-1: every rank steps its own share of the parameters and sends the result to the others.
+
+Parameters are dealt out whole, the largest first, each to the rank with the fewest bytes, so that any optimizer works,
+also one that looks at whole matrices. A rank makes its optimizer over its share alone: only there do momentum,
+variance and fp32 copies exist.
+
+Memory: optimizer bytes / ranks (as even as whole parameters allow). Communication per step: every updated parameter
+once from its owner to all, in flat buckets. Why not torch's ZeroRedundancyOptimizer: it refuses parameters of several
+dtypes, sends tensor by tensor and the frozen ones too, and has no state dict before a gathering call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from atorch.errors import ArgumentError, CheckpointError
+from atorch.runtime.buckets import broadcast
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer
+
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank that each item belongs to: the largest first, each to the least loaded rank, the lower rank on a tie."""
+    loads = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
+class ShardedOptimizer(WrappedOptimizer):
+    """An optimizer whose state is spread over the ranks of a group. Gradients must be equal on all of them.
+
+    Every rank has all parameter groups with their hyperparameters, so schedulers work as ever, and in each group
+    only the parameters of its own share.
+
+    Args:
+        groups: parameters, named parameters or groups of either, of the whole model; the same on all ranks.
+        make_optimizer: makes the inner optimizer from such.
+        group: the ranks to spread over.
+    """
+
+    def __init__(self, groups: Iterable[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> None:
+        given = list(groups)
+        grouped = bool(given) and isinstance(given[0], dict)
+        whole = [{**part, "params": _listed(part["params"])} for part in (given if grouped else [{"params": given}])]
+        self._group = group
+        self._params = [_tensor(entry) for part in whole for entry in part["params"]]
+        owners = deal_out([_bytes_to_train(param) for param in self._params], group.size())
+        owner_of = dict(zip(self._params, owners, strict=True))
+        # Frozen parameters do not change, so they are not sent.
+        self._sent = [
+            (rank, [param for param, owner in owner_of.items() if owner == rank and param.requires_grad])
+            for rank in range(group.size())
+        ]
+        mine = group.rank()
+        share = [{**part, "params": [e for e in part["params"] if owner_of[_tensor(e)] == mine]} for part in whole]
+        # Who takes bare parameters gets bare parameters; but only a group can say that there are none.
+        bare = not grouped and share[0]["params"]
+        super().__init__(make_optimizer(share[0]["params"] if bare else share))
+        index_of = {param: index for index, param in enumerate(self._params)}
+        self._indices = [index_of[param] for part in self.param_groups for param in part["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only what the inner optimizer has: the parameters have been dealt out.
+
+        Raises:
+            ArgumentError: a new group.
+        """
+        if not any(param_group is known for known in self.inner.param_groups):
+            raise ArgumentError(
+                "a parameter group was added to an optimizer that is spread over processes; give all groups when it "
+                "is made (optim_param_func), with parameters that are still frozen among them"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, also of those that other ranks step."""
+        for param in self._params:
+            if param.grad is not None:
+                if set_to_none:
+                    param.grad = None
+                else:
+                    param.grad.detach_().zero_()
+
+    def step(self, closure: Any = None) -> Any:
+        """Step this rank's share, then send it to the others and receive theirs."""
+        result = self.inner.step(closure) if closure is not None else self.inner.step()
+        broadcast(self._sent, self._group)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's share, under the whole model's parameter indices. No communication."""
+        inner = self.inner.state_dict()
+        state = {self._index(local): value for local, value in inner["state"].items()}
+        groups = [{**part, "params": [self._index(i) for i in part["params"]]} for part in inner["param_groups"]]
+        return {**inner, "state": state, "param_groups": groups}
+
+    def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
+        """The whole optimizer's state on rank `to_rank` of the group, None on the others. All ranks must call it."""
+        shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
+        dist.gather_object(self.state_dict(), shares, group=self._group, group_dst=to_rank)
+        return None if shares is None else _merged(shares)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From the whole optimizer's state, or from this rank's share of it.
+
+        Raises:
+            CheckpointError: parameters of this rank's share are not among those that the state speaks of.
+        """
+        known = {index for part in state_dict["param_groups"] for index in part["params"]}
+        missing = [index for index in self._indices if index not in known]
+        if missing:
+            raise CheckpointError(
+                f"the optimizer state lacks parameters {missing[:5]} of this rank's share: it is another rank's, or "
+                "was written on another number of ranks; load the whole state (full_state_dict)"
+            )
+        groups, start = [], 0
+        for part, saved in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
+            names = {"param_names": part["param_names"]} if "param_names" in part else {}
+            groups.append({**saved, **names, "params": list(range(start, start + len(part["params"])))})
+            start += len(part["params"])
+        saved_state = state_dict["state"]
+        state = {local: saved_state[index] for local, index in enumerate(self._indices) if index in saved_state}
+        self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        self._share()
+
+    def _index(self, local: Any) -> Any:
+        return self._indices[local] if isinstance(local, int) else local
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _tensor(entry: Any) -> Tensor:
+    """The parameter of an entry, which may be `(name, parameter)`."""
+    tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
+    return tensor
+
+
+def _bytes_to_train(param: Tensor) -> int:
+    return param.numel() * param.element_size() if param.requires_grad else 0
+
+
+def _merged(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    groups = [_merged_group(parts) for parts in zip(*(share["param_groups"] for share in shares), strict=True)]
+    state = {index: value for share in shares for index, value in share["state"].items()}
+    return {**shares[0], "state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _merged_group(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    merged = {**parts[0], "params": sorted(index for part in parts for index in part["params"])}
+    if "param_names" in merged:
+        name_of = {i: name for part in parts for i, name in zip(part["params"], part["param_names"], strict=True)}
+        merged["param_names"] = [name_of[index] for index in merged["params"]]
+    return merged

@@ -1,0 +1,51 @@
+"""FairScale's ZeRO: OSS spreads optimizer state over ranks (ZeRO-1), ShardedDataParallel the gradients too (ZeRO-2).
+
+Needs the package fairscale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atorch.errors import CapabilityError
+from atorch.runtime.clip import clip_grads
+from atorch.runtime.wrapper import Wrapper
+
+
+def need_fairscale() -> None:
+    """Raise CapabilityError, which names the extra, where fairscale is missing."""
+    try:
+        import fairscale  # noqa: F401
+    except ImportError as error:
+        raise CapabilityError(
+            "fairscale is not installed; install atorch[fairscale], or leave the backend to torch"
+        ) from error
+
+
+def shard_states(groups: Any, make_optimizer: Callable[[Any], Optimizer], group: dist.ProcessGroup) -> Optimizer:
+    """An OSS around the optimizers that `make_optimizer` makes, its state spread over `group`."""
+    from fairscale.optim import OSS
+
+    oss: Optimizer = OSS(groups, optim=make_optimizer, group=group)
+    return oss
+
+
+def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup) -> nn.Module:
+    """`module`, each of whose gradients is reduced to the rank of `group` that steps it, and is None on the others."""
+    from fairscale.nn.data_parallel import ShardedDataParallel
+
+    class Sharded(Wrapper, ShardedDataParallel):  # type: ignore[misc]
+        """ShardedDataParallel that speaks the user's names and clips by the norm over all ranks."""
+
+        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+            return clip_grads(self.parameters(), max_norm, norm_type, over=(group,))
+
+    # No reduction buffers: `zero_grad` as torch has it since 2.0 drops gradients, and FairScale's buffers with them
+    # go unnoticed: parameters of the ranks drift apart.
+    sharded: nn.Module = Sharded(module, oss, process_group=group, reduce_buffer_size=0)
+    return sharded
