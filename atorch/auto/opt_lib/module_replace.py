@@ -42,11 +42,12 @@ class ModuleReplace(Method):
             config = {"pairs": pairs or None, "verbose": config.get("verbose", False)}
         return super().of(config)
 
-    @field_validator("pairs")
+    @field_validator("pairs", mode="before")
     @classmethod
-    def _known(cls, pairs: dict[str, dict[str, Any] | None] | None) -> dict[str, dict[str, Any] | None] | None:
-        for name, knobs in (pairs or {}).items():
-            if knobs and not REPLACEMENTS[name].takes_config:
+    def _known(cls, pairs: Any) -> Any:
+        for name, knobs in pairs.items() if isinstance(pairs, Mapping) else ():
+            takes_config = REPLACEMENTS[name].takes_config
+            if knobs and not takes_config:
                 raise ValueError(f"replacement {name!r} has no configuration; give None")
         return pairs
 

@@ -1,0 +1,125 @@
+"""fp8 as a method: the documented configuration, where it can run, and what it says."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.fp8 import Fp8
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.distributed.world import init
+from atorch.errors import CapabilityError, StrategyError
+from atorch.runtime.fp8 import Fp8Recipe
+from tests.contract.job import arguments, make_model
+
+DOCUMENTED = {
+    "include": None,
+    "exclude": None,
+    "margin": 0,
+    "interval": 1,
+    "fp8_format": "HYBRID",
+    "amax_history_len": 1024,
+    "amax_compute_algo": "max",
+    "reduce_amax": True,
+}
+
+
+def cluster(type: str, capability: tuple[int, int] | None = None) -> ClusterSpec:
+    link = LinkSpec(bandwidth=1e9, latency_s=1e-6)
+    device = DeviceSpec(type=type, name="device", memory_bytes=1e9, capability=capability)
+    return ClusterSpec(device=device, intra_node=link, inter_node=link)
+
+
+def apply(config: Any) -> Any:
+    model = make_model()
+    Fp8.of(config).apply(make_context(model, **arguments(), world=init(), cluster=cluster("cpu")))
+    return model
+
+
+def test_the_documented_configuration_is_the_default() -> None:
+    assert Fp8.of(DOCUMENTED) == Fp8.of(None) == Fp8()
+    assert Fp8()._recipe() == Fp8Recipe()
+
+
+@pytest.mark.parametrize("config", [{"include": ("layers",)}, {"exclude": ["lm_head"], "verbose": True}])
+def test_documented_examples_go_through_json(config: dict[str, Any]) -> None:
+    strategy = Strategy.of([("fp8", config)])
+    assert Strategy.of(strategy.to_json()) == strategy
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fp8_format": "E5M2"}, r"fp8\.fp8_format was given 'E5M2'"),
+        ({"amax_compute_algo": "mean"}, r"fp8\.amax_compute_algo"),
+        ({"margin": -1}, r"fp8\.margin"),
+        ({"exclude": "lm_head"}, r"fp8\.exclude was given 'lm_head'"),
+        ({"amax_history_length": 16}, "did you mean 'amax_history_len'"),
+    ],
+)
+def test_bad_knobs_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        Fp8.of(config)
+
+
+class TestUnmet:
+    def test_hardware(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("atorch.runtime.fp8.find_spec", lambda name: object())
+        assert Fp8().unmet(cluster("cuda", (8, 0))) == "fp8 needs compute capability 8.9; this is 8.0"
+        assert Fp8().unmet(cluster("cuda", (9, 0))) is None
+        assert "this is cpu" in (Fp8().unmet(cluster("cpu")) or "")
+        assert Fp8(emulate=True).unmet(cluster("cpu")) is None
+        assert Fp8(emulate=True).unmet(cluster("cuda", (8, 0))) is None
+
+    def test_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("atorch.runtime.fp8.find_spec", lambda name: None)
+        with pytest.raises(CapabilityError, match=r"install atorch\[fp8\]"):
+            Fp8(backend="te").unmet(cluster("cuda", (9, 0)))
+
+    def test_contradictions(self) -> None:
+        with pytest.raises(StrategyError, match="only torchao emulates"):
+            Fp8(backend="te", emulate=True).unmet(cluster("cpu"))
+
+
+class TestApply:
+    @pytest.fixture(autouse=True)
+    def _torchao(self) -> None:
+        pytest.importorskip("torchao")
+
+    def test_converts_and_tells(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, "atorch"):
+            model = apply({"exclude": ("lm_head",), "emulate": True, "verbose": True})
+        assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Float8Linear"
+        assert type(model.lm_head).__name__ == "Linear"
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert "14 Linear layers of LlamaForCausalLM by torchao, emulated" in caplog.text
+        assert "fp8: model.layers.1.mlp.down_proj" in caplog.text
+        assert "fp8 leaves lm_head: kept, exclude names it" in caplog.text
+
+    def test_nothing_to_convert_is_an_error(self) -> None:
+        with pytest.raises(StrategyError, match="fp8 converts nothing in LlamaForCausalLM"):
+            apply({"exclude": ("layers", "lm_head"), "emulate": True})
+
+    def test_a_mistyped_exclude_is_an_error(self) -> None:
+        with pytest.raises(StrategyError, match="did you mean 'lm_head'"):
+            apply({"exclude": ("lm_heads",), "emulate": True})
+
+
+def test_the_cost_is_that_of_float8_matmuls_unless_emulated(plain_cost: Any) -> None:
+    assert Fp8().cost(plain_cost).dtype == "float8"
+    assert Fp8(emulate=True).cost(plain_cost) == plain_cost
+
+
+@pytest.fixture
+def plain_cost() -> Any:
+    from atorch.cost import Cost
+
+    zeros = dict.fromkeys(
+        ("num_params", "num_trainable", "param_bytes", "grad_bytes", "optim_bytes", "activation_bytes"), 0.0
+    )
+    return replace(Cost(**zeros), matmul_flops=1.0)
