@@ -76,7 +76,7 @@ def arguments(**more: Any) -> dict[str, Any]:
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """The full value of a parameter, in fp32, whatever it is sharded over."""
     parameter = parameter.detach()
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).float().clone()
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).float().cpu().clone()
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -121,8 +121,9 @@ def train(load_strategy: Any, **more: Any) -> tuple[dict[str, torch.Tensor], lis
     assert status
     assert result is not None
     losses = []
+    device = next(result.model.parameters()).device
     for batch in result.dataloader:
-        batch = result.prepare_input(batch, torch.device("cpu"))
+        batch = result.prepare_input(batch, device)
         loss = result.loss_func(batch, result.model(**batch))
         loss.backward()
         result.optim.step()
