@@ -8,7 +8,7 @@ On `fully_shard` (FSDP2); FSDP1's constructor arguments are taken as `runtime/fs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,9 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp_precision import DTYPES, MixedPrecision
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
+from atorch.cluster import ClusterSpec
+from atorch.cost import Comm, Cost, ModelProfile
+from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import StrategyError
 from atorch.runtime.fsdp import shard
 from atorch.runtime.fsdp1_arguments import knobs_of
@@ -86,6 +89,42 @@ class Fsdp(Method):
         if self.sharding_strategy in KEEPING and self.reshard_after_forward not in (None, False):
             raise ValueError(f"{self.sharding_strategy} keeps parameters for backward; leave reshard_after_forward out")
         return self
+
+    def cost(self, cost: Cost) -> Cost:
+        """Shards of everything, and the gathered parameters that are whole at one moment.
+
+        Those are all of them where they are kept for backward, else two blocks (one is prefetched) and what is outside
+        of blocks; the gradients of a block are whole until they are reduced, in fp32.
+        """
+        is_hybrid = cost.size("data") > 1 and cost.size("zero") > 1
+        axis = ("zero",) if is_hybrid else BATCH_AXES
+        shards = cost.size(*axis)
+        gathered = cost.num_params * (cost.param_bytes / cost.num_params if cost.dtype == "float32" else 2.0)
+        block = gathered * cost.block_bytes / cost.param_bytes
+        outside = gathered - cost.num_blocks * block
+        keeps = self.reshard_after_forward is False or self.sharding_strategy in KEEPING
+        reduced, calls = 4.0 * cost.num_trainable, cost.num_blocks + 2
+        cost = replace(
+            cost,
+            param_bytes=cost.param_bytes / shards,
+            grad_bytes=cost.grad_bytes / shards,
+            optim_bytes=cost.optim_bytes / shards,
+            master_bytes=cost.master_bytes / shards,
+            optim_traffic_bytes=cost.optim_traffic_bytes / shards,
+            transient_bytes=cost.transient_bytes + (gathered if keeps else outside + 2 * block) + 2 * block,
+        )
+        again = 0.0 if keeps else gathered - outside
+        gathering = Comm("all_gather", axis, gathered + again, count=calls if keeps else 2 * calls, overlap=0.8)
+        reducing = Comm("reduce_scatter", axis, reduced, count=calls, overlap=0.8)
+        if not is_hybrid:
+            return cost.send(gathering, reducing)
+        return cost.send(gathering, reducing, Comm("all_reduce", ("data",), reduced / shards, count=calls, overlap=0.8))
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """As it is: wrapped at the model's repeated blocks."""
+        if cluster.world_size > 1:
+            yield cls()
 
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place."""

@@ -19,7 +19,7 @@ from atorch.logs import logger
 from atorch.units import format_seconds
 
 MIN_RUNS = 4  # even of a small space
-MIN_GAIN = 0.005  # of a step: what is not expected to gain this much is not run
+MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
 NEAR = 0.12  # of a step: what came this close to the best is measured again
 TIE = 0.01  # of a step: among these the simplest is taken
 MAX_FINALISTS = 4

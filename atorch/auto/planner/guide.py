@@ -21,7 +21,7 @@ from atorch.auto.planner.estimate import Scored
 from atorch.auto.strategy import Strategy
 
 # Standard deviations of the logarithm.
-MACHINE, METHOD, PAIR, REST, NOISE = 1.0, 0.35, 0.1, 0.03, 0.03
+MACHINE, METHOD, PAIR, REST, NOISE = 1.0, 0.5, 0.15, 0.03, 0.03
 
 
 @dataclass
