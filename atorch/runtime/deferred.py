@@ -1,0 +1,112 @@
+"""An output that is computed later, and gradients that are handed over later.
+
+Where a step runs in pieces (micro-batches, pipeline stages), forward and backward of the pieces alternate, and both
+happen inside the loss function: only there are batch, inputs and loss all known. So the model returns a Deferred, the
+loss function runs the pieces with the gradients kept apart, and `loss.backward()` deposits them in `.grad`, times the
+gradient that arrives. So accumulating over calls, `loss / n` and clipping mean what they always mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from atorch.runtime.wrapped_optimizer import local
+
+
+class Gradients(list[tuple[torch.Tensor, torch.Tensor]]):
+    """Parameters with their gradients."""
+
+    def detach_from_buckets(self) -> None:
+        """Copy the gradients out of memory that the next reduction writes."""
+        self[:] = [(parameter, gradient.clone()) for parameter, gradient in self]
+
+
+_MISUSE = (
+    "the model's output is computed piece by piece inside loss_func, so it can only be given to loss_func(batch, "
+    "output), the one that was returned with the model. Read outputs inside your loss function, or call the model "
+    "under torch.no_grad()"
+)
+
+
+def _misused(*args: Any, **kwargs: Any) -> Any:
+    raise TypeError(_MISUSE)
+
+
+class Deferred:
+    """The output of `model(*args, **kwargs)`, which the loss function computes. Any other use raises TypeError."""
+
+    __slots__ = ("_args", "_kwargs", "_model")
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._model, self._args, self._kwargs = model, args, kwargs
+
+    def call(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """The model and the arguments it was called with."""
+        return self._model, self._args, self._kwargs
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # An AttributeError, because that is what hasattr, copy and inspect ask for.
+        raise AttributeError(f"{name!r}: {_MISUSE}")
+
+    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __float__ = __int__ = _misused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _misused
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _misused
+    __torch_function__ = classmethod(_misused)
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[torch.Tensor]) -> Iterator[Gradients]:
+    """Inside, every `.grad` starts as None. Afterwards they are as before, and the list holds what inside left there.
+
+    Where inside raises, its gradients are dropped.
+    """
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    gradients = Gradients()
+    try:
+        yield gradients
+        gradients += [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+    """`loss`, whose backward adds `gradients` times the arriving gradient to `.grad`. It can run once."""
+    deposited: torch.Tensor = _Deposit.apply(loss.detach().requires_grad_(), gradients)  # type: ignore[no-untyped-call]
+    return deposited
+
+
+class _Deposit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[None, None]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("backward ran a second time through this loss; call loss_func again for a new one")
+        pairs = [(parameter, grad.coalesce() if grad.is_sparse else grad) for parameter, grad in gradients]
+        _multiply([gradient for _, gradient in pairs], factor)
+        for parameter, gradient in pairs:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return None, None
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in map(local, gradients):
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), values in kinds.items():
+        if dtype == factor.dtype:
+            torch._foreach_mul_(values, factor.to(device))
+        else:  # a number, so that it is not rounded to 16 bits first
+            torch._foreach_mul_(values, factor.item())

@@ -1,0 +1,222 @@
+"""Micro-batches: gradient accumulation inside one step. The batch stays what it was; activations are of a part of it.
+
+    loss_func = MicroBatched(model, loss_func, size=4)
+    loss = loss_func(batch, model(**batch))      # forward and backward, 4 rows at a time; gradients reduced once
+    loss.backward()                              # hands the gradients over
+
+With gradients enabled the model returns a `Deferred`, which the loss function computes. Under `torch.no_grad()` the
+model runs as ever. Every tensor in the batch, and in the model's arguments, is split along dimension 0, lists of
+strings likewise; anything else, and tensors with one row, go to all micro-batches. What looks at the whole batch
+(BatchNorm) sees a micro-batch instead. Random numbers are drawn in another order than in one pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from atorch.errors import ArgumentError
+from atorch.logs import logger
+from atorch.runtime.deferred import Deferred, Gradients, deposit, gradients_apart
+from atorch.runtime.loss_weight import LossWeight, Rule, any_process
+from atorch.runtime.losses import LossFunc, value_of, with_value
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.override import override
+from atorch.runtime.reduction import Reduction
+from atorch.runtime.split import merge, num_rows, take
+
+Size = int | Literal["auto"]
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
+
+
+class MicroBatched:
+    """A loss function that runs the model in micro-batches. From now on `model` defers its outputs to it.
+
+    size: rows of a micro-batch on this process; "auto" is the largest that the device has memory for, halved from the
+        whole batch on all processes together. count: the number of micro-batches instead.
+    loss_weight, tolerance: see `LossWeight`.
+    The items of a loss behind the first are put together by `merge`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_func: LossFunc,
+        size: Size | None = "auto",
+        count: int | None = None,
+        loss_weight: Rule = "auto",
+        tolerance: float = 1e-4,
+    ) -> None:
+        for name, number in (("size", size), ("count", count)):
+            if isinstance(number, int) and number < 1:
+                raise ArgumentError(f"{name} of micro-batches is {number}; it is at least 1")
+        self._loss_func, self._size, self._count = loss_func, size if count is None else None, count
+        self._weight = LossWeight(loss_weight, tolerance)
+        self._switch = _Switch()
+        self._reduction = Reduction(model)
+        self._parameters = list(model.parameters())  # now: FSDP2 shows others while it is unsharded
+        self._kept_apart: weakref.ref[Gradients] = weakref.ref(Gradients())  # of the last call, while its loss lives
+        # The optimizer makes its state in the first step, so the second tries again. The host has no such error.
+        self._trials = 2 if self._size == "auto" and torch.accelerator.is_available() else 0
+        override(model, "__call__", _deferring, self._switch)
+
+    def __call__(self, batch: Any, output: Any) -> Any:
+        """The loss, as the user's function returns it.
+
+        Raises:
+            ArgumentError: tensors of the batch differ in dimension 0.
+            StrategyError: the weights of the losses cannot be found out.
+        """
+        if not isinstance(output, Deferred):
+            return self._loss_func(batch, output)
+        model, args, kwargs = output.call()
+        call: _Call = (batch, args, kwargs)
+        with self._switch.off(), torch.enable_grad():
+            rows = num_rows(batch=batch, args=args, kwargs=kwargs)
+            if self._trials:
+                self._find_size(model, call, rows)
+            bounds = self._bounds(rows)
+            pieces = [take(call, start, stop, rows) for start, stop in bounds]
+            return self._run(model, pieces, self._weights(model, call, pieces, bounds))
+
+    def _run(self, model: nn.Module, pieces: Sequence[_Call], weights: Sequence[float]) -> Any:
+        losses, done = [], False
+        if self._reduction.reuses_gradients:
+            self._empty_buckets()
+        try:
+            with gradients_apart(self._parameters) as gradients:
+                for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1):
+                    with self._reduction.only(now=number == len(pieces)):
+                        losses.append(self._forward_backward(model, piece, weight))
+            done = True
+        finally:
+            if not done:
+                self._reduction.recover()
+        self._kept_apart = weakref.ref(gradients)
+        merged = losses[0] if len(losses) == 1 else merge(losses, weights)
+        return with_value(merged, deposit(value_of(merged), gradients))
+
+    def _empty_buckets(self) -> None:
+        """Copy what the reduction ahead would overwrite: gradients of earlier calls, handed over or not."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        waiting = self._kept_apart()
+        if waiting is not None:
+            waiting.detach_from_buckets()
+
+    def _forward_backward(self, model: nn.Module, piece: _Call, weight: float) -> Any:
+        batch, args, kwargs = piece
+        loss = self._loss_func(batch, model(*args, **kwargs))
+        (value_of(loss) * weight).backward()
+        return map_leaves(_detached, loss)
+
+    def _bounds(self, rows: int) -> list[tuple[int, int]]:
+        size = self._size if isinstance(self._size, int) else rows
+        if self._count is not None:
+            size = -(-rows // self._count)
+        return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+    def _weights(
+        self, model: nn.Module, call: _Call, pieces: Sequence[_Call], bounds: Sequence[tuple[int, int]]
+    ) -> list[float]:
+        if len(pieces) == 1:
+            return [1.0]
+
+        def pair_losses(first: int) -> tuple[float, float, float]:
+            both = take(call, bounds[first][0], bounds[first + 1][1], bounds[-1][1])
+            with torch.no_grad(), _still(model):
+                losses = [
+                    float(value_of(self._loss_func(batch, model(*args, **kwargs))))
+                    for batch, args, kwargs in (*pieces[first : first + 2], both)
+                ]
+            return losses[0], losses[1], losses[2]
+
+        return self._weight.weights([batch for batch, _, _ in pieces], [b - a for a, b in bounds], pair_losses)
+
+    def _find_size(self, model: nn.Module, call: _Call, rows: int) -> None:
+        """Halve the size until one micro-batch runs on every process."""
+        size = min(self._size, rows) if isinstance(self._size, int) else rows
+        while not self._fits(model, take(call, 0, size, rows)):
+            if size == 1:
+                raise ArgumentError("not even one row fits into the device's memory; use methods that need less of it")
+            size = -(-size // 2)
+            logger.info("out of memory; micro-batches of %d rows are tried next", size)
+        # No limit where the whole batch fits: a larger one is run as a whole, too.
+        self._size = "auto" if size == rows else size
+        self._trials -= 1
+
+    def _fits(self, model: nn.Module, piece: _Call) -> bool:
+        fits = True
+        try:
+            with _untouched(model), gradients_apart(self._parameters), self._reduction.trial():
+                self._forward_backward(model, piece, 1.0)
+        except torch.OutOfMemoryError:
+            fits = False
+        if not fits:  # out here the error does not hold the frames and their tensors any more
+            self._reduction.recover()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+        return not any_process(not fits)
+
+
+class _Switch:
+    """Whether the model defers its outputs."""
+
+    is_on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+def _deferring(call: Callable[..., Any], switch: _Switch) -> Callable[..., Any]:
+    def defer(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if switch.is_on and torch.is_grad_enabled():
+            return Deferred(self, args, kwargs)
+        return call(self, *args, **kwargs)
+
+    return defer
+
+
+def _detached(leaf: Any, place: str) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextmanager
+def _still(model: nn.Module) -> Iterator[None]:
+    """Everything below the model's root in eval mode. The root stays: some return their losses in training only."""
+    root = model.module if isinstance(model, DistributedDataParallel) else model
+    training = [module for module in root.modules() if module is not root and module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Buffers and random numbers are afterwards what they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "cpu"}
+    kind = next(iter(devices)).type if devices else "cuda"
+    try:
+        with torch.random.fork_rng([device.index for device in devices], device_type=kind):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

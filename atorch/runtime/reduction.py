@@ -1,0 +1,66 @@
+"""When gradients are reduced over processes: with the last of several backward passes, the others only add up.
+
+FSDP2 keeps whole gradients until then, in its reduce dtype: memory for no communication.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Reduction:
+    """The reduction of one model's gradients: DDP, FSDP2, any module with a `no_sync()`, or none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._no_sync: Callable[[], AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever a model was sharded by it
+        self._sharded_class: Any = fsdp.FSDPModule if fsdp is not None else ()
+        self._shards = isinstance(model, self._sharded_class)
+
+    @property
+    def reuses_gradients(self) -> bool:
+        """Whether `.grad` lies in buckets, which the next reduction writes."""
+        return isinstance(self._model, DistributedDataParallel) and bool(self._model.gradient_as_bucket_view)
+
+    def only(self, now: bool) -> AbstractContextManager[None]:
+        """A forward and backward pass that reduces gradients now, or leaves them to a later one."""
+        if self._shards and not now:
+            return self._held_by_fsdp()
+        if self._no_sync is not None and not now:
+            return self._no_sync()
+        return nullcontext()
+
+    def trial(self) -> AbstractContextManager[None]:
+        """A pass whose gradients are thrown away. FSDP2 could not forget what it has not reduced."""
+        return self.only(now=self._shards)
+
+    def recover(self) -> None:
+        """After a pass that raised: let FSDP2 drop what is under way, and what it has added up."""
+        if not self._shards:
+            return
+        model: Any = self._model
+        model.reset_iter_state()
+        for module in self._model.modules():
+            if isinstance(module, self._sharded_class):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for sharded in group.fsdp_params:
+                        # There is no public way to these; reset_iter_state leaves them, against its documentation.
+                        sharded.unsharded_accumulated_grad = None
+                        if (unsharded := vars(sharded).get("_unsharded_param")) is not None:
+                            unsharded.grad = None
+
+    @contextmanager
+    def _held_by_fsdp(self) -> Iterator[None]:
+        model: Any = self._model
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)

@@ -1,0 +1,65 @@
+"""A batch in pieces along dimension 0, and what the pieces give put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from atorch.errors import ArgumentError
+from atorch.runtime.nested import is_strings, map_leaves, refilled
+
+
+def num_rows(**data: Any) -> int:
+    """The size of dimension 0 that all tensors in `data` share; those of size 1, and scalars, do not count.
+
+    Raises:
+        ArgumentError: tensors differ; both are named, by the keywords of this call.
+    """
+    found: list[tuple[str, int]] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] != 1:
+            found.append((place, leaf.shape[0]))
+        return leaf
+
+    for name, value in data.items():
+        map_leaves(note, value, name)
+    for place, size in found:
+        if size != found[0][1]:
+            raise ArgumentError(
+                f"micro-batches split every tensor along dimension 0, but {found[0][0]} has {found[0][1]} rows there "
+                f"and {place} has {size}. Give each tensor one row a sample, or a single row for all"
+            )
+    return found[0][1] if found else 1
+
+
+def take(data: Any, start: int, stop: int, rows: int) -> Any:
+    """Rows `start` to `stop` of everything in `data` that has `rows` rows: tensors (views) and lists of strings."""
+
+    def cut(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf[start:stop] if leaf.dim() > 0 and leaf.shape[0] == rows else leaf
+        return leaf[start:stop] if is_strings(leaf) and len(leaf) == rows else leaf
+
+    return map_leaves(cut, data)
+
+
+def merge(pieces: Sequence[Any], weights: Sequence[float]) -> Any:
+    """What the pieces gave, as if it came of the whole.
+
+    Numbers and scalar tensors are summed up by weight (a weight of 0 leaves out even NaN), tensors concatenated along
+    dimension 0, containers merged item by item. Of anything else the last is taken.
+    """
+    first = pieces[0]
+    if isinstance(first, torch.Tensor) and first.dim() > 0:
+        return torch.cat(list(pieces))
+    if isinstance(first, (torch.Tensor, float, int)) and not isinstance(first, bool):
+        return sum(piece * weight for piece, weight in zip(pieces, weights, strict=True) if weight)
+    if isinstance(first, Mapping):
+        return refilled(first, {key: merge([piece[key] for piece in pieces], weights) for key in first})
+    if isinstance(first, (list, tuple)) and not is_strings(first):
+        items = [merge(column, weights) for column in zip(*pieces, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return pieces[-1]
