@@ -6,7 +6,8 @@ loses little, since the time is spent inside the blocks (torch's "regional compi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from torch import nn
 def compile_in_place(
     modules: Iterable[nn.Module],
     *,
-    backend: str = "inductor",
+    backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,

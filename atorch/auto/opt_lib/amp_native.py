@@ -1,0 +1,76 @@
+"""amp_native: automatic mixed precision. Matmuls in 16 bits, weights and reductions in fp32.
+
+Memory: what autocast saves for backward of matmuls halves; weights, gradients and optimizer states stay fp32.
+fp16 scales the loss and skips, on all processes together, the steps whose gradients are not finite.
+Communication: gradients as they are; fp16, and bf16 with `skip_if_nonfinite`, one flag a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from typing_extensions import Self
+
+from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32
+from atorch.auto.strategy.method import Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.runtime.amp import ScaledOptimizer, autocast_forward, autocast_loss, scale_loss
+
+
+@method("amp_native", phase=Phase.PRECISION, slot="precision")
+class AmpNative(Precision):
+    """Run forward and loss under autocast."""
+
+    skip_if_nonfinite: bool = False
+    """bf16: skip steps whose gradients are not finite, as fp16 always does."""
+
+    def cost(self, cost: Cost) -> Cost:
+        """Matmuls in 16 bits: what they save halves, and every weight is cast once a micro-batch.
+
+        About two thirds of a transformer's activations and traffic belong to operations that autocast runs in 16
+        bits; the casts add a third to the operations.
+        """
+        return replace(
+            cost,
+            dtype=cost.dtype if cost.dtype == "float8" else NAMES[self.dtype],
+            activation_scale=cost.activation_scale * 2 / 3,
+            working_bytes=cost.working_bytes * 2 / 3,
+            traffic_bytes=cost.traffic_bytes * 2 / 3 + 1.5 * cost.param_bytes,
+            num_ops=cost.num_ops * 4 / 3,
+            transient_bytes=cost.transient_bytes + 2 * cost.num_params,
+        )
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """bf16 where the device has it, else fp16 on GPUs; a CPU's fp16 loses range for no gain in speed."""
+        if not is_fp32(profile):
+            return
+        in_bf16, in_fp16 = cls(dtype="bf16"), cls(dtype="fp16")
+        if in_bf16.unmet(cluster) is None:
+            yield in_bf16
+        elif cluster.device.type == "cuda":
+            yield in_fp16
+
+    def apply(self, ctx: Context) -> Context:
+        """Autocast every part and the loss; with fp16, scale the loss and wrap the optimizer."""
+        dtype, device = DTYPES[self.dtype], ctx.device
+        for part in ctx.parts:
+            autocast_forward(part, device.type, dtype)
+        loss_func = ctx.loss_func and autocast_loss(ctx.loss_func, device.type, dtype)
+        ctx = replace(ctx, compute_dtype=dtype, loss_func=loss_func)
+        is_fp16 = self.dtype == "fp16"
+        if ctx.make_optimizer is None or not (is_fp16 or self.skip_if_nonfinite):
+            return ctx  # without an optimizer of ours nobody would un-scale
+        scale = self.make_scale()
+        if is_fp16 and loss_func is not None:
+            ctx = replace(ctx, loss_func=scale_loss(loss_func, scale))
+
+        def finish(built: Built) -> Built:
+            assert built.optim is not None
+            optim = ScaledOptimizer(built.optim, scale, unscale=is_fp16, device=device)
+            return replace(built, optim=optim, loss_scale=scale)
+
+        return ctx.with_finish(finish)

@@ -1,0 +1,75 @@
+"""compile: torch.compile of the model's repeated blocks, in place.
+
+Work: fewer kernels and less memory traffic, for compile time at the first step. Memory and communication: as without,
+but for activations that fused kernels need not save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.blocks import find_modules, module_names, repeated_blocks
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.runtime.compiling import compile_in_place
+
+
+@method("compile", phase=Phase.COMPILE)
+class Compile(Method):
+    """Compile blocks of the model."""
+
+    wrap_class: tuple[str, ...] | None = None
+    """Classes or names of the modules to compile; None for the repeated blocks, or the whole model if it has none."""
+    backend: str = "inductor"
+    """torch.compile's backend."""
+    mode: str | None = None
+    """torch.compile's mode, such as "max-autotune"."""
+    dynamic: bool | None = None
+    """Whether shapes vary; None lets torch find out."""
+    fullgraph: bool = False
+    """Refuse modules that do not compile into one graph."""
+
+    @classmethod
+    def of(cls, config: Any = None) -> Self:
+        """Also takes module classes in `wrap_class`."""
+        if isinstance(config, Mapping) and config.get("wrap_class") is not None:
+            config = {**config, "wrap_class": module_names(config["wrap_class"], "compile wrap_class")}
+        return super().of(config)
+
+    def cost(self, cost: Cost) -> Cost:
+        """Fused operations inside the blocks: about half of the traffic, a third of the launches.
+
+        Empirical, of PyTorch 2 on transformers; a dry run corrects it.
+        """
+        inside = cost.block_flop_fraction or 1.0
+        return replace(
+            cost,
+            traffic_bytes=cost.traffic_bytes * (1 - inside / 2),
+            num_ops=cost.num_ops * (1 - inside * 2 / 3),
+            activation_bytes=cost.activation_bytes - 0.2 * cost.block_activation_bytes,
+            block_activation_bytes=0.8 * cost.block_activation_bytes,
+        )
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """As it is, for a model that can be traced: one that cannot would be cut to pieces."""
+        if profile.traced:
+            yield cls()
+
+    def apply(self, ctx: Context) -> Context:
+        """Compile the chosen modules of every part in place."""
+        for part in ctx.parts:
+            if self.wrap_class is None:
+                chosen = repeated_blocks(part) or {"": part}
+            else:
+                chosen = find_modules(part, self.wrap_class, "compile wrap_class")
+            compile_in_place(
+                chosen.values(), backend=self.backend, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph
+            )
+        return ctx

@@ -1,0 +1,77 @@
+"""half: the whole model in 16 bits, with fp32 master weights in the optimizer, so that small updates are not lost.
+
+Memory, bytes per parameter: 2 weight, 2 gradient, 4 master, and the optimizer's states in fp32; activations halve.
+Communication: gradients and weights travel in 16 bits, half of fp32's bytes; fp16 also agrees on one flag a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from typing_extensions import Self
+
+from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32
+from atorch.auto.strategy.method import Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.distributed.collectives import synchronise
+from atorch.runtime.amp import ScaledOptimizer, autocast_loss, scale_loss
+from atorch.runtime.master_weights import cast_inputs, to_half, with_master_weights
+
+
+@method("half", phase=Phase.PRECISION, slot="precision")
+class Half(Precision):
+    """Cast model and inputs to fp16 or bf16."""
+
+    def cost(self, cost: Cost) -> Cost:
+        """Everything in 16 bits but the optimizer, which steps fp32 masters and casts them back."""
+        masters = 4 * cost.num_trainable
+        return replace(
+            cost,
+            dtype=cost.dtype if cost.dtype == "float8" else NAMES[self.dtype],
+            param_bytes=cost.param_bytes / 2,
+            grad_bytes=cost.grad_bytes / 2,
+            block_bytes=cost.block_bytes / 2,
+            master_bytes=cost.master_bytes + masters,
+            activation_scale=cost.activation_scale / 2,
+            working_bytes=cost.working_bytes / 2,
+            traffic_bytes=cost.traffic_bytes / 2,
+            optim_traffic_bytes=cost.optim_traffic_bytes + 2 * masters,
+        )
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """bf16, where the device has it: its masters keep training close to fp32. fp16 is never chosen unasked."""
+        in_bf16 = cls(dtype="bf16")
+        if is_fp32(profile) and in_bf16.unmet(cluster) is None:
+            yield in_bf16
+
+    def apply(self, ctx: Context) -> Context:
+        """Cast every part, the inputs and, to fp32, what the optimizer steps on; with fp16, scale the loss."""
+        dtype, device = DTYPES[self.dtype], ctx.device
+        scale = self.make_scale()
+        # Before rounding, since masters start from what is here.
+        synchronise([tensor for part in ctx.parts for tensor in (*part.parameters(), *part.buffers())])
+        values = to_half(ctx.parts, dtype)
+        make_optimizer = ctx.make_optimizer and with_master_weights(ctx.make_optimizer, scale, values)
+        loss_func = ctx.loss_func and autocast_loss(ctx.loss_func, device.type, dtype)  # cross entropies in fp32
+        if self.dtype == "fp16" and loss_func is not None and make_optimizer is not None:
+            loss_func = scale_loss(loss_func, scale)
+        ctx = replace(
+            ctx,
+            compute_dtype=dtype,
+            make_optimizer=make_optimizer,
+            loss_func=loss_func,
+            prepare_input=cast_inputs(ctx.prepare_input, dtype),
+        )
+        if self.dtype == "bf16" or make_optimizer is None:
+            return ctx
+
+        def finish(built: Built) -> Built:
+            assert built.optim is not None
+            optim = ScaledOptimizer(built.optim, scale, unscale=False, device=device)  # the masters' gradients are
+            return replace(built, optim=optim, loss_scale=scale)
+
+        return ctx.with_finish(finish)

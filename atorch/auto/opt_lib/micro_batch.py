@@ -1,0 +1,100 @@
+"""micro_batch: forward and backward of a part of the batch at a time, gradients added up, one reduction.
+
+Memory: activations of one micro-batch instead of the batch; gradients exist as without. Under fsdp the gradients are
+kept whole until the last micro-batch. Communication: the reduction once a step, as without; fsdp gathers its
+parameters for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveInt, model_validator
+from typing_extensions import Self
+
+from atorch.auto.context import Built, Context
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.errors import StrategyError
+from atorch.runtime.micro_batch import MicroBatched
+
+_ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+@method("micro_batch", phase=Phase.STEP)
+class MicroBatch(Method):
+    """Accumulate gradients inside one step, at the same global batch."""
+
+    size: PositiveInt | Literal["auto"] = "auto"
+    """Rows of a micro-batch on each process; "auto" is the largest that fits, on a CPU the whole batch."""
+    count: PositiveInt | None = None
+    """The number of micro-batches, instead of their size."""
+    loss_weight: str = "auto"
+    """How micro-batches' losses make the batch's: "rows", "labels", "shifted_labels", "sum", the name of an entry of
+    the batch that is a mask or holds labels, or "auto" to find out which of the four."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if self.count is not None and self.size != "auto":
+            raise ValueError("size and count are both given; give one of them")
+        return self
+
+    def cost(self, cost: Cost) -> Cost:
+        """Activations of one micro-batch; launches, casts of weights, and fsdp's gathers for each of them."""
+        if self.count is not None:
+            count = float(self.count)
+        else:
+            count = 1.0 if self.size == "auto" else cost.batch_size / self.size
+        gathers = tuple(
+            replace(each, num_bytes=count * each.num_bytes, count=count * each.count)
+            if each.kind == "all_gather"
+            else each
+            for each in cost.comm
+        )
+        return replace(
+            cost,
+            num_micro_batches=count,
+            activation_bytes=cost.activation_bytes / count,
+            block_activation_bytes=cost.block_activation_bytes / count,
+            boundary_bytes=cost.boundary_bytes / count,
+            working_bytes=cost.working_bytes / count,
+            num_ops=cost.num_ops * count,
+            traffic_bytes=cost.traffic_bytes + (count - 1) * 3 * cost.grad_bytes,
+            comm=gathers,
+        )
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """Two and four, up to 16 where memory is tight; none where modules look across the samples of a batch."""
+        samples = profile.batch_size
+        is_tight = profile.activation_bytes + 4 * profile.param_bytes > cluster.device.memory_bytes / 2
+        if any("BatchNorm" in name for name in profile.module_classes):
+            return
+        for count in (2, 4, 8, 16) if is_tight else (2, 4):
+            if samples % count == 0:
+                yield cls(count=count)
+
+    def apply(self, ctx: Context) -> Context:
+        """Let the model defer its output to a loss function that runs micro-batches."""
+        if ctx.loss_func is None:
+            raise StrategyError("micro_batch runs forward and backward inside loss_func; give auto_accelerate one")
+        if len(ctx.parts) != 1:
+            raise StrategyError("a pipeline splits its batch itself; set its micro-batches and leave micro_batch out")
+
+        def finish(built: Built) -> Built:
+            if built.args["use_optim_backward"] or built.loss_func is None:
+                raise StrategyError("micro_batch needs loss.backward(); a backend with its own backward cannot take it")
+            loss_func = MicroBatched(
+                built.model, built.loss_func, self.size, self.count, self.loss_weight, _tolerance(ctx.compute_dtype)
+            )
+            return replace(built, loss_func=loss_func)
+
+        return ctx.with_finish(finish)
+
+
+def _tolerance(dtype: Any) -> float:
+    return _ROUNDING.get(dtype, 1e-4)

@@ -1,0 +1,76 @@
+"""What the precision methods share: a 16-bit type, and the knobs of fp16's loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from typing_extensions import Self
+
+from atorch.auto.strategy.method import Method
+from atorch.cluster import ClusterSpec
+from atorch.cost import ModelProfile
+from atorch.runtime.amp import LossScale
+
+DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_NAMES: Mapping[Any, str] = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.bfloat16": "bf16",
+}
+
+
+NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
+"""The names that costs and clusters know the types by."""
+
+
+def is_fp32(profile: ModelProfile) -> bool:
+    """Whether the model's parameters are in fp32, so that 16 bits would change something."""
+    return profile.param_bytes == 4 * profile.num_params
+
+
+class Precision(Method):
+    """Base of the methods that compute in 16 bits."""
+
+    dtype: Literal["fp16", "bf16"] = "fp16"
+    """The 16-bit type of the matmuls."""
+    loss_scale: PositiveFloat | None = None
+    """fp16: a constant loss scale; None for a dynamic one, as the knobs below say."""
+    init_scale: PositiveFloat = 2.0**16
+    """fp16: the first loss scale."""
+    growth_factor: PositiveFloat = 2.0
+    """fp16: what the scale is multiplied by after `growth_interval` good steps in a row."""
+    backoff_factor: PositiveFloat = 0.5
+    """fp16: what the scale is multiplied by after a skipped step."""
+    growth_interval: PositiveInt = 2000
+    """fp16: good steps before the scale grows."""
+
+    @classmethod
+    def of(cls, config: Any = None) -> Self:
+        """Also takes the type alone: "fp16", "bf16" or a torch dtype."""
+        if isinstance(config, (str, torch.dtype)):
+            config = {"dtype": config}
+        if isinstance(config, Mapping) and isinstance(config.get("dtype"), (str, torch.dtype)):
+            config = {**config, "dtype": _NAMES.get(config["dtype"], config["dtype"])}
+        return super().of(config)
+
+    def unmet(self, cluster: ClusterSpec) -> str | None:
+        """bf16 needs tensor cores of compute capability 8.0 on CUDA."""
+        capability = cluster.device.capability
+        if self.dtype == "bf16" and cluster.device.type == "cuda" and capability is not None and capability < (8, 0):
+            have = ".".join(map(str, capability))
+            return f"bf16 needs compute capability 8.0; {cluster.device.name} has {have}. Use fp16"
+        return None
+
+    def make_scale(self) -> LossScale:
+        """The loss scale of one model: fp16's, or one that stays 1."""
+        if self.dtype == "bf16" or self.loss_scale is not None:
+            return LossScale(1.0 if self.dtype == "bf16" else self.loss_scale or 1.0, growth=1.0, backoff=1.0)
+        return LossScale(
+            self.init_scale, growth=self.growth_factor, backoff=self.backoff_factor, interval=self.growth_interval
+        )
