@@ -53,7 +53,9 @@ class Pool:
             worker.pipe.send((function, args, rank, ranks, store))
         results, failures = self._collect(workers, timeout)
         if failures:
-            raise RankFailure("\n".join(f"--- rank {rank} of {ranks}\n{text}" for rank, text in sorted(failures.items())))
+            raise RankFailure(
+                "\n".join(f"--- rank {rank} of {ranks}\n{text}" for rank, text in sorted(failures.items()))
+            )
         return [results[rank] for rank in range(ranks)]
 
     def _collect(self, workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:

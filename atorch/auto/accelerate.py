@@ -77,7 +77,7 @@ def auto_accelerate(
     it is applied as it is (`finetune_strategy=True` searches the knobs that it leaves unset).
 
     Args:
-        model: an ordinary, non-distributed module. It is changed in place by the strategy that is chosen, and by no other.
+        model: an ordinary, non-distributed module. The strategy that is chosen changes it in place, no other does.
         optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer.
         dataset: the training data.
         loss_func: `(input, output) -> loss`, a scalar tensor, or a list or tuple whose first item is one.
@@ -89,16 +89,16 @@ def auto_accelerate(
         dataloader_args: keyword arguments of the DataLoader. `batch_size` is the global batch size.
         distributed_sampler_cls: a class with DistributedSampler's interface.
         excluded, included: names of methods that the search must not, or must, use.
-        load_strategy: a list of method names and `(name, config)` pairs, a Strategy, JSON, or the path of a strategy file.
+        load_strategy: a list of method names and `(name, config)` pairs, a Strategy, JSON, or a strategy file's path.
         lr_scheduler_cls, lr_scheduler_args: a scheduler that is built on the resulting optimizer.
         save_strategy_to_file: where to write the resulting strategy, as JSON.
         **kargs: see `Options`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), find_unused_parameters,
             sampler_seed.
 
     Returns:
-        `(status, result, best_strategy)`. `result` unpacks as (model, optim, dataloader, loss_func, prepare_input, args)
-        and has `lr_scheduler` and `step` beside them. `status` is False, and the others None, only where a search finds
-        nothing that fits.
+        `(status, result, best_strategy)`. `result` unpacks as (model, optim, dataloader, loss_func, prepare_input,
+        args) and has `lr_scheduler` and `step` beside them. `status` is False, and the others None, only where a
+        search finds nothing that fits.
 
     Raises:
         ArgumentError, StrategyError, CapabilityError: on every rank, for whatever does not hold.
@@ -149,9 +149,7 @@ def plan(
     if unknown:
         raise ArgumentError(f"plan has no argument {min(unknown)!r}; {near_miss(min(unknown), _JOB_ARGUMENTS)}")
     ctx = _context(options, True, model, optim_func, dataset, loss_func, **job)
-    return search(
-        ctx, excluded=excluded, included=included, time_limit=options.time_limit, verbose=options.verbose
-    )
+    return search(ctx, excluded=excluded, included=included, time_limit=options.time_limit, verbose=options.verbose)
 
 
 _JOB_ARGUMENTS = (

@@ -142,7 +142,7 @@ class Context:
 
 
 def _move(part: nn.Module, device: torch.device) -> None:
-    """To the device, unless it is there: sharding moves what it shards, and meta parameters are the method's to fill."""
+    """To the device, unless it is there: sharding moves what it shards, and fills meta parameters."""
     tensors = [*part.parameters(), *part.buffers()]
     if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
         part.to(device)

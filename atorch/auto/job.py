@@ -155,4 +155,3 @@ def _param_groups(func: Callable[[nn.Module], ParamGroups] | None) -> Callable[[
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameters))
-

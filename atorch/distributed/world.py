@@ -35,15 +35,17 @@ def init(device_type: str | None = None) -> World:
     until something asks for one (`ensure_group`).
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _check_launcher()
         dist.init_process_group(_backend(device_type), timeout=TIMEOUT)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if size > 1:
         name_rank(rank)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
     device = torch.device(device_type)
     if device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise ArgumentError("device_type is 'cuda', but torch finds no CUDA device here; use 'cpu'")
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return World(rank=rank, size=size, local_rank=local_rank, device=device)

@@ -25,7 +25,8 @@ class Loader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of epoch `epoch`: the same on every run, another one each epoch."""
-        for drawer in (self.sampler, self.batch_sampler, self.dataset):
+        drawers: tuple[Any, ...] = (self.sampler, self.batch_sampler, self.dataset)
+        for drawer in drawers:
             if hasattr(drawer, "set_epoch"):
                 drawer.set_epoch(epoch)
 
@@ -120,8 +121,10 @@ def make_loader(
     arguments = dict(arguments)
     for name in arguments:
         if name not in _LOADER_ARGUMENTS:
-            raise ArgumentError(f"dataloader_args has {name!r}, which DataLoader does not take; "
-                                f"{near_miss(str(name), _LOADER_ARGUMENTS)}")
+            raise ArgumentError(
+                f"dataloader_args has {name!r}, which DataLoader does not take; "
+                f"{near_miss(str(name), _LOADER_ARGUMENTS)}"
+            )
     arguments.setdefault("pin_memory", device_type == "cuda")
     if arguments.get("batch_sampler") is not None:
         batches = arguments["batch_sampler"]
@@ -140,7 +143,9 @@ def _local_batch(batch_size: Any, size: int) -> int:
     if batch_size is None:
         return 1
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ArgumentError(f"dataloader_args has batch_size {batch_size!r}; it is the number of samples of a global batch")
+        raise ArgumentError(
+            f"dataloader_args has batch_size {batch_size!r}; it is the number of samples of a global batch"
+        )
     if batch_size % size:
         raise ArgumentError(_uneven(batch_size, size, "batch_size"))
     return batch_size // size
@@ -175,7 +180,9 @@ def _sampler(
     given, shuffle = arguments.get("sampler"), bool(arguments.get("shuffle"))
     if given is not None:
         if shuffle:
-            raise ArgumentError("dataloader_args has both sampler and shuffle; the sampler decides the order, leave shuffle out")
+            raise ArgumentError(
+                "dataloader_args has both sampler and shuffle; the sampler decides the order, leave shuffle out"
+            )
         shares_itself = hasattr(given, "num_replicas")
         return given if size == 1 or shares_itself else RankSampler(given, rank, size, seed)
     make = sampler_cls or DistributedSampler
@@ -204,4 +211,3 @@ def _like(data: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
         return type(data)(moved)  # type: ignore[call-arg]
     except TypeError:
         return moved
-

@@ -111,9 +111,7 @@ def test_the_users_dicts_are_not_changed() -> None:
 
 def test_a_strategy_is_saved_and_reused(tmp_path: Path) -> None:
     path = tmp_path / "strategy.json"
-    _, _, first = auto_accelerate(
-        Net(), **job(load_strategy=[("amp_native", "bf16")], save_strategy_to_file=str(path))
-    )
+    _, _, first = auto_accelerate(Net(), **job(load_strategy=[("amp_native", "bf16")], save_strategy_to_file=str(path)))
     _, _, second = auto_accelerate(Net(), **job(load_strategy=str(path)))
     assert first == second
     assert second is not None
@@ -141,7 +139,7 @@ NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
         ({"load_strategy": ["ddp", "fsdp"]}, StrategyError, "exclude each other"),
         ({"load_strategy": ["half", "amp_native"]}, StrategyError, "exclude each other"),
         ({"load_strategy": ["ddp", "ddp"]}, StrategyError, "given twice"),
-        ({"load_strategy": [("zero1", {"use_ds_zero", True})]}, StrategyError, "write a dict"),
+        ({"load_strategy": [("zero1", {"use_ds_zero", True})]}, StrategyError, "write the dict"),
         ({"load_strategy": [("checkpoint", "NoSuchBlock")]}, StrategyError, "NoSuchBlock"),
         ({"load_strategy": 3}, StrategyError, "cannot be made of int"),
         ({"load_strategy": "/no/such/file"}, StrategyError, "/no/such/file"),

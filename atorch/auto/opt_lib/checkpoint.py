@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
@@ -18,6 +20,7 @@ from atorch.blocks import find_modules, module_names, repeated_blocks
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import StrategyError
+from atorch.logs import logger
 from atorch.runtime.recompute import checkpoint_wrapper
 
 
@@ -31,7 +34,7 @@ class Checkpoint(Method):
     """False takes torch's reentrant implementation, for models that the other cannot serve."""
     offload_to_cpu: bool = False
     """Keep the checkpointed inputs in (pinned) CPU memory."""
-    max_checkpoint_module_num: int | None = None
+    max_checkpoint_module_num: Annotated[int, Field(ge=1)] | None = None
     """Checkpoint at most this many modules, the first ones; None for all."""
 
     @classmethod
@@ -85,6 +88,19 @@ class Checkpoint(Method):
                     f"checkpoint finds no repeated blocks in {type(part).__name__}; name the modules to checkpoint, "
                     'e.g. ("checkpoint", ("MyBlock",))'
                 )
+            _turn_off_caches(part)
             for module in list(chosen.values())[: self.max_checkpoint_module_num]:
                 checkpoint_wrapper(module, offload_to_cpu=self.offload_to_cpu, reentrant=not self.no_reentrant)
         return ctx
+
+
+def _turn_off_caches(model: nn.Module) -> None:
+    """Stop forward from filling a key/value cache (`config.use_cache` of transformers' models).
+
+    A recompute would append to it a second time, and read both. Generation has a setting of its own and keeps it.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+            logger.info("checkpoint turned %s.use_cache off", type(config).__name__)

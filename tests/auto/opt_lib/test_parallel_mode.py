@@ -34,7 +34,9 @@ def test_data_is_resized_to_fill_the_world(config: Any, world_size: int, expecte
 
 
 def test_sizes_that_do_not_divide_the_world_are_refused_with_sizes_that_do() -> None:
-    with pytest.raises(StrategyError, match=r"tensor 3 × pipeline 2 = 6, which does not divide 8 processes. Use tensor 2"):
+    with pytest.raises(
+        StrategyError, match=r"tensor 3 × pipeline 2 = 6, which does not divide 8 processes. Use tensor 2"
+    ):
         slices_of([("tensor", 3), ("pipeline", 2)], 8)
 
 

@@ -1,0 +1,77 @@
+"""The documented configurations of checkpoint, and which modules each of them wraps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from atorch import auto_accelerate
+from atorch.auto.opt_lib.checkpoint import Checkpoint
+from atorch.errors import StrategyError
+
+
+def make_model() -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def wrapped(config: Any) -> list[str]:
+    """The class names of the modules whose forward is checkpointed under a configuration."""
+    model = make_model()
+    auto_accelerate(model, load_strategy=[("checkpoint", config)])
+    return [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, ["GPT2Block"] * 3),
+        ("GPT2MLP", ["GPT2MLP"] * 3),
+        (("GPT2Attention", "GPT2MLP"), ["GPT2Attention", "GPT2MLP"] * 3),
+        (["transformer.h.1"], ["GPT2Block"]),
+        (transformers.models.gpt2.modeling_gpt2.GPT2Block, ["GPT2Block"] * 3),
+        ({"wrap_class": ("GPT2Block",), "max_checkpoint_module_num": 2}, ["GPT2Block"] * 2),
+        ({"no_reentrant": False}, ["GPT2Block"] * 3),
+    ],
+)
+def test_a_configuration_wraps_what_it_names(config: Any, expected: list[str]) -> None:
+    assert wrapped(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("GPT2Blok", "did you mean 'GPT2Block'"),
+        ({"wrap_class": (3,)}, "wrap_class has 3"),
+        ({"wrap_clas": "GPT2Block"}, "did you mean 'wrap_class'"),
+        ({"max_checkpoint_module_num": 0}, "max_checkpoint_module_num"),
+        (3, "give module classes or names"),
+    ],
+)
+def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        auto_accelerate(make_model(), load_strategy=[("checkpoint", config)])
+
+
+def test_a_model_without_repeated_blocks_must_name_them() -> None:
+    with pytest.raises(StrategyError, match="no repeated blocks in Linear"):
+        auto_accelerate(nn.Linear(2, 2), load_strategy=["checkpoint"])
+
+
+@pytest.mark.parametrize("no_reentrant", [True, False])
+def test_the_cache_of_a_language_model_is_not_filled_twice(no_reentrant: bool) -> None:
+    model, plain = make_model(), make_model()
+    plain.load_state_dict(model.state_dict())
+    _, result, _ = auto_accelerate(model, load_strategy=[Checkpoint(no_reentrant=no_reentrant)])
+    assert result is not None
+    tokens = torch.randint(0, 32, (2, 8))
+    for each in (result.model, plain):
+        each.eval()  # no dropout, so that both compute the same
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert model.generation_config.use_cache
