@@ -1,0 +1,129 @@
+"""Models that are hard to share out, trained on every rank's own data, and the distance from plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+STEPS, BATCH, SEQ, VOCAB = 3, 8, 6, 40
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Awkward(nn.Module):
+    """Frozen, scalar, tied and reused parameters, a buffer, and an embedding whose weight is also used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 12
+        self.config = {"width": width}
+        self.tokens, self.places = nn.Embedding(VOCAB, width), nn.Embedding(SEQ, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.mixer = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.blocks[1].norm.requires_grad_(False)
+        self.register_buffer("shift", torch.linspace(0, 1, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]] + self.shift
+        for block in self.blocks:
+            x = self.mixer(block(block(x)))
+        return F.linear(self.frozen(x), self.tokens.weight) * self.scale
+
+    def greet(self) -> str:
+        return f"width {self.config['width']}"
+
+
+class Llama(nn.Module):
+    """A Llama of two layers with tied embeddings, from tokens to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=SEQ,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+        self.llama = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.llama(input_ids=tokens).logits
+        return logits
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"awkward": Awkward, "llama": Llama}
+
+
+def make(name: str, seed: int = 0) -> nn.Module:
+    """The model with the weights of a seed."""
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups: what has one dimension or none learns three times as fast."""
+    flat = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": flat, "lr": 0.15}]
+
+
+def sgd(groups: Iterable[Any]) -> torch.optim.Optimizer:
+    """SGD with a state, so that sharing it out can go wrong."""
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full value in fp32, whatever the tensor is spread over."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone()
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, rank: int = 0, size: int = 1, accumulate: int = 1) -> None:
+    """STEPS steps with a falling learning rate on this rank's part of the global batches."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, 0.7)
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(STEPS):
+        for _ in range(accumulate):
+            tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
+            mine = tokens.chunk(size)[rank]
+            logits = model(mine)
+            loss = F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB).float(), mine[:, 1:].reshape(-1))
+            (loss / accumulate).backward()
+        optim.step()
+        optim.zero_grad()
+        scheduler.step()
+
+
+def deviation(model: nn.Module, name: str, accumulate: int = 1) -> float:
+    """‖Δp − Δp_ref‖ / ‖Δp_ref‖ of a trained model against plain training in one process."""
+    plain = make(name)
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    train(plain, sgd(param_groups(plain)), accumulate=accumulate)
+    expected = {key: value - before[key] for key, value in plain.state_dict().items()}
+    got = {key: whole(value) - before[key] for key, value in model.state_dict().items()}
+    assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
+    difference = torch.stack([(got[key] - expected[key]).norm() for key in expected]).norm()
+    return float(difference / torch.stack([value.norm() for value in expected.values()]).norm())

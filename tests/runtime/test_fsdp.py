@@ -1,0 +1,246 @@
+"""Sharding: plain training's updates, each rank's share of the bytes, and what is gathered together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from atorch.errors import ArgumentError
+from atorch.runtime.fsdp import shard
+from atorch.runtime.fsdp_groups import Group, arrange, by_block, without_trainable
+from tests.pool import Pool
+from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train, whole
+
+
+def flat(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+
+
+def blocks(model: nn.Module) -> list[Group]:
+    return arrange(model, by_block(model))
+
+
+def root_alone(model: nn.Module) -> list[Group]:
+    return []
+
+
+def outmost(model: nn.Module) -> list[Group]:
+    return arrange(model, without_trainable(by_block(model)))
+
+
+GROUPINGS: dict[str, Callable[[nn.Module], list[Group]]] = {
+    "blocks": blocks,
+    "root alone": root_alone,
+    "outmost": outmost,
+}
+
+
+def trained(rank: int, size: int, name: str, grouping: str, options: dict[str, Any], accumulate: int) -> float:
+    mesh = flat(size)
+    if size == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "zero"))
+    model = make(name, seed=rank)  # rank 0's weights count
+    shard(model, mesh, GROUPINGS[grouping](model), **options)
+    train(model, sgd(param_groups(model)), rank, size, accumulate)
+    return deviation(model, name, accumulate)
+
+
+@pytest.mark.parametrize("name", ["awkward", "llama"])
+@pytest.mark.parametrize(
+    ("grouping", "options", "accumulate"),
+    [
+        ("blocks", {}, 1),
+        ("blocks", {}, 2),
+        ("blocks", {"reshard_after_forward": False}, 1),
+        ("blocks", {"forward_prefetch": True}, 1),
+        ("blocks", {"offload": True}, 1),
+        ("root alone", {}, 1),
+        ("outmost", {}, 1),
+    ],
+)
+def test_trains_as_one_process_does(
+    pool: Pool, name: str, grouping: str, options: dict[str, Any], accumulate: int
+) -> None:
+    assert max(pool.run(trained, name, grouping, options, accumulate)) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["awkward", "llama"])
+def test_replicas_of_shards_train_as_one_process_does(pool: Pool, name: str) -> None:
+    assert max(pool.run(trained, name, "blocks", {}, 1, ranks=4)) <= 1e-4
+
+
+def test_one_process_shards_too(pool: Pool) -> None:
+    assert max(pool.run(trained, "awkward", "blocks", {}, 1, ranks=1)) <= 1e-4
+
+
+def with_ignored(rank: int, size: int) -> tuple[float, bool]:
+    model = make("awkward", seed=rank)
+    shard(model, flat(size), blocks(model), ignored=model.mixer.parameters())
+    train(model, sgd(param_groups(model)), rank, size, accumulate=2)
+    return deviation(model, "awkward", accumulate=2), isinstance(model.mixer.weight, DTensor)
+
+
+def test_ignored_parameters_stay_whole_and_are_averaged(pool: Pool) -> None:
+    for error, is_sharded in pool.run(with_ignored):
+        assert error <= 1e-4
+        assert not is_sharded
+
+
+def held(rank: int, size: int) -> tuple[int, int, int]:
+    model = make("llama")
+    total = sum(p.numel() for p in model.parameters())
+    shard(model, flat(size), blocks(model))
+    optim = sgd(param_groups(model))
+    train(model, optim, rank, size)
+    parameters = [p.to_local().numel() for p in model.parameters()]
+    states = [s["momentum_buffer"].to_local().numel() for s in optim.state.values()]
+    return total, sum(parameters), sum(states)
+
+
+def test_each_rank_holds_its_share_of_parameters_and_states(pool: Pool) -> None:
+    shares = pool.run(held)
+    total = shares[0][0]
+    assert sum(parameters for _, parameters, _ in shares) == total
+    assert sum(states for _, _, states in shares) == total
+    assert all(abs(parameters - total / 2) <= 0.02 * total for _, parameters, _ in shares)
+
+
+def unequal(rank: int, size: int) -> bool:
+    model = make("awkward", seed=rank)
+    shard(model, flat(size), blocks(model), sync_module_states=False)
+    expected = make("awkward", seed=rank).mixer.weight
+    return bool(torch.equal(model.mixer.weight.to_local(), expected.chunk(size)[rank]))
+
+
+def test_without_synchronising_each_rank_gives_its_own_shard(pool: Pool) -> None:
+    assert all(pool.run(unequal))
+
+
+def after_evaluation(rank: int, size: int) -> tuple[bool, bool]:
+    model = make("awkward")
+    shard(model, flat(size), blocks(model), reshard_after_forward=False)
+    tokens = torch.arange(6).expand(2, 6)
+    model(tokens).sum().backward()
+    with torch.no_grad():
+        before = model(tokens)
+    is_sharded = all(isinstance(p, DTensor) for p in model.parameters() if p.dim())
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data.add_(p.grad, alpha=-0.1)
+    return is_sharded, bool(torch.equal(before, model(tokens)))
+
+
+def test_a_step_after_an_evaluation_is_seen(pool: Pool) -> None:
+    for is_sharded, is_stale in pool.run(after_evaluation):
+        assert is_sharded
+        assert not is_stale
+
+
+def in_bf16(rank: int, size: int) -> tuple[str, str, float]:
+    model = make("llama")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, flat(size), blocks(model), mp_policy=policy)
+    seen = []
+    model.llama.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(str(args[0].dtype)))
+    train(model, sgd(param_groups(model)), rank, size)
+    return seen[0], str(next(model.parameters()).dtype), deviation(model, "llama")
+
+
+def test_low_precision_is_gathered_and_fp32_kept(pool: Pool) -> None:
+    for seen, stored, error in pool.run(in_bf16):
+        assert (seen, stored) == ("torch.bfloat16", "torch.float32")
+        assert error <= 3e-2
+
+
+class Fillable(nn.Module):
+    """Parameters that only a function can fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 2))
+
+
+def from_meta(rank: int, size: int) -> tuple[bool, bool, str]:
+    with torch.device("meta"):
+        reset, filled, empty = nn.Linear(4, 4), Fillable(), Fillable()
+    shard(reset, flat(size), [])
+    shard(filled, flat(size), [], param_init_fn=lambda module: nn.init.ones_(module.weight))
+    with pytest.raises(ArgumentError) as caught:
+        shard(empty, flat(size), [])
+    return whole(reset.weight).std().item() > 0, bool((whole(filled.weight) == 1).all()), str(caught.value)
+
+
+def test_meta_modules_are_filled_once_sharded(pool: Pool) -> None:
+    for is_reset, is_filled, refusal in pool.run(from_meta):
+        assert is_reset
+        assert is_filled
+        assert "param_init_fn" in refusal
+
+
+def names_of(model: nn.Module, groups: list[Group]) -> list[tuple[list[str], bool]]:
+    names = {module: name for name, module in model.named_modules()}
+    return [([names[module] for module in group.modules], group.keep) for group in groups]
+
+
+def test_tied_embedding_and_head_are_one_group() -> None:
+    model = make("llama")
+    found = names_of(model, blocks(model))
+    assert (["llama.model.embed_tokens", "llama.lm_head"], True) in found
+    assert [group for group, _ in found if "layers" in group[0]] == [[f"llama.model.layers.{i}"] for i in range(2)]
+
+
+def test_untied_embedding_and_head_have_groups_of_their_own() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": Awkward().blocks, "small": nn.Linear(4, 4)})
+    model["head"] = nn.Linear(4, 8)
+    found = names_of(model, by_block(model))
+    assert (["embed"], True) in found
+    assert (["head"], True) in found
+    assert not any("small" in group for group, _ in found)
+
+
+def test_units_that_share_a_parameter_are_one_group() -> None:
+    model = Awkward()
+    groups = [group for group, _ in names_of(model, blocks(model))]
+    assert ["blocks.0", "blocks.2"] in groups
+    assert ["blocks.1"] in groups
+    assert ["tokens", "places"] in groups
+
+
+def test_a_parameter_of_the_root_leaves_its_unit_to_the_root() -> None:
+    model = Awkward()
+    model.tied = model.blocks[1].up.weight
+    assert ["blocks.1"] not in [group for group, _ in names_of(model, blocks(model))]
+
+
+def test_children_come_before_parents() -> None:
+    model = Awkward()
+    units = [Group((model.blocks[1],)), Group((model.blocks[1].up,))]
+    assert [group for group, _ in names_of(model, arrange(model, units))] == [["blocks.1.up"], ["blocks.1"]]
+
+
+def test_by_size_takes_the_smallest_modules_that_are_large_enough() -> None:
+    from atorch.runtime.fsdp_groups import by_size
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(8, 8), nn.Linear(2, 2))
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[module] for module in by_size(model, 40)] == ["0", "1"]
+    assert [names[module] for module in by_size(model, 20)] == ["0.0", "0.1", "1"]
+
+
+def test_what_trains_goes_to_the_root_and_what_is_frozen_stays() -> None:
+    model = Awkward().requires_grad_(False)
+    model.blocks[0].down.requires_grad_(True)
+    model.blocks[1].up.bias.requires_grad_(True)  # beside a frozen weight: stays with its block
+    groups = without_trainable([Group((block,)) for block in model.blocks])
+    assert [group for group, _ in names_of(model, groups)] == [
+        ["blocks.0.norm", "blocks.0.up"],
+        ["blocks.1.norm", "blocks.1.up", "blocks.1.down"],
+        ["blocks.2"],
+    ]

@@ -1,0 +1,123 @@
+"""Replication averages gradients like plain training on the whole batch, and speaks the user's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch.runtime.replicate import Replicated, replicate
+from tests.pool import Pool
+from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train
+
+CPU = torch.device("cpu")
+
+
+def trained(rank: int, size: int, name: str, accumulate: int) -> float:
+    model = replicate(make(name, seed=rank), world(), CPU)  # rank 0's weights count
+    train(model, sgd(param_groups(model)), rank, size, accumulate)
+    return deviation(model, name, accumulate)
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["awkward", "llama"])
+def test_trains_as_one_process_does(pool: Pool, name: str, accumulate: int) -> None:
+    assert max(pool.run(trained, name, accumulate)) <= 1e-4
+
+
+def names(rank: int, size: int) -> dict[str, Any]:
+    plain = make("awkward")
+    model = replicate(make("awkward"), world(), CPU)
+    assert isinstance(model, Replicated)
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.scale.fill_(9.0)
+    model.load_state_dict(saved)
+    model.eval()
+    return {
+        "state": list(saved) == list(plain.state_dict()),
+        "parameters": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()],
+        "buffers": [n for n, _ in model.named_buffers()],
+        "modules": [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()],
+        "loaded": float(model.scale.detach()),
+        "attribute": model.config,
+        "method": model.greet(),
+        "submodule": model.get_submodule("blocks.1") is model.module.blocks[1],
+        "eval": any(module.training for module in model.module.modules()),
+    }
+
+
+def test_names_and_attributes_are_the_users(pool: Pool) -> None:
+    for seen in pool.run(names):
+        assert seen == {
+            "state": True,
+            "parameters": True,
+            "buffers": ["shift"],
+            "modules": True,
+            "loaded": 1.5,
+            "attribute": {"width": 12},
+            "method": "width 12",
+            "submodule": True,
+            "eval": False,
+        }
+
+
+def missing(rank: int, size: int) -> str:
+    model = replicate(make("awkward"), world(), CPU)
+    with pytest.raises(AttributeError) as caught:
+        _ = model.nothing
+    return str(caught.value)
+
+
+def test_a_missing_attribute_is_missed_in_the_users_class(pool: Pool) -> None:
+    assert "'Awkward' object has no attribute 'nothing'" in pool.run(missing)[0]
+
+
+def untrainable(rank: int, size: int) -> bool:
+    model = make("awkward").requires_grad_(False)
+    return replicate(model, world(), CPU) is model
+
+
+def test_nothing_to_train_stays_as_it_is(pool: Pool) -> None:
+    assert all(pool.run(untrainable))
+
+
+def test_one_process_stays_as_it_is(pool: Pool) -> None:
+    assert pool.run(alone, ranks=1) == [True]
+
+
+def alone(rank: int, size: int) -> bool:
+    model = Awkward()
+    return replicate(model, world(), CPU) is model
+
+
+class Halves(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: torch.Tensor, which: int) -> Any:
+        return self.layers[which](x)
+
+
+def unused(rank: int, size: int) -> list[float]:
+    model = replicate(Halves(), world(), CPU, find_unused_parameters=True)
+    for which in (0, 1, 0):
+        model.zero_grad()
+        model(torch.full((1, 2), float(rank + 1)), which).sum().backward()
+    return [float(p.grad[0, 0]) for p in (model.layers[0].weight,)]
+
+
+def test_unused_parameters_do_not_block(pool: Pool) -> None:
+    assert pool.run(unused) == [[1.5], [1.5]]
