@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from atorch.cost import ModelProfile
 from atorch.distributed.collectives import together
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
+
+if TYPE_CHECKING:
+    from atorch.auto.strategy import Strategy
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 LossFunc = Callable[[Any, Any], Any]
@@ -73,6 +76,7 @@ class Context:
     mesh: Mesh | None = None
     compute_dtype: torch.dtype | None = None  # of matmuls, where a precision method chose one
     find_unused_parameters: bool = False
+    strategy: Strategy | None = None  # the one that is being applied, for a method that must know its neighbours
 
     make_param_groups: Callable[[tuple[nn.Module, ...]], ParamGroups]
     make_optimizer: Callable[[ParamGroups], Optimizer] | None = None

@@ -20,7 +20,7 @@ from atorch.cost import Cost, ModelProfile
 from atorch.distributed.mesh import AXES
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.runtime.fp8 import MIN_CAPABILITY, Fp8Recipe, Fp8Report, choose_backend, convert_linears
+from atorch.runtime.fp8 import MIN_CAPABILITY, Backend, Fp8Recipe, Fp8Report, choose_backend, convert_linears
 
 
 @method("fp8", phase=Phase.MODULE)
@@ -46,7 +46,8 @@ class Fp8(Method):
     reduce_amax: bool = True
     """Delayed scaling: ranks that hold the same layers share their largest values."""
     backend: Literal["auto", "te", "torchao"] = "auto"
-    """te (delayed scaling), torchao (scales of the tensor at hand); auto is te where it is installed, on CUDA."""
+    """te (delayed scaling), torchao (scales of the tensor at hand); auto is te where it is installed, on CUDA, and no
+    activations are checkpointed."""
     emulate: bool | None = None
     """torchao: quantize, and multiply in the dtype of before. The only way without fp8 hardware; never faster."""
 
@@ -92,7 +93,7 @@ class Fp8(Method):
                 part,
                 include=self.include,
                 exclude=self.exclude,
-                backend=self.backend,
+                backend=self._backend_beside(ctx),
                 recipe=self._recipe(),
                 emulate=self.emulate,
                 device=ctx.device,
@@ -100,6 +101,17 @@ class Fp8(Method):
             )
             self._tell(type(part).__name__, report)
         return ctx
+
+    def _backend_beside(self, ctx: Context) -> Backend:
+        """The backend among the strategy's other methods: a recompute would run outside of te's autocast region."""
+        if ctx.strategy is None or "checkpoint" not in ctx.strategy.names():
+            return self.backend
+        if self.backend == "te":
+            raise StrategyError(
+                'fp8 was given backend "te" beside checkpoint, whose recompute does not run in te\'s fp8 region; '
+                'use backend="torchao", or leave checkpoint out'
+            )
+        return "torchao" if self.backend == "auto" else self.backend
 
     def _tell(self, model: str, report: Fp8Report) -> None:
         reasons = "; ".join(map(str, report.left))

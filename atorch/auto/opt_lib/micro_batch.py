@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
@@ -29,9 +29,9 @@ _ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5
 class MicroBatch(Method):
     """Accumulate gradients inside one step, at the same global batch."""
 
-    size: PositiveInt | Literal["auto"] = "auto"
+    size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows of a micro-batch on each process; "auto" is the largest that fits, on a CPU the whole batch."""
-    count: PositiveInt | None = None
+    count: Annotated[int, Field(ge=1)] | None = None
     """The number of micro-batches, instead of their size."""
     loss_weight: str = "auto"
     """How micro-batches' losses make the batch's: "rows", "labels", "shifted_labels", "sum", the name of an entry of

@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS
+from atorch.auto.opt_lib.precision import compute_dtype
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -78,7 +79,7 @@ class ModuleReplace(Method):
         """Replace in every part, in place, and log what came of it."""
         replaced = 0
         for part in ctx.parts:
-            dtype = ctx.compute_dtype or _floating_dtype(part)
+            dtype = compute_dtype(ctx) or _floating_dtype(part)
             for name in self._chosen():
                 report = self._replace(name, part, ctx.device, dtype)
                 replaced += len(report.swapped)

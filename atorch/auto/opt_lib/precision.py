@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field
 from typing_extensions import Self
 
+from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
@@ -24,9 +25,14 @@ _NAMES: Mapping[Any, str] = {
     "torch.bfloat16": "bf16",
 }
 
-
 NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
 """The names that costs and clusters know the types by."""
+
+
+def compute_dtype(ctx: Context) -> torch.dtype | None:
+    """What the precision method of the strategy that is being applied computes in, also before it has acted."""
+    precision = next((each for each in ctx.strategy or () if isinstance(each, Precision)), None)
+    return ctx.compute_dtype if precision is None else DTYPES[precision.dtype]
 
 
 def is_fp32(profile: ModelProfile) -> bool:
@@ -39,15 +45,15 @@ class Precision(Method):
 
     dtype: Literal["fp16", "bf16"] = "fp16"
     """The 16-bit type of the matmuls."""
-    loss_scale: PositiveFloat | None = None
+    loss_scale: Annotated[float, Field(gt=0)] | None = None
     """fp16: a constant loss scale; None for a dynamic one, as the knobs below say."""
-    init_scale: PositiveFloat = 2.0**16
+    init_scale: float = Field(default=2.0**16, gt=0)
     """fp16: the first loss scale."""
-    growth_factor: PositiveFloat = 2.0
+    growth_factor: float = Field(default=2.0, gt=0)
     """fp16: what the scale is multiplied by after `growth_interval` good steps in a row."""
-    backoff_factor: PositiveFloat = 0.5
+    backoff_factor: float = Field(default=0.5, gt=0)
     """fp16: what the scale is multiplied by after a skipped step."""
-    growth_interval: PositiveInt = 2000
+    growth_interval: int = Field(default=2000, ge=1)
     """fp16: good steps before the scale grows."""
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -139,7 +139,7 @@ class Strategy(Sequence[Method]):
 
     def apply(self, ctx: Context) -> Context:
         """Fold the methods' application: the context they make of `ctx`."""
-        return reduce(lambda folded, each: each.apply(folded), self.methods, ctx)
+        return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
 
     def __str__(self) -> str:
         return " + ".join(_shown(each) for each in self.methods) or "plain"
