@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, Tex
 from rich.progress import Progress as Bar
 from typing_extensions import Self
 
-# transformers imports torchao where it is installed, which warns about its CUDA libraries on machines without CUDA.
+# What other packages say that is not for the reader of an example: transformers imports torchao where it is installed,
+# which misses CUDA libraries on machines without CUDA, and peft uses a name that transformers has renamed.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def console_of(rank: int) -> Console:

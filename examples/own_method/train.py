@@ -32,7 +32,7 @@ def accuracy(model: nn.Module, data: Any) -> float:
 def main() -> None:
     """Train with large, noisy steps, and compare the last weights with the averaged ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -43,15 +43,15 @@ def main() -> None:
 
     atorch.load_methods("ema")  # now the name means something; until here nothing of that package has run
     _, result, strategy = atorch.auto_accelerate(
-        nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
         torch.optim.SGD,
         training,
         loss_func,
-        optim_args={"lr": 0.5},
-        dataloader_args={"batch_size": 8, "shuffle": True, "drop_last": True},
+        optim_args={"lr": 0.4},
+        dataloader_args={"batch_size": 4, "shuffle": True, "drop_last": True},
         load_strategy=["parallel_mode", ("ema", {"decay": 0.99})],
     )
-    print(f"strategy: {strategy}")
+    print(f"Strategy: {strategy}")
 
     for epoch in range(args.epochs):
         result.dataloader.set_epoch(epoch)

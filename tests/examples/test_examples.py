@@ -1,0 +1,93 @@
+"""Every example, run as its first lines say, with few steps: it learns, and what it saves can be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT
+
+EXAMPLES = ROOT / "examples"
+TINY = ("--steps", "20", "--batch-size", "8", "--seq", "64")
+
+
+def run(script: str, *arguments: str, processes: int = 1, path: Path | None = None) -> str:
+    """What an example prints; fails with its error where it fails."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(EXAMPLES / script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def before_and_after(printed: str) -> tuple[float, float]:
+    """The two held-out losses of a line such as `Loss on …: 6.05 → 3.02`."""
+    found = re.search(r"Loss on .*: ([\d.]+) → ([\d.]+)", printed)
+    assert found, printed
+    return float(found[1]), float(found[2])
+
+
+def strategy_line(printed: str) -> str:
+    """The line that names the strategy."""
+    return next(line for line in printed.splitlines() if line.startswith("Strategy: "))
+
+
+@pytest.mark.timeout(300)
+def test_train_lm_searches_once_and_then_reuses_what_it_found(tmp_path: Path) -> None:
+    saved = tmp_path / "strategy.json"
+    printed = run("train_lm.py", *TINY, "--time-limit", "15", "--out", str(saved), processes=2)
+    before, after = before_and_after(printed)
+    assert after < before - 1
+    assert f"--strategy {saved}" in printed
+
+    written = saved.read_bytes()
+    again = run("train_lm.py", *TINY, "--strategy", str(saved), processes=2)
+    before, after = before_and_after(again)
+    assert after < before - 1
+    assert strategy_line(again) == strategy_line(printed)
+    assert "dry run" not in again
+    assert saved.read_bytes() == written
+
+
+def test_digits_cnn_reads_digits(tmp_path: Path) -> None:
+    printed = run("digits_cnn.py", "--epochs", "3", "--time-limit", "5")
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)%", printed)]
+    assert len(accuracies) == 3
+    assert accuracies[-1] > 95
+
+
+def test_lora_saves_an_adapter_that_peft_loads(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    printed = run("lora.py", "--base-steps", "20", "--steps", "20", "--out", str(adapter), processes=2)
+    before, after = before_and_after(printed)
+    assert after < before - 0.05
+
+    from safetensors.torch import load_file
+
+    weights = load_file(adapter / "adapter_model.safetensors")
+    assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    # Whole matrices under peft's own names; B starts at zero, so what is not zero was trained.
+    assert weights["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].shape == (128, 16)
+    assert all(weight.abs().sum() > 0 for name, weight in weights.items() if "lora_B" in name)
+
+
+def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> None:
+    package, site = tmp_path / "own_method", tmp_path / "site"
+    shutil.copytree(EXAMPLES / "own_method", package)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*install, "--target", str(site), str(package)], check=True, timeout=120)
+    printed = run("own_method/train.py", "--epochs", "3", path=site)
+    assert "ema" in strategy_line(printed)
+    last, averaged = (float(found) for found in re.findall(r"([\d.]+)% with", printed))
+    assert averaged > 90
+    assert averaged > last
