@@ -75,8 +75,11 @@ class Explorer:
         self.budget = max(len(candidates) // 4, min(MIN_RUNS, len(candidates)))
 
     def explore(self) -> None:
-        """Run what promises most, until nothing promises anything, the budget is used up, or time is."""
-        while self.num_runs < self.budget:
+        """Run what promises most, until nothing promises anything, the budget is used up, or time is.
+
+        Where everything fails the budget does not end the search: one that runs is looked for.
+        """
+        while self.num_runs < self.budget or not self.measured:
             index = self._crew.hear(self._next())
             if index is None:
                 return
@@ -226,8 +229,9 @@ class Explorer:
             found = outcome.reason if isinstance(outcome, Failure) else format_seconds(outcome.step_s)
             logger.info("dry run %d of at most %d: %s: %s", self.num_runs, self.budget, strategy, found)
         if self._progress is not None:
-            left = min(self._run_s * (self.budget - self.num_runs), self._left())
-            self._progress(Progress(self.num_runs, self.budget, str(strategy), step_s, self._best_s(), left))
+            total = max(self.budget, self.num_runs)
+            left = min(self._run_s * (total - self.num_runs), self._left())
+            self._progress(Progress(self.num_runs, total, str(strategy), step_s, self._best_s(), left))
 
 
 def measure(trial: Trial, share_s: float, best_s: float | None) -> Measurement | Failure:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from atorch.auto.context import Context
@@ -21,12 +22,14 @@ from atorch.auto.planner.space import Space, compositions
 from atorch.auto.planner.trial import Crew, Trial, forget_compiled
 from atorch.auto.strategy import Strategy
 from atorch.cost import Cost, ModelProfile, plain_cost
-from atorch.distributed.collectives import together
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.profiler.tensors import batch_size
 from atorch.profiler.trace import trace
+from atorch.report.progress import search_progress
 from atorch.units import format_bytes
+
+Show = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def search(
     fixed: Strategy | None = None,
     time_limit: float | None = None,
     verbose: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Show | None = None,
 ) -> Plan:
     """The fastest strategy that runs, found on this job's own processes. All of them call this together.
 
@@ -59,27 +62,35 @@ def search(
         time_limit: seconds for everything; a dry run that is not expected to end in time is not begun. The first
             one may still overrun by one step or one compilation.
         verbose: log every dry run.
-        progress: called on rank 0 after every dry run.
+        progress: called on rank 0 after every dry run; None shows a progress bar.
 
     Raises:
         NoFeasiblePlanError: nothing fits in memory, or nothing ran; the nearest miss is named.
         StrategyError, ArgumentError: whatever does not hold in the arguments.
     """
     began = time.monotonic()
-    with preserved_rng():
+    with preserved_rng(), _shown(ctx, progress) as show:
         feed = Feed(ctx)
-        crew = Crew(ctx.world.size)
+        crew = Crew(ctx.world)
         try:
-            made = together(lambda: rank(ctx, feed, excluded, included, fixed) if ctx.world.rank == 0 else None)
-            ranking: Ranking = crew.hear(made)
+            ranking = crew.led(lambda: rank(ctx, feed, excluded, included, fixed))
             _need_one_that_fits(ranking, ctx)
-            explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, verbose, progress)
+            explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, verbose, show)
             explorer.explore()
             explorer.compare()
             plan: Plan = crew.hear(_plan(ctx, ranking, explorer, began))
             return plan
         finally:
             crew.close()
+
+
+@contextmanager
+def _shown(ctx: Context, progress: Show | None) -> Iterator[Show | None]:
+    if progress is not None or ctx.world.rank != 0:
+        yield progress
+    else:
+        with search_progress() as show:
+            yield show
 
 
 def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
@@ -89,7 +100,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
         StrategyError: it fails on some rank; the rank and its error are named.
     """
     with preserved_rng():
-        crew = Crew(ctx.world.size)
+        crew = Crew(ctx.world)
         trial = Trial(ctx, strategy, crew, Feed(ctx), SHARE_S)
         try:
             outcome = measure(trial, math.inf, None)
@@ -143,15 +154,17 @@ def _need_one_that_fits(ranking: Ranking, ctx: Context) -> None:
 def _plan(ctx: Context, ranking: Ranking, explorer: Explorer, began: float) -> Plan:
     """The fastest that ran; where time was too short for any, the best by estimate."""
     best = explorer.best()
-    if best is None and explorer.failures and len(explorer.failures) == len(ranking.fitting):
+    if best is None and explorer.failures:
         first = min(explorer.failures)
+        left = len(ranking.fitting) - len(explorer.failures)
+        more = f", and there was no time for {left} others" if left else ""
         raise NoFeasiblePlanError(
-            f"all {len(explorer.failures)} compositions that fit failed in their dry run; "
+            f"none of {explorer.num_runs} dry runs succeeded{more}. "
             f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}"
         )
-    chosen = next(i for i in range(len(ranking.fitting)) if i not in explorer.failures) if best is None else best
+    chosen = 0 if best is None else best  # the fastest by estimate comes first
     measured = explorer.measured.get(chosen)
-    others = []
+    others: list[Rejected] = []
     for index in range(len(ranking.fitting)):
         if index in explorer.failures:
             others.append(explorer.failures[index])

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,19 @@ from atorch.auto.planner.candidate import Feed, candidate
 from atorch.auto.strategy import Strategy
 from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
 from atorch.distributed.mesh import BATCH_AXES, Mesh, use_mesh
-from atorch.distributed.world import TIMEOUT
+from atorch.distributed.world import TIMEOUT, World
+from atorch.errors import ArgumentError, AtorchError
 from atorch.profiler.memory import PeakMemory
+
+T = TypeVar("T")
 
 
 class Crew:
     """All processes of the job, who agree over a host group of their own."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if num_ranks > 1 else None
+    def __init__(self, world: World) -> None:
+        self._rank = world.rank
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if world.size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's plain value."""
@@ -43,6 +47,31 @@ class Crew:
     def hear(self, value: Any) -> Any:
         """Rank 0's value."""
         return from_rank_zero(value, self._group)
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, which alone does it, on every rank.
+
+        Raises:
+            Exception: on rank 0 whatever `work` raises, on the others an error of that kind if it is one of atorch's,
+                else an ArgumentError; both name it.
+        """
+        value, failed = None, None
+        if self._rank == 0:
+            try:
+                value = work()
+            except Exception as error:  # no rank may be left waiting, whatever it is
+                failed = error
+        told = self.hear(
+            None
+            if failed is None
+            else (type(failed) if isinstance(failed, AtorchError) else ArgumentError, _described(failed))
+        )
+        if failed is not None:
+            raise failed
+        if told is not None:
+            raise told[0](f"rank 0 failed: {told[1]}")
+        heard: T = self.hear(value)
+        return heard
 
     def close(self) -> None:
         """End the group."""

@@ -1,0 +1,1 @@
+"""Pictures of what was found, for people: renderables and strings from plain data."""

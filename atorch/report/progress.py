@@ -1,0 +1,58 @@
+"""How far a search is: a bar with the time left on a terminal, a line for every dry run elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from atorch.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class State(Protocol):
+    """What a search says of itself after a dry run."""
+
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def step_s(self) -> float | None: ...
+    @property
+    def best_s(self) -> float | None: ...
+    @property
+    def left_s(self) -> float: ...
+
+
+def line(state: State) -> str:
+    """One dry run in one line."""
+    found = "rejected" if state.step_s is None else format_seconds(state.step_s)
+    best = "" if state.best_s is None else f", best {format_seconds(state.best_s)}"
+    left = f", at most {format_seconds(state.left_s)} left" if state.done < state.total else ""
+    return f"dry run {state.done} of at most {state.total}: {found}{best}{left}: {state.strategy}"
+
+
+@contextmanager
+def search_progress(console: Console | None = None) -> Iterator[Callable[[State], None]]:
+    """A function that shows each State it is given, by default on standard error."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = console or Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda state: console.print(line(state), markup=False, soft_wrap=True)
+        return
+    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("the first dry run", total=None)
+
+        def show(state: State) -> None:
+            bar.update(task, total=state.total, completed=state.done, description=escape(line(state)))
+
+        yield show

@@ -1,0 +1,128 @@
+"""A plan as text: what was chosen, what was expected and measured of it, and why not the others.
+
+All functions take what `Plan.to_json_data` gives, so that a plan that was read from a strategy file is shown as well.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from atorch.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+PlanData = Mapping[str, Any]
+
+MAX_ROWS = 12
+_ORDER = ("slower", "failed", "time", "memory", "hardware", "not run")  # what was learnt comes before what was not
+
+
+def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableType:
+    """The plan as a rich renderable; `max_rows` of the why-not table, None for all."""
+    from rich.console import Group
+    from rich.text import Text
+
+    common = _common(plan)
+    parts: list[RenderableType] = [Text(f"Chosen: {_shown(plan['strategy'], ()) or 'plain training'}", style="bold")]
+    parts.append(Text(_facts(plan)))
+    if common:
+        parts.append(Text(f"In every composition: {' + '.join(common)}"))
+    parts.append(_table(plan, common, max_rows))
+    left_out = _left_out(plan, max_rows)
+    if left_out:
+        parts.append(Text(left_out, style="dim"))
+    return Group(*parts)
+
+
+def plan_text(plan: PlanData, max_rows: int | None = MAX_ROWS, width: int = 120) -> str:
+    """The plan as plain text of at most `width` columns."""
+    from rich.console import Console
+
+    page = io.StringIO()
+    Console(file=page, width=width, no_color=True, highlight=False).print(plan_report(plan, max_rows))
+    return page.getvalue()
+
+
+def show_plan(plan: PlanData, max_rows: int | None = MAX_ROWS, console: Console | None = None) -> None:
+    """Write the plan to the console, by default standard error."""
+    from rich.console import Console
+
+    (console or Console(stderr=True, highlight=False)).print(plan_report(plan, max_rows))
+
+
+def _facts(plan: PlanData) -> str:
+    estimate, measured = plan["estimate"], plan["measured"]
+    expected = f"estimated {format_seconds(estimate['step_s'])} and {format_bytes(estimate['peak_bytes'])}"
+    if measured is None:
+        found = "not measured"
+    else:
+        peak = f"{format_bytes(measured['peak_bytes'])} ({measured['memory_kind']})"
+        found = f"measured {format_seconds(measured['step_s'])} and {peak}"
+    return (
+        f"Step: {found}; {expected} of {format_bytes(plan['memory_bytes'])} a device.\n"
+        f"{plan['num_compositions']} compositions, {plan['num_dry_runs']} of them run, in "
+        f"{format_seconds(plan['seconds'])}."
+    )
+
+
+def _table(plan: PlanData, common: Sequence[str], max_rows: int | None) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Why not", title_justify="left")
+    table.add_column("composition", overflow="fold")
+    table.add_column("estimated", justify="right", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for each in _sorted(plan)[:max_rows]:
+        shown = _shown(each["strategy"], common) or "plain"
+        table.add_row(Text(shown), _step(each["estimate"]), _step(each["measured"]), Text(each["reason"]))
+    return table
+
+
+def _sorted(plan: PlanData) -> list[Mapping[str, Any]]:
+    """The measured first, the fastest of them first; of each kind the best by estimate first."""
+
+    def key(each: Mapping[str, Any]) -> tuple[int, float]:
+        known = each["measured"] or each["estimate"]
+        return _ORDER.index(each["why"]), known["step_s"] if known else 0.0
+
+    return sorted(plan["rejected"], key=key)
+
+
+def _left_out(plan: PlanData, max_rows: int | None) -> str:
+    rest = [] if max_rows is None else _sorted(plan)[max_rows:]
+    counts = Counter(each["why"] for each in rest)
+    return f"and {len(rest)} more: {', '.join(f'{n} {why}' for why, n in counts.items())}" if rest else ""
+
+
+def _common(plan: PlanData) -> list[str]:
+    """What all compositions have, which need not be said in every row."""
+    compositions = [plan["strategy"], *(each["strategy"] for each in plan["rejected"] if each["why"] != "hardware")]
+    shown = [[_method(*pair) for pair in each["methods"]] for each in compositions]
+    return [method for method in shown[0] if len(shown) > 1 and all(method in each for each in shown)]
+
+
+def _shown(strategy: Mapping[str, Any], common: Sequence[str]) -> str:
+    methods = [_method(name, knobs) for name, knobs in strategy["methods"]]
+    return " + ".join(method for method in methods if method not in common)
+
+
+def _method(name: str, knobs: Mapping[str, Any]) -> str:
+    """`amp_native(bf16)`, `micro_batch(count=2)`, `parallel_mode(data 2)`."""
+    if name == "parallel_mode" and set(knobs) == {"slices"}:
+        return f"{name}({', '.join(f'{axis} {size}' for axis, size in knobs['slices'])})"
+    said = [str(value) if isinstance(value, str) else f"{knob}={_value(value)}" for knob, value in knobs.items()]
+    return f"{name}({', '.join(said)})" if said else name
+
+
+def _value(value: Any) -> str:
+    return "/".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _step(figures: Mapping[str, Any] | None) -> str:
+    return "" if figures is None else format_seconds(figures["step_s"])

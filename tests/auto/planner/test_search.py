@@ -1,0 +1,241 @@
+"""Searches on one process and on two: what they find, what they survive, and what they leave as it was."""
+
+import json
+import math
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from atorch.auto.planner import dry_run, search
+from atorch.auto.planner.candidate import Feed, candidate
+from atorch.auto.planner.explore import Failure, measure
+from atorch.auto.planner.trial import Crew, Trial
+from atorch.auto.strategy import Strategy
+from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
+from tests.auto.planner.jobs import SLOW, cluster, context, net, sabotage
+
+
+def ignore(progress):
+    """Show nothing."""
+
+
+def find(ctx, **arguments):
+    return search(ctx, **{"excluded": SLOW, "progress": ignore, **arguments})
+
+
+def snapshot(model):
+    """Everything of a model that a search could have changed."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return (
+        [(name, tensor.detach().clone(), tensor.grad) for name, tensor in tensors],
+        [(name, type(module), len(module._forward_hooks), module.training) for name, module in model.named_modules()],
+    )
+
+
+def assert_same(before, after):
+    assert before[1] == after[1]
+    for (name, old, grad), (new_name, new, new_grad) in zip(before[0], after[0], strict=True):
+        assert name == new_name
+        assert torch.equal(old, new), name
+        assert grad is new_grad is None
+
+
+def test_a_search_chooses_what_ran_fastest_and_leaves_all_as_it_was():
+    model = net()
+    before = snapshot(model)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    ctx, seen = context(model), []
+    torch.set_rng_state(states[0])
+    plan = find(ctx, progress=seen.append)
+    assert_same(before, snapshot(model))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])
+    assert random.getstate() == states[2]
+    assert plan.measured is not None
+    ran = [each.measured.step_s for each in plan.rejected if each.measured]
+    assert all(plan.measured.step_s <= seconds * 1.01 for seconds in ran)
+    assert plan.num_dry_runs == len(seen) <= max(4, plan.num_compositions // 4)
+    assert len(plan.rejected) == plan.num_compositions - 1 + sum(each.why == "hardware" for each in plan.rejected)
+    assert all(each.reason for each in plan.rejected)
+    data = json.loads(json.dumps(plan.to_json_data(), allow_nan=False))
+    assert data["measured"]["memory_kind"] == "resident set growth"
+    assert seen[-1].best_s is not None
+
+
+def test_included_and_fixed_are_honoured():
+    assert "checkpoint" in find(context(), included=["checkpoint"]).strategy.names()
+    fixed = Strategy.of(["checkpoint", ("amp_native", "bf16")])
+    assert find(context(), fixed=fixed).strategy == fixed
+
+
+def test_without_time_the_best_by_estimate_is_taken():
+    plan = find(context(), time_limit=1e-6)
+    assert plan.measured is None
+    assert plan.num_dry_runs == 0
+    assert all(each.why in ("not run", "hardware") for each in plan.rejected)
+    assert all(plan.estimate.step_s <= each.estimate.step_s for each in plan.rejected if each.estimate)
+
+
+def test_nothing_fits():
+    ctx = replace(context(), cluster=cluster(memory_bytes=1000.0))
+    with pytest.raises(NoFeasiblePlanError, match=r"none of \d+ compositions fits in 920 B.*needs"):
+        find(ctx)
+
+
+def test_everything_fails():
+    class Broken(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).detach() * float("nan")
+
+    with pytest.raises(NoFeasiblePlanError, match=r"none of \d+ dry runs succeeded\. .*element 0 of tensors"):
+        find(context(nn.Sequential(nn.Linear(16, 16), Broken(16, 4))))
+
+
+def test_a_model_that_cannot_be_copied():
+    model = net()
+    model.lock = __import__("threading").Lock()
+    with pytest.raises(ArgumentError, match="cannot be copied"):
+        find(context(model))
+
+
+def test_a_stranger_in_the_trace_comes_through():
+    with pytest.raises(RuntimeError, match="shapes"):
+        find(context(nn.Linear(17, 4)))
+
+
+def test_candidates_share_memory_until_they_write():
+    model = net()
+    ctx = context(model)
+    made = candidate(ctx)
+    weight, copied = model[0].linear.weight, made.root[0].linear.weight
+    assert torch._C._is_cow_tensor(copied)
+    assert copied is not weight
+    before = snapshot(model)
+    result = made.build()
+    for batch in Feed(ctx).batches(0, 1)[:3]:
+        result.step(batch)
+    assert not torch.equal(weight, copied)
+    assert made.root[0].seen == 3
+    assert_same(before, snapshot(model))
+
+
+def test_tied_parameters_stay_tied_in_a_candidate():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].weight = model[0].weight
+    made = candidate(context(model)).root
+    assert made[0].weight is made[1].weight is not model[0].weight
+
+
+def test_a_meta_model_is_made_real_for_candidates():
+    with torch.device("meta"):
+        model = nn.Linear(16, 4)
+    assert not candidate(context(model)).root.weight.is_meta
+    assert model.weight.is_meta
+
+
+def test_a_feed_leaves_samplers_where_they_were():
+    generator = torch.Generator().manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(64, 1))
+    sampler = torch.utils.data.RandomSampler(data, generator=generator)
+    loader = torch.utils.data.DataLoader(data, sampler=sampler, batch_size=4)
+    ctx = replace(context(), make_loader=lambda rank, size: loader)
+    before = generator.get_state()
+    first = Feed(ctx).batches(0, 1)
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(next(iter(loader))[0], first[0][0])
+
+
+def test_an_empty_loader_is_refused():
+    with pytest.raises(ArgumentError, match="no full batch"):
+        Feed(replace(context(), make_loader=lambda rank, size: [])).batches(0, 1)
+
+
+def test_a_candidate_over_its_share_is_rejected():
+    ctx = context()
+    crew = Crew(ctx.world)
+    trial = Trial(ctx, Strategy(), crew, Feed(ctx), 30.0)
+    outcome = measure(trial, 0.0, None)
+    trial.close()
+    assert isinstance(outcome, Failure)
+    assert outcome.why == "time"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("apply", "ValueError: cannot be applied here"),
+        ("step", "RuntimeError: broke in the third step"),
+        ("memory", "MemoryError: a terabyte"),
+        ("nan", "the loss of the first step is nan"),
+    ],
+)
+def test_what_goes_wrong_is_recorded_and_the_search_goes_on(how, reason):
+    with sabotage(how, 0):
+        plan = find(context())
+        broken = [each for each in plan.rejected if "sabotage" in each.strategy.names()]
+        assert "sabotage" not in plan.strategy.names()
+        assert any(each.why == "failed" and reason in each.reason for each in broken)
+
+
+def test_a_dry_run_of_one_strategy():
+    assert math.isfinite(dry_run(context(), Strategy.of(["checkpoint"])).step_s)
+    with sabotage("step", 0), pytest.raises(StrategyError, match="sabotage.*broke in the third step"):
+        dry_run(context(), Strategy.of([("sabotage", {"how": "step"})]))
+
+
+def searched(rank, size, how, where):
+    """A search on all ranks in which a method goes wrong on rank `where`: what the ranks must agree on."""
+    model = net()
+    ctx = context(model)
+    before = snapshot(model)
+    state = torch.get_rng_state()
+    began = time.monotonic()
+    with sabotage(how, where):
+        plan = find(ctx, excluded=[*SLOW, "zero2", "checkpoint", "half"])
+    assert_same(before, snapshot(model))
+    assert torch.equal(torch.get_rng_state(), state)
+    # The default group still works: nothing is left waiting in it.
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    reasons = [each.reason for each in plan.rejected if each.why == "failed"]
+    return str(plan.strategy), plan.num_dry_runs, reasons, total.item(), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "reason"),
+    [
+        ("none", 0, None),
+        ("step", 1, "broke in the third step (on rank 1)"),
+        ("apply", 1, "cannot be applied here (on rank 1)"),
+        ("memory", 0, "MemoryError: a terabyte is not here (on rank 0)"),
+    ],
+)
+def test_two_processes_decide_the_same_whatever_happens_to_one(pool, how, where, reason):
+    found = pool.run(searched, how, where)
+    assert found[0][:4] == found[1][:4]
+    assert found[0][3] == 2.0
+    if reason is None:
+        assert not found[0][2]
+    else:
+        assert any(reason in each for each in found[0][2])
+        assert "sabotage" not in found[0][0]
+
+
+def broken_on_rank_zero(rank, size):
+    """A job whose model fails in the trace, which rank 0 alone does."""
+    try:
+        find(context(nn.Linear(17, 4)))
+    except (RuntimeError, ArgumentError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_an_error_of_rank_zero_is_everyones(pool):
+    first, second = pool.run(broken_on_rank_zero)
+    assert first.startswith("RuntimeError")
+    assert second.startswith("ArgumentError: rank 0 failed: RuntimeError")
