@@ -77,7 +77,7 @@ class ShardedOptimizer(WrappedOptimizer):
         if not any(param_group is known for known in self.inner.param_groups):
             raise ArgumentError(
                 "a parameter group was added to an optimizer that is spread over processes; give all groups when it "
-                "is made (optim_param_func), with parameters that are still frozen among them"
+                "is made (optim_param_func)"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-STEPS, BATCH, SEQ, VOCAB = 3, 8, 6, 40
+STEPS, BATCH, SEQ, VOCAB = 3, 12, 6, 40
 
 
 class Block(nn.Module):

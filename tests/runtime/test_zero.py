@@ -1,0 +1,224 @@
+"""Sharded optimizers step as whole ones do, hold their share of the state, and save what any rank count can load."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from atorch.errors import ArgumentError, CheckpointError
+from atorch.runtime import buckets
+from atorch.runtime.buckets import broadcast
+from atorch.runtime.master_weights import to_half, with_master_weights
+from atorch.runtime.replicate import replicate
+from atorch.runtime.zero import ShardedOptimizer, deal_out
+from atorch.runtime.zero_fairscale import shard_gradients, shard_states
+from tests.pool import Pool
+from tests.runtime.sharing import deviation, make, param_groups, sgd, train
+
+CPU = torch.device("cpu")
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
+def test_shares_are_within_the_largest_item_of_each_other(sizes: list[int], num_ranks: int) -> None:
+    owners = deal_out(sizes, num_ranks)
+    loads = [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(num_ranks)]
+    assert len(owners) == len(sizes)
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def trained(rank: int, size: int, backend: str, name: str, accumulate: int) -> float:
+    model: nn.Module = make(name, seed=0)
+    groups = param_groups(model)
+    if backend == "fairscale 2":
+        optim = shard_states(groups, sgd, world())
+        model = shard_gradients(model, optim, world())
+    else:
+        model = replicate(model, world(), CPU)
+        optim = shard_states(groups, sgd, world()) if backend == "fairscale 1" else None
+        optim = optim or ShardedOptimizer(groups, sgd, world())
+    train(model, optim, rank, size, accumulate)
+    return deviation(model, name, accumulate)
+
+
+@pytest.mark.parametrize("name", ["awkward", "llama"])
+@pytest.mark.parametrize("backend", ["torch", "fairscale 1", "fairscale 2"])
+def test_trains_as_one_process_does(pool: Pool, backend: str, name: str) -> None:
+    assert max(pool.run(trained, backend, name, 1)) <= 1e-4
+
+
+def test_accumulates(pool: Pool) -> None:
+    assert max(pool.run(trained, "torch", "awkward", 2)) <= 1e-4
+
+
+def test_three_ranks_share_unevenly(pool: Pool) -> None:
+    assert max(pool.run(trained, "torch", "awkward", 1, ranks=3)) <= 1e-4
+
+
+def held(rank: int, size: int) -> dict[str, Any]:
+    model = make("llama")
+    optim = ShardedOptimizer(param_groups(model), sgd, world())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optim.step()
+    sizes = [p.numel() for p in model.parameters()]
+    return {
+        "total": sum(sizes),
+        "largest": max(sizes),
+        "states": sum(state["momentum_buffer"].numel() for state in optim.state.values()),
+        "rates": [group["lr"] for group in optim.param_groups],
+        "digest": [float(p.detach().sum()) for p in model.parameters()],
+    }
+
+
+def test_each_rank_holds_its_share_of_the_state(pool: Pool) -> None:
+    first, second = pool.run(held)
+    assert first["states"] + second["states"] == first["total"]
+    assert abs(first["states"] - second["states"]) <= first["largest"]
+    assert first["rates"] == second["rates"] == [0.05, 0.15]
+    assert first["digest"] == second["digest"]
+
+
+def adam(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def stepped(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) if p.requires_grad else None
+    optim.step()
+    optim.zero_grad()
+
+
+def saved_and_loaded(rank: int, size: int, saved: Any) -> Any:
+    """Two steps, saved; or what was saved loaded into a new optimizer, and a third step."""
+    model = make("awkward")
+    optim = ShardedOptimizer(model.parameters(), adam, world())
+    if saved is None:
+        stepped(model, optim, 1)
+        stepped(model, optim, 2)
+        own = ShardedOptimizer(model.parameters(), adam, world())
+        own.load_state_dict(optim.state_dict())  # a share loads where it was written
+        assert own.state_dict()["state"].keys() == optim.state_dict()["state"].keys()
+        return optim.full_state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+    state, weights = copy.deepcopy(saved)  # what travels between processes lies in shared memory, and stepping writes it
+    model.load_state_dict(weights)
+    optim.load_state_dict(state)
+    stepped(model, optim, 3)
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def test_state_moves_to_another_number_of_ranks_and_to_a_plain_optimizer(pool: Pool) -> None:
+    (state, weights), (nothing, _) = pool.run(saved_and_loaded, None)
+    assert nothing is None
+    plain = make("awkward")
+    plain.load_state_dict(weights)
+    optim = adam(plain.parameters())
+    optim.load_state_dict(copy.deepcopy(state))
+    stepped(plain, optim, 3)
+    for ranks in (2, 3):
+        for loaded in pool.run(saved_and_loaded, (state, weights), ranks=ranks):
+            for key, value in plain.state_dict().items():
+                torch.testing.assert_close(loaded[key], value)
+
+
+def wrong_share(rank: int, size: int) -> str:
+    optim = ShardedOptimizer(make("awkward").parameters(), adam, world())
+    others = dict(optim.state_dict())
+    box = [None] * size
+    dist.all_gather_object(box, others)
+    with pytest.raises(CheckpointError) as caught:
+        optim.load_state_dict(box[1 - rank])
+    return str(caught.value)
+
+
+def test_another_ranks_share_is_refused(pool: Pool) -> None:
+    assert all("load the whole state" in message for message in pool.run(wrong_share))
+
+
+def with_masters(rank: int, size: int) -> tuple[float, list[str], int]:
+    model, plain = make("llama"), make("llama")
+    values, plain_values = to_half([model], torch.bfloat16), to_half([plain], torch.bfloat16)
+    optim = ShardedOptimizer(model.parameters(), with_master_weights(adam, values=values), world())
+    reference = with_master_weights(adam, values=plain_values)(plain.parameters())
+    for seed in range(3):
+        stepped(model, optim, seed)
+        stepped(plain, reference, seed)
+    full = optim.full_state_dict()
+    keys = [] if full is None else sorted(full["state"][0])
+    same = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    return same, keys, len(optim.state_dict()["state"])
+
+
+def test_fp32_masters_exist_for_the_own_share_alone(pool: Pool) -> None:
+    results = pool.run(with_masters)
+    assert [difference for difference, _, _ in results] == [0.0, 0.0]
+    assert results[0][1] == ["exp_avg", "exp_avg_sq", "master", "step"]
+    assert sum(held for _, _, held in results) == len(list(make("llama").parameters()))
+
+
+def names_kept(rank: int, size: int) -> list[str]:
+    model = nn.Linear(2, 2)
+    optim = ShardedOptimizer(model.named_parameters(), adam, world())
+    full = optim.full_state_dict()
+    return [] if full is None else full["param_groups"][0]["param_names"]
+
+
+def test_named_parameters_keep_their_names(pool: Pool) -> None:
+    assert pool.run(names_kept) == [["weight", "bias"], []]
+
+
+def few(rank: int, size: int) -> tuple[float, str]:
+    weight = nn.Parameter(torch.ones(2))
+    optim = ShardedOptimizer([weight], sgd, world())
+    weight.grad = torch.ones(2)
+    optim.step()
+    with pytest.raises(ArgumentError) as caught:
+        optim.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    return weight[0].item(), str(caught.value)
+
+
+def test_a_rank_may_have_nothing_to_step(pool: Pool) -> None:
+    for value, refusal in pool.run(few):
+        assert value == pytest.approx(0.95)
+        assert "optim_param_func" in refusal
+
+
+def sent(rank: int, size: int) -> list[bool]:
+    """Tensors of several dtypes and layouts, in buckets of a few of them."""
+    like = [
+        torch.ones(3),
+        torch.ones(5, dtype=torch.bfloat16),
+        torch.ones(2, 4).t(),
+        torch.ones(0),
+        torch.ones(100),
+        torch.ones(()),
+    ]
+    mine = [tensor * (rank + 1) for tensor in like]
+    theirs = [tensor.clone() * (rank + 1) for tensor in like]
+    broadcast([(0, mine), (size - 1, theirs)], world())
+    return [bool((a == 1).all() and (b == size).all()) for a, b in zip(mine, theirs, strict=True)]
+
+
+def in_small_buckets(rank: int, size: int) -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "BUCKET_BYTES", 40)
+        return sent(rank, size)
+
+
+@pytest.mark.parametrize("send", [sent, in_small_buckets])
+def test_broadcast_in_buckets(pool: Pool, send: Any) -> None:
+    for arrived in pool.run(send):
+        assert all(arrived)
