@@ -113,7 +113,7 @@ def saved_and_loaded(rank: int, size: int, saved: Any) -> Any:
         own.load_state_dict(optim.state_dict())  # a share loads where it was written
         assert own.state_dict()["state"].keys() == optim.state_dict()["state"].keys()
         return optim.full_state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
-    state, weights = copy.deepcopy(saved)  # what travels between processes lies in shared memory, and stepping writes it
+    state, weights = copy.deepcopy(saved)  # what came over lies in shared memory, and stepping writes it
     model.load_state_dict(weights)
     optim.load_state_dict(state)
     stepped(model, optim, 3)
