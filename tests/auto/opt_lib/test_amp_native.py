@@ -1,0 +1,189 @@
+"""The documented configurations of amp_native, and what they do to a training loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atorch import auto_accelerate, clip_grad_norm
+from atorch.auto.opt_lib.amp_native import AmpNative
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
+from atorch.errors import StrategyError
+from atorch.runtime.amp import ScaledOptimizer
+from tests.contract.job import deviation
+from tests.pool import Pool
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "skips"),
+    [
+        (None, "fp16", False),
+        ("fp16", "fp16", False),
+        ("bf16", "bf16", False),
+        (torch.bfloat16, "bf16", False),
+        ({"dtype": torch.float16}, "fp16", False),
+        ({"dtype": "bfloat16"}, "bf16", False),
+        ({"dtype": torch.bfloat16, "skip_if_nonfinite": True}, "bf16", True),
+    ],
+)
+def test_documented_configurations(config: Any, dtype: str, skips: bool) -> None:
+    method = AmpNative.of(config)
+    assert (method.dtype, method.skip_if_nonfinite) == (dtype, skips)
+    assert AmpNative.of(method.model_dump(mode="json")) == method
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("fp64", "'fp64'"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"dtyp": "bf16"}, "did you mean 'dtype'"),
+        ({"skip_if_nonfinite", True}, "write the dict"),
+        ({"growth_interval": 0}, "growth_interval"),
+        ({"loss_scale": -1.0}, "loss_scale"),
+    ],
+)
+def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        AmpNative.of(config)
+
+
+def test_one_precision_a_strategy() -> None:
+    with pytest.raises(StrategyError, match="exclude each other"):
+        Strategy.of(["amp_native", "half"])
+
+
+def test_bf16_needs_the_hardware() -> None:
+    old, new = ClusterSpec.load("v100_32g"), ClusterSpec.load("a100_80g")
+    reason = AmpNative.of("bf16").unmet(old)
+    assert reason is not None
+    assert "7.0" in reason
+    assert AmpNative.of("fp16").unmet(old) is None
+    assert AmpNative.of("bf16").unmet(new) is None
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def mse(batch: Any, output: torch.Tensor) -> Any:
+    return nn.functional.mse_loss(output.float(), batch[1]), output.dtype
+
+
+def accelerate(config: Any, model: nn.Module | None = None, **more: Any) -> Any:
+    _, result, _ = auto_accelerate(
+        model or make_model(),
+        load_strategy=[("amp_native", config)],
+        **{"optim_func": torch.optim.SGD, "optim_args": {"lr": 0.1}, "loss_func": mse, **more},
+    )
+    assert result is not None
+    return result
+
+
+def step(result: Any, x: torch.Tensor, clip: float | None = None) -> tuple[float, Any]:
+    batch = result.prepare_input((x, torch.ones(len(x), 2)), torch.device("cpu"))
+    loss, dtype = result.loss_func(batch, result.model(batch[0]))
+    loss.backward()
+    norm = None if clip is None else float(clip_grad_norm(result.model, clip))
+    result.optim.step()
+    result.optim.zero_grad()
+    return loss.item(), norm if clip is not None else dtype
+
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+FP16 = {"dtype": "fp16", "init_scale": 2.0**8}  # few numbers here, so gradients are large: the usual scale would skip
+
+
+@pytest.mark.parametrize(("config", "dtype"), [(FP16, torch.float16), ("bf16", torch.bfloat16)])
+def test_the_loop_trains_in_16_bits_with_fp32_weights(config: Any, dtype: torch.dtype) -> None:
+    result, plain = accelerate(config), make_model()
+    optim = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(5):
+        loss, computed_in = step(result, X)
+        expected = nn.functional.mse_loss(plain(X), torch.ones(6, 2))
+        expected.backward()
+        optim.step()
+        optim.zero_grad()
+        assert computed_in == dtype
+        assert loss == pytest.approx(expected.item(), rel=2e-2)  # the true loss, not the scaled one
+    for mine, theirs in zip(result.model.parameters(), plain.parameters(), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_clipping_sees_true_norms() -> None:
+    result, plain = accelerate(FP16), accelerate("bf16")
+    assert step(result, X, clip=1e-3)[1] == pytest.approx(step(plain, X, clip=1e-3)[1], rel=2e-2)
+    moved = [(p - q).norm().item() for p, q in zip(result.model.parameters(), make_model().parameters(), strict=True)]
+    assert math.hypot(*moved) == pytest.approx(1e-4, rel=1e-2)
+
+
+@pytest.mark.parametrize("config", ["fp16", {"dtype": "bf16", "skip_if_nonfinite": True}])
+def test_steps_that_are_not_finite_are_skipped(config: Any) -> None:
+    result = accelerate(config, lr_scheduler_cls=torch.optim.lr_scheduler.StepLR, lr_scheduler_args={"step_size": 1})
+    before = [parameter.detach().clone() for parameter in result.model.parameters()]
+    step(result, torch.full((2, 4), math.inf))
+    assert result.optim.step_was_skipped
+    assert all(torch.equal(p, q) for p, q in zip(result.model.parameters(), before, strict=True))
+    result.lr_scheduler.step()
+    step(result, X)
+    assert not result.optim.step_was_skipped
+    assert result.optim.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert result.optim.scale() == (2.0**15 if config == "fp16" else 1.0)
+
+
+def test_bf16_alone_adds_nothing_to_the_optimizer() -> None:
+    assert type(accelerate("bf16").optim) is torch.optim.SGD
+    assert isinstance(accelerate("fp16").optim, ScaledOptimizer)
+
+
+def test_knobs_of_the_scale() -> None:
+    result = accelerate({"init_scale": 8.0, "growth_factor": 4.0, "growth_interval": 2})
+    for _ in range(2):
+        step(result, X)
+    assert result.optim.scale() == 32.0
+    result = accelerate({"loss_scale": 64.0})
+    step(result, torch.full((2, 4), math.nan))
+    assert result.optim.scale() == 64.0
+
+
+def test_without_an_optimizer_gradients_are_not_scaled() -> None:
+    result = accelerate("fp16", optim_func=None, optim_args=None)
+    loss, _ = result.loss_func((X, torch.ones(6, 2)), result.model(X))
+    loss.backward()
+    assert float(next(result.model.parameters()).grad.norm()) < 10
+
+
+def test_two_ranks_train_as_one(pool: Pool) -> None:
+    for update_error, loss_error in pool.run(deviation, [("amp_native", "fp16")]):
+        assert update_error < 1e-2
+        assert loss_error < 1e-2
+
+
+def one_overflows(rank: int, size: int, strategy: Any) -> tuple[bool, list[float]]:
+    model = make_model()
+    _, result, _ = auto_accelerate(
+        model, torch.optim.SGD, loss_func=mse, optim_args={"lr": 0.1}, load_strategy=strategy
+    )
+    assert result is not None
+    before = [parameter.detach().clone() for parameter in result.model.parameters()]
+    step(result, torch.full((2, 4), math.inf if rank == 1 else 1.0))
+    same = all(bool((p == q).all()) for p, q in zip(result.model.parameters(), before, strict=True))
+    return result.optim.step_was_skipped and same, [result.optim.scale()]
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("precision", ["amp_native", "half"])
+def test_ranks_skip_together(pool: Pool, precision: str, sharding: str) -> None:
+    config = {"atorch_wrap_cls": ("Linear",)} if sharding == "fsdp" else None
+    for skipped, scale in pool.run(one_overflows, [precision, (sharding, config)]):
+        assert skipped
+        assert scale == [2.0**15]

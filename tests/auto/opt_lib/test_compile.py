@@ -1,0 +1,75 @@
+"""Which modules compile compiles, and that they compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from atorch import auto_accelerate
+from atorch.auto.opt_lib.compile import Compile
+from atorch.errors import StrategyError
+from tests.contract.job import deviation
+from tests.pool import Pool
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def compiled(config: dict[str, Any], model: nn.Module) -> list[str]:
+    auto_accelerate(model, load_strategy=[("compile", {"backend": "eager", **config})])
+    return [type(module).__name__ for module in model.modules() if module._compiled_call_impl is not None]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, ["GPT2Block"] * 2),
+        ({"wrap_class": "GPT2MLP"}, ["GPT2MLP"] * 2),
+        ({"wrap_class": ("transformer.h.1", nn.LayerNorm)}, ["LayerNorm", "GPT2Block", "LayerNorm", "LayerNorm"]),
+    ],
+)
+def test_a_configuration_compiles_what_it_names(config: dict[str, Any], expected: list[str]) -> None:
+    assert sorted(set(compiled(config, make_model()))) == sorted(set(expected))
+
+
+def test_a_model_without_repeated_blocks_is_compiled_whole() -> None:
+    assert compiled({}, nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == ["Sequential"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"wrap_class": "GPT2Blok"}, "did you mean 'GPT2Block'"), ({"backnd": "eager"}, "did you mean 'backend'")],
+)
+def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        auto_accelerate(make_model(), load_strategy=[("compile", config)])
+
+
+def test_knobs_go_through_json() -> None:
+    method = Compile.of({"wrap_class": nn.Linear, "mode": "reduce-overhead", "dynamic": False, "fullgraph": True})
+    assert method.wrap_class == ("Linear",)
+    assert Compile.of(method.model_dump(mode="json")) == method
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_ranks_train_as_one(pool: Pool, sharding: str) -> None:
+    for update_error, loss_error in pool.run(deviation, [sharding, ("compile", {"backend": "aot_eager"})]):
+        assert update_error < 1e-4
+        assert loss_error < 1e-5

@@ -1,0 +1,109 @@
+"""The knobs of micro_batch, and a loop that does not see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from atorch import auto_accelerate, clip_grad_norm
+from atorch.auto.opt_lib.micro_batch import MicroBatch
+from atorch.errors import StrategyError
+from tests.contract.job import deviation
+from tests.pool import Pool
+
+
+@pytest.mark.parametrize("config", [None, {"size": 4}, {"count": 2}, {"size": "auto"}, {"loss_weight": "labels"}])
+def test_configurations_go_through_json(config: Any) -> None:
+    method = MicroBatch.of(config)
+    assert MicroBatch.of(method.model_dump(mode="json")) == method
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"size": 2, "count": 2}, "both given"),
+        ({"size": 0}, "size"),
+        ({"count": -1}, "count"),
+        ({"siz": 2}, "did you mean 'size'"),
+        ({"size": "automatic"}, "size"),
+    ],
+)
+def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        MicroBatch.of(config)
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def own_loss(batch: Any, output: Any) -> Any:
+    return output.loss
+
+
+def test_it_needs_a_loss_function() -> None:
+    with pytest.raises(StrategyError, match="loss_func"):
+        auto_accelerate(make_model(), load_strategy=["micro_batch"])
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(4):
+        tokens = torch.randint(0, 32, (5, 8), generator=generator)
+        labels = tokens.clone()
+        labels[:3, 3:] = -100
+        made.append({"input_ids": tokens, "labels": labels})
+    return made
+
+
+def train(strategy: list[Any]) -> tuple[list[float], list[float], list[torch.Tensor]]:
+    """Two batches a step, halved losses, clipped: the loop of a user who accumulates."""
+    _, result, _ = auto_accelerate(
+        make_model(), torch.optim.SGD, loss_func=own_loss, optim_args={"lr": 0.5}, load_strategy=strategy
+    )
+    assert result is not None
+    losses, norms = [], []
+    for number, batch in enumerate(batches()):
+        loss = result.loss_func(batch, result.model(**batch))
+        (loss / 2).backward()
+        losses.append(loss.item())
+        if number % 2:
+            norms.append(float(clip_grad_norm(result.model, 0.1)))
+            result.optim.step()
+            result.optim.zero_grad()
+    with torch.no_grad():
+        losses.append(float(result.loss_func(batches()[0], result.model(**batches()[0]))))
+    return losses, norms, [parameter.detach() for parameter in result.model.parameters()]
+
+
+@pytest.mark.parametrize("config", [{"size": 2}, {"count": 3}, {"size": 1, "loss_weight": "shifted_labels"}])
+def test_a_users_loop_does_not_see_it(config: Any) -> None:
+    losses, norms, weights = train([("micro_batch", config)])
+    expected_losses, expected_norms, expected = train([])
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    for mine, theirs in zip(weights, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_in_16_bits() -> None:
+    losses, norms, _ = train([("micro_batch", {"size": 2}), "amp_native"])
+    expected_losses, expected_norms, _ = train(["amp_native"])
+    assert losses == pytest.approx(expected_losses, rel=5e-3)
+    assert norms == pytest.approx(expected_norms, rel=5e-2)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "fsdp"])
+def test_two_ranks_train_as_one(pool: Pool, sharding: str) -> None:
+    # Three of each rank's four rows, then one.
+    for update_error, loss_error in pool.run(deviation, [sharding, ("micro_batch", {"size": 3})]):
+        assert update_error < 1e-4
+        assert loss_error < 1e-5
