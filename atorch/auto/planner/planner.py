@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atorch.auto.context import Context
 from atorch.auto.planner.candidate import Feed
@@ -21,6 +21,7 @@ from atorch.auto.planner.plan import Measurement, Plan, Rejected
 from atorch.auto.planner.space import Space, compositions
 from atorch.auto.planner.trial import Crew, Trial, forget_compiled
 from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import NoFeasiblePlanError, StrategyError
@@ -73,13 +74,15 @@ def search(
         feed = Feed(ctx)
         crew = Crew(ctx.world)
         try:
-            ranking = crew.led(lambda: rank(ctx, feed, excluded, included, fixed))
+            # Numbers travel; strategies do not, since a user's method may be of a class that cannot be pickled.
+            profile, start, cluster = crew.led(lambda: (*starting_point(ctx, feed), ctx.cluster))
+            ctx = replace(ctx, cluster=cluster)
+            ranking = ranked(profile, start, cluster, excluded, included, fixed)
             _need_one_that_fits(ranking, ctx)
             explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, verbose, show)
             explorer.explore()
             explorer.compare()
-            plan: Plan = crew.hear(_plan(ctx, ranking, explorer, began))
-            return plan
+            return _plan(ctx, ranking, explorer, float(crew.hear(time.monotonic() - began)))
         finally:
             crew.close()
 
@@ -113,17 +116,22 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     return outcome
 
 
-def rank(
-    ctx: Context,
-    feed: Feed,
+def rank(ctx: Context, feed: Feed) -> Ranking:
+    """Every composition scored by arithmetic alone, on this process."""
+    return ranked(*starting_point(ctx, feed), ctx.cluster)
+
+
+def ranked(
+    profile: ModelProfile,
+    start: Cost,
+    cluster: ClusterSpec,
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
 ) -> Ranking:
-    """Every composition scored by arithmetic alone, on this process."""
-    profile, start = starting_point(ctx, feed)
-    space: Space = compositions(profile, ctx.cluster, excluded=excluded, included=included, fixed=fixed)
-    fitting, rejected = split_by_memory(score(space.strategies, start, ctx.cluster), ctx.cluster)
+    """Every composition scored: the same on every process that is given the same."""
+    space: Space = compositions(profile, cluster, excluded=excluded, included=included, fixed=fixed)
+    fitting, rejected = split_by_memory(score(space.strategies, start, cluster), cluster)
     unmet = [Rejected(strategy=Strategy((each,)), why="hardware", reason=reason) for each, reason in space.unmet]
     return Ranking(tuple(fitting), (*rejected, *unmet))
 
@@ -151,7 +159,7 @@ def _need_one_that_fits(ranking: Ranking, ctx: Context) -> None:
     )
 
 
-def _plan(ctx: Context, ranking: Ranking, explorer: Explorer, began: float) -> Plan:
+def _plan(ctx: Context, ranking: Ranking, explorer: Explorer, seconds: float) -> Plan:
     """The fastest that ran; where time was too short for any, the best by estimate."""
     best = explorer.best()
     if best is None and explorer.failures:
@@ -177,6 +185,6 @@ def _plan(ctx: Context, ranking: Ranking, explorer: Explorer, began: float) -> P
         rejected=(*others, *ranking.rejected),
         num_compositions=ranking.num_compositions,
         num_dry_runs=explorer.num_runs,
-        seconds=time.monotonic() - began,
+        seconds=seconds,
         memory_bytes=ctx.cluster.device.memory_bytes,
     )
