@@ -27,6 +27,8 @@ from atorch.logs import logger
 if TYPE_CHECKING:
     from atorch.auto.planner.plan import Plan
 
+MAX_KEPT = 50  # rejected compositions in a strategy's report
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -243,5 +245,12 @@ def _chosen(
         time_limit=options.time_limit,
         verbose=options.verbose,
     )
-    metadata = {**found.strategy.metadata, **provenance(ctx.root, ctx.cluster, ctx.world.size)}
-    return replace(found.strategy, metadata={**metadata, "plan": found.to_json_data()})
+    report = found.to_json_data()
+    if ctx.world.rank == 0:
+        from atorch.report.text import show_plan
+
+        show_plan(report)
+    # The file keeps what was learnt; what was only estimated can be estimated again.
+    learnt = [each for each in report["rejected"] if each["why"] != "not run"][:MAX_KEPT]
+    metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": {**report, "rejected": learnt}}
+    return replace(found.strategy, metadata=metadata)
