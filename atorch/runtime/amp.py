@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from atorch.distributed.collectives import everyone
 from atorch.logs import logger
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.override import override
@@ -174,7 +175,7 @@ class ScaledOptimizer(WrappedOptimizer):
             if found is not overflow:
                 overflow += found.to(device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(overflow, dist.ReduceOp.MAX)
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=everyone())
         return bool(overflow.item())
 
     def state_dict(self) -> dict[str, Any]:

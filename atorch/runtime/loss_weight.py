@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from atorch.distributed.collectives import everyone
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 
@@ -101,7 +102,7 @@ def any_processes(flags: Sequence[bool]) -> list[bool]:
         return list(flags)
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     held = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=everyone())
     return [bool(flag) for flag in held.tolist()]
 
 
