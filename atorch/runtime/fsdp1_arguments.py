@@ -29,6 +29,9 @@ class Row:
     knobs: Callable[[Any], dict[str, Any]]
 
 
+_ADDS_UP = "atorch_ignored_cls"  # what several arguments name together
+
+
 def knobs_of(config: Mapping[str, Any], method: str) -> dict[str, Any]:
     """`config` with FSDP1's arguments replaced by the knobs that they mean; other entries stay.
 
@@ -44,13 +47,19 @@ def knobs_of(config: Mapping[str, Any], method: str) -> dict[str, Any]:
         except ValueError as error:
             raise StrategyError(f"{method}.{name} was given {config[name]!r}; {error}") from None
         for knob, value in meant.items():
-            if knob in knobs and knobs[knob] != value:
+            if knob == _ADDS_UP and knobs.get(knob):
+                value = [*_listed(knobs[knob]), *value]
+            elif knob in knobs and knobs[knob] != value:
                 raise StrategyError(
                     f"{method}.{name} was given {config[name]!r}, which means {knob} = {value!r}, "
                     f"but {knob} is {knobs[knob]!r}; give one of the two"
                 )
             knobs[knob] = value
     return knobs
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (str, type)) else list(value)
 
 
 def _passed_on(knob: str) -> Callable[[Any], dict[str, Any]]:
@@ -112,7 +121,7 @@ def _sorted(classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
 
 def _named(what: str) -> Callable[[Any], dict[str, Any]]:
     def check(value: Any) -> dict[str, Any]:
-        items = [] if value is None else [value] if isinstance(value, (str, type)) else list(value)
+        items = [] if value is None else _listed(value)
         if not all(isinstance(item, (str, type)) for item in items):
             raise ValueError(f"{what} objects cannot be kept in a strategy; give their names or classes")
         return {"atorch_ignored_cls": items} if items else {}
