@@ -38,8 +38,8 @@ def line(state: State) -> str:
 
 
 @contextmanager
-def search_progress(console: Console | None = None) -> Iterator[Callable[[State], None]]:
-    """A function that shows each State it is given, by default on standard error."""
+def search_progress(console: Console | None = None, *, verbose: bool = False) -> Iterator[Callable[[State], None]]:
+    """A function that shows each State it is given, by default on standard error; `verbose` adds lines to the bar."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn
@@ -53,6 +53,8 @@ def search_progress(console: Console | None = None) -> Iterator[Callable[[State]
         task = bar.add_task("the first dry run", total=None)
 
         def show(state: State) -> None:
+            if verbose:
+                console.print(line(state), markup=False, soft_wrap=True)
             bar.update(task, total=state.total, completed=state.done, description=escape(line(state)))
 
         yield show

@@ -61,9 +61,7 @@ def test_tiny_llama_counts_are_the_closed_forms():
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     tokens = torch.randint(0, vocab, (batch, seq))
-    profile = trace(
-        model, {"input_ids": tokens, "labels": tokens}, lambda m, b: m(**b), lambda b, output: output.loss
-    )
+    profile = trace(model, {"input_ids": tokens, "labels": tokens}, lambda m, b: m(**b), lambda b, output: output.loss)
     per_layer = 4 * hidden * hidden + 3 * hidden * ffn
     assert profile.num_params == layers * (per_layer + 2 * hidden) + 2 * vocab * hidden + hidden
     # Beside the weights, the rotary table is an outer product of positions and frequencies.

@@ -15,7 +15,6 @@ from atorch.auto.planner.guide import Guide, has
 from atorch.auto.planner.plan import Measurement, Rejected, Why
 from atorch.auto.planner.trial import Crew, Trial, forget_compiled
 from atorch.auto.strategy import Phase, Strategy
-from atorch.logs import logger
 from atorch.units import format_seconds
 
 MIN_RUNS = 4  # even of a small space
@@ -60,7 +59,6 @@ class Explorer:
         candidates: Sequence[Scored],
         began: float,
         time_limit: float | None,
-        verbose: bool,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self.measured: dict[int, Measurement] = {}
@@ -68,7 +66,9 @@ class Explorer:
         self.num_runs = 0
         self._ctx, self._feed, self._crew, self._candidates = ctx, feed, crew, candidates
         self._began, self._limit = began, time_limit
-        self._verbose, self._progress = verbose, progress
+        self._progress = progress
+        self._finals: dict[int, float] = {}
+        self._explored: dict[int, float] = {}  # seconds as first measured; `measured` has the comparison's
         self._guide = Guide(candidates)
         self._startups: dict[bool, float] = {}  # whether it compiles → the longest start so far
         self._run_s = 0.0
@@ -98,7 +98,8 @@ class Explorer:
                 if not trial.start():
                     self._fail(index, Failure("failed", str(trial.failure)))
                     del trials[index]
-            for index, step_s in self._in_turns(trials).items():
+            self._finals = self._in_turns(trials)
+            for index, step_s in self._finals.items():
                 self.measured[index] = replace(self.measured[index], step_s=step_s)
         finally:
             for trial in trials.values():
@@ -113,17 +114,19 @@ class Explorer:
         tied = [index for index, each in self.measured.items() if each.step_s <= fastest * (1 + TIE)]
         return min(tied, key=lambda i: (len(self._candidates[i].strategy), self.measured[i].step_s))
 
-    def why_not(self, index: int, chosen: Measurement | None) -> Rejected:
+    def why_not(self, index: int, chosen: int) -> Rejected:
         """Why a composition that fits was not taken."""
         candidate, measured = self._candidates[index], self.measured.get(index)
-        if measured is not None and chosen is not None:
-            slower = measured.step_s / chosen.step_s - 1
+        if chosen not in self.measured:
+            return _rejected(candidate, "not run", "there was no time for a dry run")
+        if measured is not None:
+            # Figures of one time are compared: a machine's speed drifts.
+            both = self._finals if {index, chosen} <= self._finals.keys() else self._explored
+            slower = both[index] / both[chosen] - 1
             reason = f"{slower:.0%} slower" if slower > TIE else "not faster, and no simpler"
             return _rejected(candidate, "slower", reason, measured)
-        if chosen is None:
-            return _rejected(candidate, "not run", "there was no time for a dry run")
         mean, _ = self._guide.predictions()
-        slower = math.exp(float(mean[index])) / chosen.step_s - 1
+        slower = math.exp(float(mean[index] - mean[chosen])) - 1
         expected = f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster, but not surely enough"
         return _rejected(candidate, "not run", f"expected to be {expected}")
 
@@ -150,6 +153,7 @@ class Explorer:
         self._startups[compiles] = max(self._startups.get(compiles, 0.0), trial.startup_s)
         if isinstance(outcome, Measurement):
             self.measured[index] = outcome
+            self._explored[index] = outcome.step_s
             self._guide.tell(index, outcome.step_s)
         else:
             self._fail(index, outcome)
@@ -225,9 +229,6 @@ class Explorer:
         if self._ctx.world.rank != 0:
             return
         step_s = outcome.step_s if isinstance(outcome, Measurement) else None
-        if self._verbose:
-            found = outcome.reason if isinstance(outcome, Failure) else format_seconds(outcome.step_s)
-            logger.info("dry run %d of at most %d: %s: %s", self.num_runs, self.budget, strategy, found)
         if self._progress is not None:
             total = max(self.budget, self.num_runs)
             left = min(self._run_s * (total - self.num_runs), self._left())

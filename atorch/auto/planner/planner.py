@@ -62,15 +62,15 @@ def search(
         excluded, included, fixed: see `space.compositions`.
         time_limit: seconds for everything; a dry run that is not expected to end in time is not begun. The first
             one may still overrun by one step or one compilation.
-        verbose: log every dry run.
-        progress: called on rank 0 after every dry run; None shows a progress bar.
+        verbose: show a line for every dry run also where there is a progress bar.
+        progress: called on rank 0 after every dry run; None shows a progress bar, or lines where there is no terminal.
 
     Raises:
         NoFeasiblePlanError: nothing fits in memory, or nothing ran; the nearest miss is named.
         StrategyError, ArgumentError: whatever does not hold in the arguments.
     """
     began = time.monotonic()
-    with preserved_rng(), _shown(ctx, progress) as show:
+    with preserved_rng(), _shown(ctx, progress, verbose) as show:
         feed = Feed(ctx)
         crew = Crew(ctx.world)
         try:
@@ -79,7 +79,7 @@ def search(
             ctx = replace(ctx, cluster=cluster)
             ranking = ranked(profile, start, cluster, excluded, included, fixed)
             _need_one_that_fits(ranking, ctx)
-            explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, verbose, show)
+            explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, show)
             explorer.explore()
             explorer.compare()
             return _plan(ctx, ranking, explorer, float(crew.hear(time.monotonic() - began)))
@@ -88,11 +88,11 @@ def search(
 
 
 @contextmanager
-def _shown(ctx: Context, progress: Show | None) -> Iterator[Show | None]:
+def _shown(ctx: Context, progress: Show | None, verbose: bool) -> Iterator[Show | None]:
     if progress is not None or ctx.world.rank != 0:
         yield progress
     else:
-        with search_progress() as show:
+        with search_progress(verbose=verbose) as show:
             yield show
 
 
@@ -177,7 +177,7 @@ def _plan(ctx: Context, ranking: Ranking, explorer: Explorer, seconds: float) ->
         if index in explorer.failures:
             others.append(explorer.failures[index])
         elif index != chosen:
-            others.append(explorer.why_not(index, measured))
+            others.append(explorer.why_not(index, chosen))
     return Plan(
         strategy=ranking.fitting[chosen].strategy,
         estimate=ranking.fitting[chosen].estimate,
