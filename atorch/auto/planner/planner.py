@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+
 from atorch.auto.context import Context
 from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.estimate import Scored, score, split_by_memory, usable_bytes
@@ -142,7 +144,9 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
     batch = feed.batches(0, size)[0] if ctx.sample_batch is None else ctx.sample_batch
     profile = ctx.profile
     if profile is None:
-        profile = trace(ctx.root, ctx.prepare_input(batch, "cpu"), ctx.call_model, ctx.loss_func, ctx.make_optimizer)
+        profile = trace(
+            ctx.root, ctx.prepare_input(batch, torch.device("cpu")), ctx.call_model, ctx.loss_func, ctx.make_optimizer
+        )
     return profile, plain_cost(profile, batch_size(batch) * size)
 
 

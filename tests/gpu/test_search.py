@@ -1,0 +1,78 @@
+"""The search on a CUDA device: allocated bytes, and candidates that run out of memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.job import make_context
+from atorch.auto.planner import search
+from atorch.auto.strategy import METHODS, Method, Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.distributed import world as worlds
+
+pytestmark = pytest.mark.gpu
+
+
+def context():
+    world = worlds.init("cuda")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 16))
+    ctx = make_context(
+        model,
+        torch.optim.AdamW,
+        TensorDataset(torch.randn(256, 256), torch.randn(256, 16)),
+        lambda batch, output: nn.functional.mse_loss(output, batch[1]),
+        dataloader_args={"batch_size": 64},
+        world=world,
+        cluster=ClusterSpec.detect(world),
+    )
+    return replace(ctx, call_model=lambda module, batch: module(batch[0]))
+
+
+def ignore(progress):
+    """Show nothing."""
+
+
+def test_allocated_bytes_are_measured_and_the_model_stays():
+    ctx = context()
+    before = {name: tensor.clone() for name, tensor in ctx.root.state_dict().items()}
+    plan = search(ctx, excluded=["compile", "fp8"], progress=ignore)
+    assert plan.measured is not None
+    assert plan.measured.memory_kind == "allocated"
+    weights = 4 * (256 * 1024 + 1024 * 16)
+    assert plan.measured.peak_bytes > 3 * weights  # Adam's two states, and at least half of weights and gradients
+    assert all(torch.equal(tensor, ctx.root.state_dict()[name]) for name, tensor in before.items())
+
+
+def test_running_out_of_memory_is_survived():
+    @method("glutton", phase=Phase.STEP)
+    class Glutton(Method):
+        def cost(self, cost):
+            return replace(cost, traffic_bytes=0.0, num_ops=0.0)
+
+        def apply(self, ctx):
+            torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
+            return ctx
+
+        @classmethod
+        def choices(cls, profile, cluster):
+            yield cls()
+
+    try:
+        plan = search(context(), excluded=["compile", "fp8"], progress=ignore)
+        assert "glutton" not in plan.strategy.names()
+        assert any(each.why == "failed" and "OutOfMemoryError" in each.reason for each in plan.rejected)
+    finally:
+        METHODS.remove("glutton")
+
+
+def test_the_device_is_described():
+    cluster = ClusterSpec.detect(worlds.init("cuda"))
+    assert cluster.device.type == "cuda"
+    assert cluster.device.capability == torch.cuda.get_device_capability()
+    assert cluster.device.peak_flops["float16"] > cluster.device.peak_flops["float32"]
+    assert cluster.device.memory_bytes == torch.cuda.get_device_properties(0).total_memory
