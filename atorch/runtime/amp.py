@@ -105,22 +105,11 @@ def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
         value = value_of(loss)
         if not value.requires_grad:
             return loss
-        return with_value(loss, _ScaleGradient.apply(value, scale))  # type: ignore[no-untyped-call]
+        alias = value.view_as(value)  # a hook on the user's own tensor would stay with it
+        alias.register_hook(lambda gradient: gradient * scale())  # the scale of the time when backward runs
+        return with_value(loss, alias)
 
     return scaled
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by the scale of the time when backward runs."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, scale: LossScale) -> torch.Tensor:
-        ctx.scale = scale
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.scale(), None
 
 
 class ScaledOptimizer(WrappedOptimizer):

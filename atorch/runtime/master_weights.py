@@ -37,7 +37,7 @@ def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDic
     for model in models:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_meta:
-                values[parameter] = parameter.detach()
+                values[parameter] = parameter.data  # a detached one would share the parameter's version counter
         if dtype == torch.float16:
             model.half()
         else:
@@ -102,24 +102,24 @@ class MasterWeights(WrappedOptimizer):
         self._refuse(closure)
         self._follow_changes()
         self._give_late_masters()
-        factor = 1.0 / self._loss_scale()
-        gradients, pairs = [], []
+        parameters, masters, scaled = [], [], []
         for shown, hidden in zip(self._shown, self._hidden, strict=True):
             for parameter, master in zip(shown, hidden, strict=True):
                 if parameter.grad is None:
                     continue
                 if master is not parameter:
-                    master.grad = parameter.grad.to(torch.float32)
-                    pairs.append((parameter, master))
-                if factor != 1.0:
-                    gradients.append(_dense_gradient(master))
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+                    master.grad = parameter.grad.float()
+                    parameters.append(parameter)
+                    masters.append(master)
+                scaled.append(master)
+        factor = 1.0 / self._loss_scale()
+        if factor != 1.0 and scaled:
+            torch._foreach_mul_([_dense_gradient(each) for each in scaled], factor)
         with self._masters_shown():
             result = self.inner.step()
-        for _, master in pairs:
+        for master in masters:
             master.grad = None
-        self._round([parameter for parameter, _ in pairs])
+        self._round(parameters, masters)
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class MasterWeights(WrappedOptimizer):
                 if value is not None:
                     master.copy_(value)
         if any(isinstance(entry, dict) and MASTER in entry for entry in state_dict["state"].values()):
-            self._round(list(self._masters))
+            self._round(list(self._masters), list(self._masters.values()))
         self._share()
 
     @contextmanager
@@ -191,7 +191,7 @@ class MasterWeights(WrappedOptimizer):
         late = False
         for shown, hidden in zip(self._shown, self._hidden, strict=True):
             for index, parameter in enumerate(shown):
-                if hidden[index] is parameter and parameter.grad is not None and _is_half(parameter):
+                if hidden[index] is parameter and _is_half(parameter) and parameter.grad is not None:
                     hidden[index], late = self._master_of(parameter), True
         if late:
             self._note_versions()
@@ -215,10 +215,9 @@ class MasterWeights(WrappedOptimizer):
         self._versions = versions
 
     @torch.no_grad()
-    def _round(self, parameters: list[torch.Tensor]) -> None:
+    def _round(self, parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
         if parameters:
-            masters = [local(self._masters[parameter]) for parameter in parameters]
-            torch._foreach_copy_([local(parameter) for parameter in parameters], masters)
+            torch._foreach_copy_([local(each) for each in parameters], [local(each) for each in masters])
         self._note_versions()
 
 
