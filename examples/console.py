@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from typing_extensions import Self
 
@@ -26,28 +26,24 @@ def console_of(rank: int) -> Console:
 
 
 class Progress:
-    """Steps done of `num_steps`, the loss, `tokens` a second (given tokens a step), and the time left.
+    """Steps done, the loss, `tokens` a second and the time left: a bar on a terminal, about ten lines elsewhere.
 
-    The loss is read every tenth step only, because reading it waits for the device.
+    The loss is averaged over the last ten steps or so. It is read every tenth step only, because reading it waits for
+    the device; the pace is that of the steps since.
     """
 
     def __init__(self, console: Console, num_steps: int, tokens_per_step: int, tokens: str = "tokens") -> None:
         self.console, self.num_steps, self.tokens_per_step, self.tokens = console, num_steps, tokens_per_step, tokens
-        self.bar = Bar(
-            TextColumn("Training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TaskProgressColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=not console.is_terminal or console.quiet,
-        )
-        self.task = self.bar.add_task("train", total=num_steps, figures="")
-        self.done, self.start_s = 0, time.perf_counter()
+        columns = (TextColumn("Training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self.bar = Bar(*columns, console=console, disable=not console.is_terminal or console.quiet)
+        self.task = self.bar.add_task("", total=num_steps)
+        self.every = max(1, num_steps // 10) if self.bar.disable else 10
+        self.done, self.loss = 0, torch.tensor(0.0)
+        self.shown, self.shown_s = 0, 0.0  # how many steps were done at the last showing, and when that was
 
     def __enter__(self) -> Self:
         self.bar.start()
-        self.start_s = time.perf_counter()
+        self.shown_s = time.perf_counter()
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -56,11 +52,17 @@ class Progress:
     def advance(self, loss: torch.Tensor) -> None:
         """One more step is done, with this loss."""
         self.done += 1
-        every = 10 if self.bar.disable is False else max(1, self.num_steps // 10)
-        if self.done == 1 or self.done % every == 0 or self.done == self.num_steps:
-            rate = self.done * self.tokens_per_step / (time.perf_counter() - self.start_s)
-            figures = f"loss {loss.item():.3f}  {rate:,.0f} {self.tokens}/s"
-            self.bar.update(self.task, figures=figures)
-            if self.bar.disable:
-                self.console.print(f"step {self.done:>5} of {self.num_steps}  {figures}")
+        self.loss = loss.detach() if self.done == 1 else self.loss + (loss.detach() - self.loss) / min(self.done, 10)
+        if self.done % self.every == 0 or self.done == self.num_steps:
+            self._show()
         self.bar.update(self.task, completed=self.done)
+
+    def _show(self) -> None:
+        now_s = time.perf_counter()
+        step_s = (now_s - self.shown_s) / (self.done - self.shown)
+        self.shown, self.shown_s = self.done, now_s
+        rate, left_s = self.tokens_per_step / step_s, (self.num_steps - self.done) * step_s
+        figures = f"loss {self.loss.item():.2f}  {rate:,.0f} {self.tokens}/s  {left_s:.0f} s left"
+        self.bar.update(self.task, description=figures)
+        if self.bar.disable:
+            self.console.print(f"step {self.done:>4} of {self.num_steps}  {figures}")

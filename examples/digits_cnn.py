@@ -100,7 +100,7 @@ def main() -> None:
     )
     if not status:
         raise SystemExit("no strategy fits this machine")
-    console.print(f"Strategy: {strategy}")
+    console.print(f"Strategy: {strategy}", soft_wrap=True)
 
     for epoch in range(args.epochs):
         result.dataloader.set_epoch(epoch)

@@ -111,7 +111,7 @@ def main() -> None:
     trainable, frozen = (
         sum(p.numel() for p in result.model.parameters() if p.requires_grad == wanted) for wanted in (True, False)
     )
-    console.print(f"Strategy: {strategy}\n{trainable:,} parameters are trained, {frozen:,} are frozen.")
+    console.print(f"Strategy: {strategy}\n{trainable:,} parameters are trained, {frozen:,} are frozen.", soft_wrap=True)
 
     before = evaluate(result.model, held_out, world.device)
     with Progress(console, args.steps, args.batch_size * SEQ, "bytes") as progress:
@@ -128,7 +128,7 @@ def main() -> None:
     adapter = {name: whole(p) for name, p in result.model.named_parameters() if p.requires_grad}
     if world.rank == 0:
         result.model.save_pretrained(args.out, state_dict=adapter)
-    console.print(f"The adapter is in {args.out}. To use it: PeftModel.from_pretrained(base, {args.out!r})")
+    console.print(f"Saved {args.out}. To use it: PeftModel.from_pretrained(base, {args.out!r})", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ def loss_func(batch: dict[str, torch.Tensor], output: Any) -> torch.Tensor:
 def schedule(step: int, num_steps: int) -> float:
     """The share of the learning rate: up over the first tenth of the steps, then down along a cosine."""
     warm_up = max(1, num_steps // 10)
-    return min((step + 1) / warm_up, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warm_up) / num_steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / (num_steps - warm_up + 1))
 
 
 def batches(loader: Any, num: int) -> Iterator[Any]:
@@ -127,9 +129,11 @@ def main() -> None:
     )
     if not status:
         raise SystemExit("no strategy fits this machine")
-    console.print(f"Strategy: {strategy}")
+    if args.strategy:
+        console.print(f"No search: {strategy}", soft_wrap=True)
 
-    before = evaluate(result, held_out, world.device)
+    with console.status("Evaluating"):
+        before = evaluate(result, held_out, world.device)
     with Progress(console, args.steps, args.batch_size * args.seq, "bytes") as progress:
         for batch in batches(result.dataloader, args.steps):
             batch = result.prepare_input(batch, world.device)
@@ -139,13 +143,14 @@ def main() -> None:
             result.optim.zero_grad()
             result.lr_scheduler.step()
             progress.advance(loss)
-    after = evaluate(result, held_out, world.device)
+    with console.status("Evaluating, and writing a sample"):
+        after = evaluate(result, held_out, world.device)
+        text = sample(result.model, b"class ", args.seq, args.seq, world.device)
 
     console.print(f"Loss on files it has not seen: {before:.2f} → {after:.2f} ({after / math.log(2):.2f} bits a byte)")
-    text = sample(result.model, b"class ", args.seq, args.seq, world.device)
     console.print(Panel(Syntax(text, "python", background_color="default"), title="a sample of the model"))
     if not args.strategy:
-        console.print(f"The strategy is in {args.out}. To skip the search next time, add: --strategy {args.out}")
+        console.print(f"Saved {args.out}. To skip the search next time, add: --strategy {args.out}", soft_wrap=True)
 
 
 if __name__ == "__main__":
