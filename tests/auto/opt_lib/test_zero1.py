@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.errors import CapabilityError, StrategyError
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
 from tests.contract.job import deviation as contract_deviation
-from tests.pool import Pool, RankFailure
+from tests.pool import Pool
 
 
 @pytest.mark.parametrize("name", ["awkward", "llama", "lora"])
@@ -82,36 +81,3 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in ("fairscale", "deepspeed"):
         with pytest.raises(CapabilityError, match=rf"atorch\[{backend}\]"):
             Zero1(backend=backend).unmet(None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_deepspeed_trains_as_one_process_does(pool: Pool, clip: bool) -> None:
-    pytest.importorskip("deepspeed")
-    assert max(pool.run(deviation, [("zero1", {"use_ds_zero": True})], "llama", clip)) <= 1e-4
-
-
-def arguments(rank: int, size: int) -> dict[str, bool]:
-    return accelerated([("zero1", {"use_ds_zero": True})], "llama").args
-
-
-def test_deepspeed_tells_the_loop_what_it_needs(pool: Pool) -> None:
-    pytest.importorskip("deepspeed")
-    assert pool.run(arguments)[0] == {"use_optim_backward": True, "requires_set_gradient_accumulation_boundary": True}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (["half"], "keeps the fp32 weights itself"),
-        (["amp_native"], "keeps the fp32 weights itself"),
-        ([("amp_native", {"dtype": torch.bfloat16, "skip_if_nonfinite": True})], "must have the optimizer itself"),
-    ],
-)
-def test_deepspeed_refuses_what_it_would_get_wrong(pool: Pool, strategy: list[Any], message: str) -> None:
-    pytest.importorskip("deepspeed")
-    with pytest.raises(RankFailure, match=message):
-        pool.run(arguments_beside, strategy)
-
-
-def arguments_beside(rank: int, size: int, strategy: list[Any]) -> None:
-    accelerated([*strategy, ("zero1", {"use_ds_zero": True})], "llama")

@@ -65,9 +65,3 @@ def test_documented_configurations(config: Any, backend: str) -> None:
 def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         Zero2.of(config)
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_deepspeed_trains_as_one_process_does(pool: Pool, clip: bool) -> None:
-    pytest.importorskip("deepspeed")
-    assert max(pool.run(deviation, [("zero2", {"use_ds_zero": True})], "llama", clip)) <= 1e-4
