@@ -56,12 +56,12 @@ def _texts(vocab: int, length: int) -> list[Any]:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm beside the identity."""
+    """Two convolutions with group norm beside the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        layers = [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
-        self.body = nn.Sequential(*layers, nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width))
+        layers = [nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(8, width), nn.ReLU()]
+        self.body = nn.Sequential(*layers, nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(8, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x + self.body(x))
@@ -139,7 +139,7 @@ def rank_main(name: str, quick: bool, answer: str) -> None:
     began = time.monotonic()
     plan = search(ctx, excluded=EXCLUDED)
     search_s = time.monotonic() - began
-    crew, feed = Crew(ctx.world.size), Feed(ctx)
+    crew, feed = Crew(ctx.world), Feed(ctx)
     space = [plan.strategy, *(each.strategy for each in plan.rejected if each.why not in ("hardware", "memory"))]
     found: dict[Any, float] = {}
     for strategy in space[:4] if quick else space:

@@ -114,7 +114,9 @@ def by_atorch(width: int, kind: str) -> Step:
 def by_accelerate(width: int, kind: str) -> Step:
     """The same with Hugging Face Accelerate."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process may hold one precision only
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if kind == "amp" else "no")
     model = make_model(width)
     prepared, optim = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))

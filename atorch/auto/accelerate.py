@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from atorch.auto.context import AccelerateResult, Context, LossFunc, ParamGroups
 from atorch.auto.job import InputFormat, make_context
-from atorch.auto.opt_lib.completion import complete
+from atorch.auto.opt_lib.completion import complete, idle_axes
 from atorch.auto.provenance import fingerprint, provenance
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
@@ -208,13 +208,19 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
         for name, reason in rejected.items():
             logger.warning("%s is left out of the strategy: %s", name, reason)
             strategy = strategy.without(name)
+        strategy = complete(strategy, ctx.world.size)
+        for axis, size in idle_axes(strategy):
+            logger.warning(
+                "parallel_mode has %s %d, but no method of the strategy splits over it: these processes repeat the "
+                "same work, unless your model uses parallel_group(%r) itself", axis, size, axis,
+            )  # fmt: skip
         known = strategy.metadata.get("model", {}).get("fingerprint")
         if known is not None and known != fingerprint(ctx.root):
             logger.warning("the strategy was chosen for another model; its figures need not hold for this one")
         metadata = {**strategy.metadata, **provenance(ctx.root, ctx.cluster, ctx.world.size)}
         if rejected:
             metadata["rejected"] = rejected
-        return replace(complete(strategy, ctx.world.size), metadata=metadata)
+        return replace(strategy, metadata=metadata)
 
     strategy = together(read)
     agree([repr(each) for each in strategy], "the strategy", StrategyError)

@@ -28,6 +28,10 @@ ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 LossFunc = Callable[[Any, Any], Any]
 
 
+def _unscaled() -> float:
+    return 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """What the user gets, while the last pieces are put together by the `finish` functions."""
@@ -38,15 +42,21 @@ class Built:
     loss_func: LossFunc | None
     prepare_input: Callable[[Any, Any], Any]
     args: Mapping[str, bool]
-    loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by until the optimizer steps
+    loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
 
 
 @dataclass(frozen=True)
 class Binding:
     """What `clip_grad_norm` must know about an accelerated model; kept on the model as `_atorch`."""
 
-    mesh: Mesh | None
-    loss_scale: Callable[[], float]
+    mesh: Mesh | None = None
+    loss_scale: Callable[[], float] = _unscaled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        return self  # a copy of the model lives on the same processes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Binding, ()  # process groups and optimizers do not travel
 
 
 class _Fields(NamedTuple):
@@ -124,7 +134,8 @@ class Context:
         )
         for finish in self.finish:
             built = finish(built)
-        object.__setattr__(built.model, "_atorch", Binding(self.mesh, built.loss_scale))
+        for marked in (self.root, built.model):
+            object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale))
         scheduler = None
         if self.make_scheduler is not None and built.optim is not None:
             scheduler = self.make_scheduler(built.optim)

@@ -26,6 +26,7 @@ def show(file: StrategyFile) -> None:
     from rich.table import Table
 
     from atorch.auto.strategy import Strategy
+    from atorch.report.text import plan_report
 
     strategy = Strategy.of(file)
     methods = Table("phase", "method", "knobs", title=escape(str(file)), title_justify="left")
@@ -34,8 +35,11 @@ def show(file: StrategyFile) -> None:
         methods.add_row(method.phase.name.lower(), method.name, escape(knobs))
     console = Console()
     console.print(methods)
-    if strategy.metadata:
+    facts = {key: value for key, value in strategy.metadata.items() if key != "report"}
+    if facts:
         metadata = Table(title="chosen by", title_justify="left", show_header=False)
-        for key, value in strategy.metadata.items():
+        for key, value in facts.items():
             metadata.add_row(escape(key), escape(str(value)))
         console.print(metadata)
+    if strategy.report:
+        console.print(plan_report(strategy.report))

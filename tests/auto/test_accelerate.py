@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,3 +209,23 @@ def differently_initialised(rank: int, size: int) -> float:
 def test_the_model_of_rank_0_stands_on_every_rank(pool: Pool) -> None:
     first, second = pool.run(differently_initialised, ranks=2)
     assert first == second
+
+
+def accelerate_again(rank: int, size: int) -> None:
+    model = Net()
+    auto_accelerate(model, **job(load_strategy=["ddp"]))
+    auto_accelerate(model, **job(load_strategy=["ddp"]))
+
+
+def test_nor_is_one_that_was_wrapped(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="accelerated before"):
+        pool.run(accelerate_again, ranks=2)
+
+
+def test_an_accelerated_model_can_be_copied_and_pickled() -> None:
+    model = Net()
+    auto_accelerate(model, **job(load_strategy=[("amp_native", "fp16")]))
+    batch = next(iter(torch.utils.data.DataLoader(PAIRS, batch_size=4)))  # type: ignore[arg-type]
+    expected = model(*batch)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        torch.testing.assert_close(other(*batch), expected)

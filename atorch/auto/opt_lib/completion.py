@@ -5,6 +5,7 @@ from __future__ import annotations
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.strategy import Strategy
+from atorch.distributed.mesh import BATCH_AXES
 
 SLOT = "data_parallel"
 
@@ -28,3 +29,10 @@ def complete(strategy: Strategy, world_size: int) -> Strategy:
     if replicated and not any(each.slot == SLOT for each in strategy):
         strategy = strategy.with_method(Ddp())
     return strategy
+
+
+def idle_axes(strategy: Strategy) -> list[tuple[str, int]]:
+    """The axes larger than 1 over which nothing in the strategy splits, with their sizes."""
+    mode = strategy.get(ParallelMode)
+    used = {axis for each in strategy for axis in each.splits} | set(BATCH_AXES)
+    return [(axis, size) for axis, size in (mode.slices if mode else ()) if size > 1 and axis not in used]

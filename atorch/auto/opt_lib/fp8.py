@@ -79,9 +79,10 @@ class Fp8(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Where the hardware multiplies in fp8: all Linear layers but the head, which does not stand it."""
+        """Where the hardware multiplies in fp8: the Linear layers of the repeated blocks; the head stands it badly."""
         if "Linear" in profile.module_classes:
-            yield cls(exclude=("lm_head", "head"))
+            lists = sorted({block.name.rpartition(".")[0] for block in profile.blocks} - {""})
+            yield cls(include=tuple(lists) or None)
 
     def apply(self, ctx: Context) -> Context:
         """Convert the Linear layers of every part in place."""

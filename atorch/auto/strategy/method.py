@@ -45,6 +45,8 @@ class Method(BaseModel):
     name: ClassVar[str] = ""
     phase: ClassVar[Phase]
     slot: ClassVar[str]
+    splits: ClassVar[tuple[str, ...]] = ()
+    """Axes of the mesh that the method splits the model over."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atorch.auto.opt_lib.completion import complete
+from atorch.auto.opt_lib.completion import complete, idle_axes
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.strategy import Strategy
 from atorch.distributed import parallel_group_size, parallel_rank
@@ -100,3 +100,9 @@ def places(rank: int, size: int, order: list[int] | None) -> tuple[int, int, int
 def test_the_groups_of_the_current_mesh(pool: Pool) -> None:
     assert pool.run(places, None, ranks=4) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
     assert pool.run(places, [0, 2, 1, 3], ranks=4) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+
+
+def test_axes_that_nothing_splits_over_are_named() -> None:
+    strategy = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)]), "ddp"])
+    assert idle_axes(strategy) == [("tensor", 2)]
+    assert idle_axes(Strategy.of([("parallel_mode", [("zero", 2)]), "fsdp"])) == []
