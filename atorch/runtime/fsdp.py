@@ -74,6 +74,9 @@ def shard(
     }
     mp_policy = mp_policy or MixedPrecisionPolicy()
     policies = [(group, mp_policy) for group in groups] + [(Group((module,)), root_mp_policy or mp_policy)]
+    if mp_policy.param_dtype is not None:
+        whole_precision = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype)
+        policies = [(group, whole_precision) for group in _batch_norms(module, groups)] + policies
     for group, policy in policies:
         if sync_module_states:
             _equalize(_unsharded(group.modules), mesh, device)
@@ -96,6 +99,14 @@ def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _batch_norms(module: nn.Module, groups: Sequence[Group]) -> list[Group]:
+    """Groups of their own for normalizations with running statistics, whose kernels take no 16-bit weights beside."""
+    taken = {id(each) for group in groups for each in group.modules}
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = [each for each in module.modules() if isinstance(each, kind) and each.affine]
+    return [Group((each,)) for each in norms if id(each) not in taken and each is not module]
 
 
 def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

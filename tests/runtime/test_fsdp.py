@@ -244,3 +244,22 @@ def test_what_trains_goes_to_the_root_and_what_is_frozen_stays() -> None:
         ["blocks.1.norm", "blocks.1.up", "blocks.1.down"],
         ["blocks.2"],
     ]
+
+
+def normalized_in_bf16(rank: int, size: int, autocast: bool) -> tuple[torch.dtype, torch.dtype, bool]:
+    block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
+    model = nn.Sequential(block, nn.Flatten(), nn.Linear(8, 1))
+    shard(model, flat(size), [Group((block,))], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(torch.randn(4, 2, 2, 2)).sum().backward()
+    has_gradients = all(parameter.grad is not None for parameter in model.parameters())
+    block.unshard()  # type: ignore[operator]
+    block[1].unshard()  # type: ignore[operator]
+    conv, norm = block[0].weight, block[1].weight
+    return norm.dtype, conv.dtype, has_gradients  # type: ignore[union-attr, return-value]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_batch_norms_stay_in_fp32(pool: Pool, autocast: bool) -> None:
+    expected = (torch.float32, torch.bfloat16, True)
+    assert pool.run(normalized_in_bf16, autocast, ranks=2) == [expected, expected]
