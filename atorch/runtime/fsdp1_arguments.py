@@ -196,8 +196,8 @@ ROWS: Mapping[str, Row] = {
         Row(
             "sync_module_states",
             "applied",
-            "Parameters and buffers of rank 0 are broadcast before they are sharded. On unless switched off, so that "
-            "processes seeded differently do not train a mixture.",
+            "True broadcasts rank 0's parameters and buffers before they are sharded. Off, processes that were seeded "
+            "apart still train one model: auto_accelerate compares, and gives all rank 0's where they differ.",
             _passed_on("sync_module_states"),
         ),
         Row(

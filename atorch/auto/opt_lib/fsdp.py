@@ -58,8 +58,8 @@ class Fsdp(Method):
     """Keep shards, gradients and optimizer states in host memory."""
     forward_prefetch: bool = False
     """Issue each group's all-gather before the forward pass of the group before it."""
-    sync_module_states: bool = True
-    """Start from rank 0's parameters and buffers."""
+    sync_module_states: bool = False
+    """Broadcast rank 0's parameters and buffers group by group; auto_accelerate has compared them all before that."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:

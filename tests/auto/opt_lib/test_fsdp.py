@@ -26,7 +26,7 @@ from atorch.errors import StrategyError
 from atorch.runtime.fsdp1_arguments import ROWS
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
 from tests.pool import Pool, RankFailure
-from tests.runtime.sharing import Block
+from tests.runtime.sharing import Block, make
 
 RECOMMENDED = {
     "forward_prefetch": True,
@@ -162,8 +162,8 @@ def test_the_table_has_every_argument_of_fsdp1() -> None:
         ({"device_id": 3, "limit_all_gathers": True, "use_orig_params": False}, {}),
         ({"param_init_fn": None, "process_group": None, "device_mesh": None}, {}),
         (
-            {"sync_module_states": False, "forward_prefetch": True},
-            {"sync_module_states": False, "forward_prefetch": True},
+            {"sync_module_states": True, "forward_prefetch": True},
+            {"sync_module_states": True, "forward_prefetch": True},
         ),
         ({"fsdp_wrap_params_outmost": True}, {"wrap_trainable_outmost": True}),
         ({"atorch_wrap_cls": None}, {}),
@@ -237,3 +237,28 @@ def buffers(rank: int, size: int) -> str:
 
 def test_buffers_are_cast_where_asked(pool: Pool) -> None:
     assert pool.run(buffers)[0] == BF16
+
+
+def seeded_apart(rank: int, size: int, config: Any) -> float:
+    model = accelerated([("fsdp", config)], "awkward", seed=rank).model
+    return float((model.mixer.weight.full_tensor() - make("awkward").mixer.weight).abs().max())
+
+
+@pytest.mark.parametrize("config", [None, {"sync_module_states": True}])
+def test_processes_seeded_apart_start_from_rank_zero(pool: Pool, config: Any) -> None:
+    assert pool.run(seeded_apart, config) == [0.0, 0.0]
+
+
+def trainable_in_root(rank: int, size: int) -> list[bool]:
+    seen = []
+    for outmost in (False, True):
+        model = accelerated([("fsdp", {"wrap_trainable_outmost": outmost})], "lora").model
+        groups = {id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)}
+        root = model._get_fsdp_state()._fsdp_param_group
+        trainable = {p for p in model.parameters() if p.requires_grad}
+        seen.append({fsdp_param.sharded_param for fsdp_param in root.fsdp_params} >= trainable and len(groups) > 2)
+    return seen
+
+
+def test_what_trains_may_be_gathered_as_one(pool: Pool) -> None:
+    assert pool.run(trainable_in_root)[0] == [False, True]
