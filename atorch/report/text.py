@@ -51,7 +51,10 @@ def show_plan(plan: PlanData, max_rows: int | None = MAX_ROWS, console: Console 
     """Write the plan to the console, by default standard error."""
     from rich.console import Console
 
-    (console or Console(stderr=True, highlight=False)).print(plan_report(plan, max_rows))
+    if console is None:
+        console = Console(stderr=True, highlight=False)
+        console = console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
+    console.print(plan_report(plan, max_rows))
 
 
 def _facts(plan: PlanData) -> str:
@@ -75,7 +78,7 @@ def _table(plan: PlanData, common: Sequence[str], max_rows: int | None) -> Rende
 
     table = Table(title="Why not", title_justify="left")
     table.add_column("composition", overflow="fold")
-    table.add_column("estimated", justify="right", no_wrap=True)
+    table.add_column("expected", justify="right", no_wrap=True)
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
     for each in _sorted(plan)[:max_rows]:
@@ -97,31 +100,19 @@ def _sorted(plan: PlanData) -> list[Mapping[str, Any]]:
 def _left_out(plan: PlanData, max_rows: int | None) -> str:
     rest = [] if max_rows is None else _sorted(plan)[max_rows:]
     counts = Counter(each["why"] for each in rest)
-    return f"and {len(rest)} more: {', '.join(f'{n} {why}' for why, n in counts.items())}" if rest else ""
+    if len(counts) < 2:
+        return f"and {len(rest)} more, {rest[0]['why']}" if rest else ""
+    return f"and {len(rest)} more: {', '.join(f'{n} {why}' for why, n in counts.items())}"
 
 
 def _common(plan: PlanData) -> list[str]:
     """What all compositions have, which need not be said in every row."""
     compositions = [plan["strategy"], *(each["strategy"] for each in plan["rejected"] if each["why"] != "hardware")]
-    shown = [[_method(*pair) for pair in each["methods"]] for each in compositions]
-    return [method for method in shown[0] if len(shown) > 1 and all(method in each for each in shown)]
+    return [each for each in plan["strategy"] if len(compositions) > 1 and all(each in other for other in compositions)]
 
 
-def _shown(strategy: Mapping[str, Any], common: Sequence[str]) -> str:
-    methods = [_method(name, knobs) for name, knobs in strategy["methods"]]
-    return " + ".join(method for method in methods if method not in common)
-
-
-def _method(name: str, knobs: Mapping[str, Any]) -> str:
-    """`amp_native(bf16)`, `micro_batch(count=2)`, `parallel_mode(data 2)`."""
-    if name == "parallel_mode" and set(knobs) == {"slices"}:
-        return f"{name}({', '.join(f'{axis} {size}' for axis, size in knobs['slices'])})"
-    said = [str(value) if isinstance(value, str) else f"{knob}={_value(value)}" for knob, value in knobs.items()]
-    return f"{name}({', '.join(said)})" if said else name
-
-
-def _value(value: Any) -> str:
-    return "/".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+def _shown(strategy: Sequence[str], common: Sequence[str]) -> str:
+    return " + ".join(each for each in strategy if each not in common)
 
 
 def _step(figures: Mapping[str, Any] | None) -> str:

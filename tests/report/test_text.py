@@ -9,25 +9,21 @@ from atorch.report.progress import line, search_progress
 from atorch.report.text import plan_text, show_plan
 
 
-def strategy(*methods):
-    return {"methods": [list(each) for each in methods], "shown": ""}
-
-
 def rejected(why, reason, *methods, step_s=None):
     measured = None if step_s is None else {"step_s": step_s, "peak_bytes": 1.0, "memory_kind": "allocated"}
     estimate = {"step_s": 0.02, "peak_bytes": 2**20}
-    return {"strategy": strategy(*methods), "why": why, "reason": reason, "estimate": estimate, "measured": measured}
+    return {"strategy": list(methods), "why": why, "reason": reason, "estimate": estimate, "measured": measured}
 
 
-MESH = ("parallel_mode", {"slices": [["data", 2]]})
+MESH = "parallel_mode(data 2)"
 PLAN = {
-    "strategy": strategy(MESH, ("amp_native", {"dtype": "bf16"}), ("ddp", {})),
+    "strategy": [MESH, "amp_native(bf16)", "ddp"],
     "estimate": {"step_s": 0.0123, "peak_bytes": 3 * 2**20},
     "measured": {"step_s": 0.0156, "peak_bytes": 2 * 2**20, "memory_kind": "allocated"},
     "rejected": [
-        rejected("not run", "expected to be 9% slower", MESH, ("fsdp", {})),
-        rejected("slower", "20% slower", MESH, ("ddp", {}), step_s=0.0187),
-        rejected("memory", "needs 9 GiB", MESH, ("micro_batch", {"count": 2})),
+        rejected("not run", "expected to be 9% slower", MESH, "fsdp"),
+        rejected("slower", "20% slower", MESH, "ddp", step_s=0.0187),
+        rejected("memory", "needs 9 GiB", MESH, "micro_batch(count=2)"),
     ],
     "num_compositions": 4,
     "num_dry_runs": 2,

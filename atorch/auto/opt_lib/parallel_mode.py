@@ -59,6 +59,13 @@ class ParallelMode(Method):
                 raise ValueError(f"axis {name!r} has size {size}; a size is at least 1")
         return slices
 
+    def __str__(self) -> str:
+        """`parallel_mode(tensor 2, data 4)`."""
+        if self == type(self)():
+            return self.name
+        order = "" if self.rank_order is None else f" in the order {list(self.rank_order)}"
+        return f"{self.name}({', '.join(f'{name} {size}' for name, size in self.slices)}{order})"
+
     def size(self, *names: str) -> int:
         """The product of the axes' sizes; 1 for those that are not named."""
         return math.prod(size for name, size in self.slices if name in names)

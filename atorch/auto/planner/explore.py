@@ -122,18 +122,31 @@ class Explorer:
         if measured is not None:
             # Figures of one time are compared: a machine's speed drifts.
             both = self._finals if {index, chosen} <= self._finals.keys() else self._explored
-            slower = both[index] / both[chosen] - 1
-            reason = f"{slower:.0%} slower" if slower > TIE else "not faster, and no simpler"
+            ratio = both[index] / both[chosen]
+            reason = _slower(ratio) if ratio > 1 + TIE else "not faster, and no simpler"
             return _rejected(candidate, "slower", reason, measured)
         mean, _ = self._guide.predictions()
-        slower = math.exp(float(mean[index] - mean[chosen])) - 1
-        expected = f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster, but not surely enough"
-        return _rejected(candidate, "not run", f"expected to be {expected}")
+        ratio = math.exp(float(mean[index] - mean[chosen]))
+        # The estimate as corrected by what was measured, so that it can be compared with the chosen one's time.
+        expected_s = ratio * self.measured[chosen].step_s
+        corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=expected_s))
+        expected = _slower(ratio) if ratio > 1 else f"{1 - ratio:.0%} faster, but {self._why_not_run(index)}"
+        return _rejected(corrected, "not run", f"expected to be {expected}")
+
+    def _why_not_run(self, index: int) -> str:
+        if not self._has_time(index):
+            return "there was no time left to run it"
+        return "enough others were run" if self.num_runs >= self.budget else "not surely enough to be run"
 
     def _next(self) -> int | None:
         """What promises most among what can still be run; decided on rank 0."""
         gains = self._guide.gains()
-        for index in sorted(range(len(gains)), key=lambda i: -gains[i]):
+
+        def place(index: int) -> tuple[bool, float]:
+            # Something to hold the others against comes first, and soon: nothing that must be compiled.
+            return not self.measured and _compiles(self._candidates[index].strategy), -gains[index]
+
+        for index in sorted(range(len(gains)), key=place):
             if gains[index] < MIN_GAIN and self.measured:
                 return None
             if index not in self.measured and index not in self.failures and self._has_time(index):
@@ -231,7 +244,7 @@ class Explorer:
         step_s = outcome.step_s if isinstance(outcome, Measurement) else None
         if self._progress is not None:
             total = max(self.budget, self.num_runs)
-            left = min(self._run_s * (total - self.num_runs), self._left())
+            left = max(0.0, min(self._run_s * (total - self.num_runs), self._left()))
             self._progress(Progress(self.num_runs, total, str(strategy), step_s, self._best_s(), left))
 
 
@@ -278,6 +291,10 @@ def _enough(step_s: float) -> int:
 def _rounds(step_s: float) -> int:
     """Turns of the final comparison: a second's worth, 7 to 40."""
     return min(40, max(7, int(1.0 / max(step_s, 1e-6))))
+
+
+def _slower(ratio: float) -> str:
+    return f"{ratio - 1:.0%} slower" if ratio < 2 else f"{ratio:.1f}× as slow"
 
 
 def _compiles(strategy: Strategy) -> bool:

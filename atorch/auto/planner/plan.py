@@ -82,6 +82,5 @@ def _data(value: Estimate | Measurement | None) -> dict[str, Any] | None:
     return None if value is None else asdict(value)
 
 
-def _strategy_data(strategy: Strategy) -> dict[str, Any]:
-    methods = [[each.name, each.model_dump(mode="json", exclude_defaults=True)] for each in strategy]
-    return {"methods": methods, "shown": str(strategy)}
+def _strategy_data(strategy: Strategy) -> list[str]:
+    return [str(each) for each in strategy]

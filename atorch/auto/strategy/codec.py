@@ -30,6 +30,7 @@ from atorch.auto.strategy.strict_json import MAX_BYTES, Json, check, parse, step
 from atorch.errors import StrategyError, near_miss, shown
 
 VERSION = 1
+LINE = 120  # characters
 _FIELDS = ("atorch_strategy", "methods", "metadata")
 _PICKLE_OPENINGS = b"()]}cNSUVX"  # of protocols 0 and 1, which have no mark of their own; JSON never ends in a point
 
@@ -62,11 +63,22 @@ def to_json(strategy: Strategy) -> str:
         for index, each in enumerate(strategy)
     ]
     listed = "[\n    " + ",\n    ".join(methods) + "\n  ]" if methods else "[]"
-    metadata = json.dumps(check(strategy.metadata, "$.metadata"), ensure_ascii=False, indent=2, sort_keys=True)
-    metadata = metadata.replace("\n", "\n  ")
+    metadata = _pretty(check(strategy.metadata, "$.metadata"), indent=2)
     text = f'{{\n  "atorch_strategy": {VERSION},\n  "methods": {listed},\n  "metadata": {metadata}\n}}\n'
     parse(text.encode())  # what is written can be read: the limits on the whole hold too
     return text
+
+
+def _pretty(value: Json, indent: int) -> str:
+    """JSON with sorted keys, in which what fits on a line stands on one."""
+    flat = json.dumps(value, ensure_ascii=False, sort_keys=True)
+    if len(flat) + indent <= LINE or not value or not isinstance(value, (dict, list)):
+        return flat
+    space = "\n" + " " * (indent + 2)
+    if isinstance(value, list):
+        return f"[{space}{f',{space}'.join(_pretty(each, indent + 2) for each in value)}{space[:-2]}]"
+    items = (f"{json.dumps(key, ensure_ascii=False)}: {_pretty(value[key], indent + 2)}" for key in sorted(value))
+    return f"{{{space}{f',{space}'.join(items)}{space[:-2]}}}"
 
 
 def save(strategy: Strategy, path: str | os.PathLike[str]) -> None:

@@ -95,6 +95,12 @@ class Method(BaseModel):
             told.append(f"{place} was given {shown(fault['input'])}: {fault['msg'].removeprefix('Value error, ')}")
         return StrategyError("; ".join(told), faults[0]["loc"])
 
+    def __str__(self) -> str:
+        """The name with the knobs that are not at their defaults: `amp_native(bf16)`, `micro_batch(count=2)`."""
+        knobs = self.model_dump(mode="json", exclude_defaults=True)
+        said = [value if isinstance(value, str) else f"{knob}={_short(value)}" for knob, value in knobs.items()]
+        return f"{self.name}({', '.join(said)})" if said else self.name
+
     def unmet(self, cluster: ClusterSpec) -> str | None:
         """Why the hardware cannot run this method, or None where it can.
 
@@ -115,6 +121,10 @@ class Method(BaseModel):
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
         """The settings that the search may try for this model and machine; none unless a method says so."""
         return ()
+
+
+def _short(value: Any) -> str:
+    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 METHODS: Registry[type[Method]] = Registry("method")

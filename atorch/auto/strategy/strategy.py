@@ -142,10 +142,4 @@ class Strategy(Sequence[Method]):
         return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
 
     def __str__(self) -> str:
-        return " + ".join(_shown(each) for each in self.methods) or "plain"
-
-
-def _shown(each: Method) -> str:
-    changed = each.model_dump(exclude_defaults=True)
-    knobs = ", ".join(f"{knob}={value!r}" for knob, value in changed.items())
-    return f"{each.name}({knobs})" if knobs else each.name
+        return " + ".join(map(str, self.methods)) or "plain"

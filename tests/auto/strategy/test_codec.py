@@ -32,14 +32,7 @@ VERSION_1 = """\
     {"name": "toy_mesh", "config": {"slices": [["data", 4], ["tensor", 2]]}},
     {"name": "toy_amp", "config": {"dtype": "bf16"}}
   ],
-  "metadata": {
-    "b": {
-      "a": [
-        1.5
-      ]
-    },
-    "world_size": 8
-  }
+  "metadata": {"b": {"a": [1.5]}, "world_size": 8}
 }
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 from atorch.auto.strategy import Method, Strategy
 from atorch.errors import StrategyError
-from tests.auto.strategy.toys import ToyAmp, ToyCompile, ToyHalf, ToyMesh, ToyShard
+from tests.auto.strategy.toys import ToyAmp, ToyCompile, ToyContext, ToyHalf, ToyMesh, ToyShard
 
 pytestmark = pytest.mark.usefixtures("toys")
 
@@ -141,9 +141,11 @@ def test_report_is_kept_in_the_metadata() -> None:
 
 def test_cost_and_apply_fold_in_order() -> None:
     both = Strategy((ToyShard(), ToyCompile()))
-    assert both.cost([]) == both.apply([]) == ["toy_compile", "toy_shard"]  # type: ignore[arg-type]
+    assert both.cost([]) == ["toy_compile", "toy_shard"]  # type: ignore[arg-type, comparison-overlap]
+    ctx = both.apply(ToyContext())  # type: ignore[arg-type]
+    assert ctx == ToyContext(("toy_compile", "toy_shard"), both)
 
 
 def test_shown_with_the_knobs_that_differ_from_the_defaults() -> None:
-    assert str(BOTH) == "toy_mesh + toy_amp(dtype='bf16')"
+    assert str(BOTH) == "toy_mesh + toy_amp(bf16)"
     assert str(Strategy()) == "plain"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ class ToyShard(Method):
         return [*cost, "toy_shard"]
 
     def apply(self, ctx: Any) -> Any:
-        return [*ctx, "toy_shard"]
+        return dataclasses.replace(ctx, applied=(*ctx.applied, "toy_shard"))
 
 
 class ToyCompile(Method):
@@ -64,7 +65,15 @@ class ToyCompile(Method):
         return [*cost, "toy_compile"]
 
     def apply(self, ctx: Any) -> Any:
-        return [*ctx, "toy_compile"]
+        return dataclasses.replace(ctx, applied=(*ctx.applied, "toy_compile"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyContext:
+    """What has been applied, and the strategy that is being applied."""
+
+    applied: tuple[str, ...] = ()
+    strategy: Any = None
 
 
 class ToyRecipe(Recipe):
