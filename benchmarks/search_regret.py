@@ -186,7 +186,7 @@ def measure(quick: bool = False) -> list[Row]:
     rows, regrets = [], []
     for name in MODELS[:1] if quick else MODELS:
         with tempfile.NamedTemporaryFile() as answer:
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
             command += [__file__, "--rank-of", name, "--answer", answer.name, *(["--quick"] if quick else [])]
             subprocess.run(command, check=True, capture_output=True, timeout=3600)
             report = json.loads(Path(answer.name).read_text())

@@ -40,7 +40,13 @@ class Phase(IntEnum):
 class Method(BaseModel):
     """Base of all methods. Subclasses declare knobs as fields and register with `@method`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        defer_build=True,  # validators are made when first needed: importing stays quick
+    )
 
     name: ClassVar[str] = ""
     phase: ClassVar[Phase]
