@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Generic, TypeVar
 
 from atorch.errors import StrategyError, near_miss, shown
@@ -11,11 +12,23 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A closed table of named things; iteration is sorted by name."""
+    """A closed table of named things; iteration is sorted by name.
 
-    def __init__(self, kind: str) -> None:
+    `home` is the package whose import registers what comes along. It is imported when the table is first used, so that
+    importing whatever mentions the table stays quick.
+    """
+
+    def __init__(self, kind: str, home: str | None = None) -> None:
         self.kind = kind
-        self._items: dict[str, T] = {}
+        self._home = home
+        self._own: dict[str, T] = {}
+
+    @property
+    def _items(self) -> dict[str, T]:
+        if self._home is not None:
+            home, self._home = self._home, None
+            import_module(home)
+        return self._own
 
     def add(self, name: str, item: T) -> None:
         """Take `name` for `item`; raises ValueError where the name is taken."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +52,18 @@ def test_what_is_no_name_is_in_no_registry(fruits: Registry[int], name: Any) -> 
     assert name not in fruits
     with pytest.raises(StrategyError, match="there is no fruit named"):
         fruits[name]
+
+
+def test_what_comes_along_is_imported_when_the_table_is_first_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "orchard.py").write_text("from tests import test_registry as t\nt.LATE.add('quince', 3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "orchard" not in sys.modules
+    with pytest.raises(ValueError, match="'quince' is registered already"):
+        LATE.add("quince", 4)
+    assert "orchard" in sys.modules
+    assert list(LATE) == ["quince"]
+
+
+LATE: Registry[int] = Registry("fruit", home="orchard")

@@ -133,7 +133,7 @@ def _short(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-METHODS: Registry[type[Method]] = Registry("method")
+METHODS: Registry[type[Method]] = Registry("method", home="atorch.auto.opt_lib")
 
 M = TypeVar("M", bound=type[Method])
 
