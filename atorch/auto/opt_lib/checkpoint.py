@@ -55,8 +55,8 @@ class Checkpoint(Method):
 
         Of a matmul's work a third is forward (of attention's, two sevenths).
         """
-        num = cost.num_blocks if self.max_checkpoint_module_num is None else self.max_checkpoint_module_num
-        share = num / cost.num_blocks
+        most = self.max_checkpoint_module_num
+        share = 1.0 if most is None else min(1.0, most / cost.num_blocks)
         kept = 0.0 if self.offload_to_cpu else cost.boundary_bytes
         again = share * cost.block_flop_fraction
         return replace(

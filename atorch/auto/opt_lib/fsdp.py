@@ -99,9 +99,10 @@ class Fsdp(Method):
         is_hybrid = cost.size("data") > 1 and cost.size("zero") > 1
         axis = ("zero",) if is_hybrid else BATCH_AXES
         shards = cost.size(*axis)
-        gathered = cost.num_params * (cost.param_bytes / cost.num_params if cost.dtype == "float32" else 2.0)
+        gathered = cost.param_bytes if cost.dtype == "float32" else 2.0 * cost.num_params
         block = gathered * cost.block_bytes / cost.param_bytes
-        outside = gathered - cost.num_blocks * block
+        inside = min(cost.num_blocks * block, gathered)  # `block` is the largest of blocks that may differ
+        outside = gathered - inside
         keeps = self.reshard_after_forward is False or self.sharding_strategy in KEEPING
         reduced, calls = 4.0 * cost.num_trainable, cost.num_blocks + 2
         cost = replace(
@@ -113,7 +114,7 @@ class Fsdp(Method):
             optim_traffic_bytes=cost.optim_traffic_bytes / shards,
             transient_bytes=cost.transient_bytes + (gathered if keeps else outside + 2 * block) + 2 * block,
         )
-        again = 0.0 if keeps else gathered - outside
+        again = 0.0 if keeps else inside
         gathering = Comm("all_gather", axis, gathered + again, count=calls if keeps else 2 * calls, overlap=0.8)
         reducing = Comm("reduce_scatter", axis, reduced, count=calls, overlap=0.8)
         if not is_hybrid:

@@ -7,6 +7,7 @@ parameters for each micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -44,11 +45,13 @@ class MicroBatch(Method):
         return self
 
     def cost(self, cost: Cost) -> Cost:
-        """Activations of one micro-batch; launches, casts of weights, and fsdp's gathers for each of them."""
+        """Activations of the largest micro-batch; launches, casts of weights, and fsdp's gathers for each of them."""
+        rows = cost.batch_size  # of the largest micro-batch
         if self.count is not None:
-            count = float(self.count)
-        else:
-            count = 1.0 if self.size == "auto" else cost.batch_size / self.size
+            rows = math.ceil(rows / self.count)
+        elif self.size != "auto":
+            rows = min(rows, self.size)
+        share, count = rows / cost.batch_size, float(math.ceil(cost.batch_size / rows))
         gathers = tuple(
             replace(each, num_bytes=count * each.num_bytes, count=count * each.count)
             if each.kind == "all_gather"
@@ -58,10 +61,10 @@ class MicroBatch(Method):
         return replace(
             cost,
             num_micro_batches=count,
-            activation_bytes=cost.activation_bytes / count,
-            block_activation_bytes=cost.block_activation_bytes / count,
-            boundary_bytes=cost.boundary_bytes / count,
-            working_bytes=cost.working_bytes / count,
+            activation_bytes=cost.activation_bytes * share,
+            block_activation_bytes=cost.block_activation_bytes * share,
+            boundary_bytes=cost.boundary_bytes * share,
+            working_bytes=cost.working_bytes * share,
             num_ops=cost.num_ops * count,
             traffic_bytes=cost.traffic_bytes + (count - 1) * 3 * cost.grad_bytes,
             comm=gathers,

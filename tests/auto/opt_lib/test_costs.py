@@ -57,6 +57,13 @@ def test_fsdp_shares_everything_and_gathers_blocks():
     assert (reducing.kind, reducing.num_bytes, reducing.count) == ("reduce_scatter", 4000, 10)
 
 
+def test_fsdp_never_gathers_more_than_there_is():
+    # The largest of unequal blocks, times their number, is more than the model.
+    found = Strategy.of([MESH, "fsdp"]).cost(replace(PLAIN, block_bytes=1000.0))
+    assert found.transient_bytes == 0 + 2 * 1000 + 2 * 1000
+    assert found.comm[0].num_bytes == 2 * 4000
+
+
 def test_zero2_gathers_once_and_keeps():
     found = cost(MESH, "zero2")
     assert found.transient_bytes == 4000 + 2 * 400
@@ -103,6 +110,7 @@ def test_checkpointing_some_blocks():
     found = cost(("checkpoint", {"max_checkpoint_module_num": 2}))
     assert found.activation_bytes == 900 - (800 - 80) / 4
     assert cost(("checkpoint", {"offload_to_cpu": True})).activation_bytes == 100
+    assert cost(("checkpoint", {"max_checkpoint_module_num": 99})) == cost("checkpoint")  # there are eight
 
 
 def test_micro_batches_divide_activations_and_gather_again():
@@ -113,6 +121,15 @@ def test_micro_batches_divide_activations_and_gather_again():
     assert found.comm[0].num_bytes == 2 * whole.comm[0].num_bytes
     assert found.comm[1] == whole.comm[1]
     assert cost(MESH, "ddp", ("micro_batch", {"size": 2})).num_micro_batches == 2  # of four samples a device
+
+
+@pytest.mark.parametrize(
+    ("knobs", "count", "rows"), [({"size": 3}, 2, 3), ({"count": 3}, 2, 2), ({"size": 64}, 1, 4), ({"count": 64}, 4, 1)]
+)
+def test_micro_batches_have_at_least_a_row_and_at_most_the_batch(knobs, count, rows):
+    found = cost(MESH, "ddp", ("micro_batch", knobs))  # four samples a device
+    assert found.num_micro_batches == count
+    assert found.activation_bytes == 225 * rows / 4
 
 
 def test_compile_fuses_inside_the_blocks():
