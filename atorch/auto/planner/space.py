@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from atorch.auto.opt_lib.completion import SLOT as DATA_PARALLEL
 from atorch.auto.strategy import METHODS, Method, Strategy
 from atorch.cluster import ClusterSpec
@@ -132,10 +134,18 @@ def _composed(slots: Iterable[Sequence[Method | None]]) -> Iterable[Strategy]:
 
 def _variants(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> list[Method | None]:
     """The given method, and its kind's choices with the knobs that were given."""
-    set_knobs = {knob: getattr(given, knob) for knob in given.model_fields_set}
     variants: list[Method | None] = [given]
     for choice in type(given).choices(profile, cluster):
-        variant = choice.model_copy(update=set_knobs)
-        if variant not in variants and _why_not(variant, cluster) is None:
+        variant = _with_knobs_of(given, choice)
+        if variant is not None and variant not in variants and _why_not(variant, cluster) is None:
             variants.append(variant)
     return variants
+
+
+def _with_knobs_of(given: Method, choice: Method) -> Method | None:
+    """The choice under the knobs that were set; None where it contradicts them, as a count does a set size."""
+    knobs = {knob: getattr(each, knob) for each in (choice, given) for knob in each.model_fields_set}
+    try:
+        return type(given)(**knobs)
+    except ValidationError:
+        return None

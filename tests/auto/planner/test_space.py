@@ -1,10 +1,13 @@
 """What may be tried, and that folding over the tree scores it as each strategy alone would be."""
 
+from dataclasses import replace
+
 import pytest
 
 from atorch.auto.opt_lib.amp_native import AmpNative
 from atorch.auto.opt_lib.checkpoint import Checkpoint
 from atorch.auto.opt_lib.ddp import Ddp
+from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.estimate import estimate_of, fold, score, split_by_memory
@@ -83,6 +86,14 @@ def test_fixed_keeps_methods_and_the_knobs_that_were_set(start):
     assert names(space) == {("parallel_mode", "amp_native", "checkpoint", "ddp")}
     assert {strategy.get(AmpNative).dtype for strategy in space.strategies} == {"fp16", "bf16"}
     assert {strategy.get(Ddp).bucket_cap_mb for strategy in space.strategies} == {3}
+
+
+def test_fixed_tries_nothing_that_contradicts_a_knob_that_was_set(start):
+    profile = replace(start[0], module_classes=frozenset())  # without BatchNorm
+    counts = compositions(profile, cluster(), fixed=Strategy((MicroBatch(),)))
+    assert {strategy.get(MicroBatch).count for strategy in counts.strategies} == {None, 2, 4}
+    fixed = Strategy((MicroBatch(size=4),))
+    assert compositions(profile, cluster(), fixed=fixed).strategies == (fixed,)
 
 
 def test_the_fold_is_each_strategy_by_itself(start):
