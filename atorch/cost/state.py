@@ -1,7 +1,6 @@
 """What one device holds and does in one optimizer step: the state that a strategy's costs fold over.
 
-Every number is per device. Fields are floats, or arrays of one shape to score a grid at once, so the arithmetic
-of methods is branch-free in them. Methods only replace fields; `memory.peak_bytes` and `time.step_seconds` read them.
+Every number is per device. Methods only replace fields; `memory.peak_bytes` and `time.step_seconds` read them.
 """
 
 from __future__ import annotations

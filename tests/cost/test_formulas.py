@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
-from atorch.cost import BlockProfile, Comm, Cost, ModelProfile, peak_bytes, peak_memory, plain_cost, step_time
+from atorch.cost import BlockProfile, Comm, ModelProfile, peak_bytes, peak_memory, plain_cost, step_time
 from atorch.cost.collectives import collective_seconds
 
 PROFILE = ModelProfile(
@@ -107,11 +107,3 @@ def test_groups_beyond_a_node_use_the_slow_link():
 def test_axes_of_one_rank_carry_nothing():
     cost = replace(plain_cost(PROFILE), axes={"data": 1}).send(Comm("all_gather", ("data",), 1000))
     assert cost.comm == ()
-
-
-def test_costs_fold_over_arrays_of_a_grid():
-    import numpy as np
-
-    sizes = np.array([1.0, 2.0, 4.0])
-    cost: Cost = replace(plain_cost(PROFILE), activation_bytes=800 / sizes)
-    assert list(peak_bytes(cost)) == [10968, 10568, 10368]
