@@ -112,10 +112,7 @@ def _describes(data: Mapping[str, Any], device: DeviceSpec) -> bool:
 
 
 def _cluster(data: Any, where: str, num_nodes: int, devices_per_node: int | None) -> ClusterSpec:
-    device, links = (
-        _part(data, "device", where),
-        {name: _part(data, name, where) for name in ("intra_node", "inter_node")},
-    )
+    device = _part(data, "device", where)
     peaks = _part(device, "peak_flops", where)
     capability = device.get("capability")
     return ClusterSpec(
@@ -131,11 +128,13 @@ def _cluster(data: Any, where: str, num_nodes: int, devices_per_node: int | None
         ),
         num_nodes=num_nodes,
         devices_per_node=devices_per_node or int(_figure(data, "devices_per_node", where)),
-        **{
-            name: LinkSpec(bandwidth=_figure(link, "bandwidth", where), latency_s=_figure(link, "latency_s", where))
-            for name, link in links.items()
-        },
+        intra_node=_link(_part(data, "intra_node", where), where),
+        inter_node=_link(_part(data, "inter_node", where), where),
     )
+
+
+def _link(data: Mapping[str, Any], where: str) -> LinkSpec:
+    return LinkSpec(bandwidth=_figure(data, "bandwidth", where), latency_s=_figure(data, "latency_s", where))
 
 
 def _part(data: Any, name: str, where: str) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def _launch_seconds(place: torch.device) -> float:
 
 
 def _measured_link(world: World) -> LinkSpec:
-    """What an all-reduce of two processes' worth of data sees; the default where there is one process."""
+    """The link as all-reduces of 8 bytes and of 4 MiB over all processes see it; a default where there is one."""
     import torch
     import torch.distributed as dist
 

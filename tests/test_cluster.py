@@ -28,6 +28,7 @@ def test_a_file_loads_and_its_faults_are_named(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(ArgumentError, match="memory_bandwidth = -1"):
         ClusterSpec.load(path)
+    data["device"]["memory_bandwidth"] = 3e11
     del data["intra_node"]
     path.write_text(json.dumps(data))
     with pytest.raises(ArgumentError, match="no object 'intra_node'"):
