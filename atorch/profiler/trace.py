@@ -146,7 +146,7 @@ def optimizer_state_per_param(make_optimizer: MakeOptimizer) -> float:
     try:
         optimizer = make_optimizer([parameter])
         optimizer.step()
-    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, NotImplementedError) as error:
+    except Exception as error:  # a stranger's optimizer may refuse in any way, by an assertion above all
         logger.info("the optimizer's state is taken for two elements a parameter, it cannot step alone: %s", error)
         return 2.0
     return sum(tensor.numel() for tensor in tensors_of(optimizer.state) if tensor.dim() > 0) / parameter.numel()

@@ -212,6 +212,10 @@ def test_a_module_used_twice_counts_twice():
     assert twice.matmul_flops == 2 * single.matmul_flops
 
 
+def needs_two_parameters(params):
+    assert len(params) == 2
+
+
 @pytest.mark.parametrize(
     ("make", "state"),
     [
@@ -219,6 +223,7 @@ def test_a_module_used_twice_counts_twice():
         (lambda params: torch.optim.SGD(params, lr=0.1), 0.0),
         (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 1.0),
         (torch.optim.LBFGS, 2.0),  # cannot step without a closure
+        (needs_two_parameters, 2.0),
     ],
 )
 def test_optimizer_state(make, state):
