@@ -1,8 +1,8 @@
 """Data parallelism: every rank holds the whole module, gradients are averaged while backward runs.
 
 torch's DistributedDataParallel, under which names, state dicts and attributes stay the user's.
-Memory: one more copy of nothing; gradients live in the buckets that are reduced. Communication per step: an
-all-reduce of the gradients, bucket by bucket, hidden behind the rest of backward.
+Memory: as on one device, since gradients live in the buckets that are reduced. Communication per step: an all-reduce
+of the gradients, bucket by bucket, hidden behind the rest of backward.
 """
 
 from __future__ import annotations
