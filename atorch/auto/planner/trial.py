@@ -25,7 +25,7 @@ from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.planner.candidate import Feed, candidate
 from atorch.auto.strategy import Strategy
 from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
-from atorch.distributed.mesh import BATCH_AXES, Mesh, use_mesh
+from atorch.distributed.mesh import BATCH_AXES, Mesh, current, use_mesh
 from atorch.distributed.world import TIMEOUT, World
 from atorch.errors import ArgumentError, AtorchError
 from atorch.profiler.memory import PeakMemory
@@ -105,7 +105,7 @@ class Trial:
 
     def start(self) -> bool:
         """Apply, build and take the first step; whether all ranks could. Its loss must be a number."""
-        if self._together(self._build) is None:
+        if self._together(self._connect) is None or self._together(self._build) is None:
             return False
         seconds = self._together(self._first_step)
         self.startup_s = self.elapsed_s
@@ -117,7 +117,7 @@ class Trial:
         return None if seconds is None else max(seconds)
 
     def peak_bytes(self) -> float | None:
-        """The peak of one more step on the rank that holds most; None where a rank failed."""
+        """The peak, after one more step, on the rank that holds most; None where a rank failed."""
 
         def watched() -> float:
             with self._memory.watching():
@@ -147,9 +147,16 @@ class Trial:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _connect(self) -> None:
+        # Over nccl the first collective connects, and nothing can wake who waits in that for a rank that failed before.
+        if self._group is not None and self._device.type == "cuda":
+            dist.all_reduce(torch.zeros((), device=self._device), group=self._group)
+
     def _build(self) -> None:
-        ctx = self.strategy.apply(candidate(self._base))
-        self._mesh = ctx.mesh
+        try:
+            ctx = self.strategy.apply(candidate(self._base))
+        finally:
+            self._mesh = current()  # also where a later method raised: peers may be waiting in the mesh's groups
         self._result = ctx.build()
         place = (0, 1) if ctx.mesh is None else (ctx.mesh.rank(*BATCH_AXES), ctx.mesh.size(*BATCH_AXES))
         self._batches = itertools.cycle(self._feed.batches(*place))
