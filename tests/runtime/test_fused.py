@@ -384,6 +384,13 @@ class TestRMSNorm:
         for one, other in zip(found, wanted, strict=True):
             assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-5)
 
+    def test_a_single_vector_has_gradients_too(self) -> None:
+        norm = FusedRMSNorm(nn.Parameter(torch.rand(8)), 1e-6, Variant(0.0, False))
+        norm(torch.randn(8)).sum().backward()
+        alone = norm.weight.grad
+        assert alone is not None
+        assert alone.shape == (8,)
+
     def test_a_whole_model_computes_the_same_and_saves_less(self) -> None:
         model = llama(attn_implementation="sdpa", pad_token_id=0)
         before, saved = gradients(model, tokens), saved_bytes(lambda: tokens(model))

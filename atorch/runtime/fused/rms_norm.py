@@ -96,7 +96,7 @@ class _RMSNorm(torch.autograd.Function):
             grad_x = scale * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
             grad_x = grad_x.to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad * normalized).flatten(end_dim=-2).sum(0).to(weight.dtype)
+            grad_weight = (grad * normalized).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
         return grad_x, grad_weight, None, None
 
 
