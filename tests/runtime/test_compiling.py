@@ -86,6 +86,9 @@ def test_knobs_reach_torch():
 
 def test_a_copy_is_not_compiled_but_computes_the_same():
     net = make_net()
-    compiled(net)
+    graphs = compiled(net)
     x = torch.randn(2, 4)
-    torch.testing.assert_close(copy.deepcopy(net)(x), net(x))
+    expected = copy.deepcopy(net)(x)
+    assert not graphs
+    torch.testing.assert_close(net(x), expected)
+    assert graphs
