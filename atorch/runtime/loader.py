@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, near_miss
 
 _LOADER_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
@@ -35,11 +38,12 @@ class RankSampler(Sampler[Any]):
     """Rank `rank`'s share of what another sampler draws: every `size`-th index, the same number on each rank.
 
     The inner sampler's random numbers are drawn from `seed + epoch`, so that all ranks see one order. A rest that does
-    not fill all ranks starts again from the first indices, as DistributedSampler does.
+    not fill all ranks starts again from the first indices, as DistributedSampler does, or with `drop_last` is left out.
     """
 
-    def __init__(self, sampler: Sampler[Any], rank: int, size: int, seed: int) -> None:
+    def __init__(self, sampler: Sampler[Any], rank: int, size: int, seed: int, drop_last: bool = False) -> None:
         self.sampler, self.rank, self.size, self.seed, self.epoch = sampler, rank, size, seed, 0
+        self.drop_last = drop_last
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -47,14 +51,16 @@ class RankSampler(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + self.epoch)
-            indices = list(self.sampler)
+        indices = _drawn(self.sampler, self.seed + self.epoch)
+        rest = len(indices) % self.size
+        if self.drop_last:
+            return iter(indices[: len(indices) - rest][self.rank :: self.size])
         missing = -len(indices) % self.size
         return iter([*indices, *itertools.islice(itertools.cycle(indices), missing)][self.rank :: self.size])
 
     def __len__(self) -> int:
-        return -(-len(self.sampler) // self.size)  # type: ignore[arg-type]
+        num: int = len(self.sampler)  # type: ignore[arg-type]
+        return num // self.size if self.drop_last else -(-num // self.size)
 
 
 class RankBatches(Sampler[list[Any]]):
@@ -69,16 +75,24 @@ class RankBatches(Sampler[list[Any]]):
             self.batches.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + self.epoch)
-            batches = list(self.batches)
-        for batch in batches:
+        batches = _drawn(self.batches, self.seed + self.epoch)
+        for batch in batches:  # all of them first: an uneven last one should not end an epoch's work
             if len(batch) % self.size:
                 raise ArgumentError(_uneven(len(batch), self.size, "a batch of batch_sampler"))
+        for batch in batches:
             yield batch[self.rank :: self.size]
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
+
+
+def _drawn(sampler: Sampler[Any], seed: int) -> list[Any]:
+    """All that `sampler` draws, from random numbers of Python, numpy or torch that are the same on every rank."""
+    with preserved_rng():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        return list(sampler)
 
 
 class RankStream(IterableDataset[Any]):
@@ -111,12 +125,14 @@ def make_loader(
 
     Args:
         arguments: DataLoader's own, where `batch_size` is the global batch; without one each rank draws one sample
-            at a time. Never changed.
+            at a time. None says that the dataset's samples are whole batches, which one process alone can take.
+            Never changed.
         rank, size: this process's place among the ranks that see different samples.
         sampler_cls: a class with DistributedSampler's interface, used instead of it.
 
     Raises:
-        ArgumentError: an unknown argument, a batch that does not divide by `size`, or a dataset without a full batch.
+        ArgumentError: an unknown argument, a batch that does not divide by `size`, a sampler that contradicts other
+            arguments, or a dataset without a full batch.
     """
     arguments = dict(arguments)
     for name in arguments:
@@ -125,12 +141,13 @@ def make_loader(
                 f"dataloader_args has {name!r}, which DataLoader does not take; "
                 f"{near_miss(str(name), _LOADER_ARGUMENTS)}"
             )
+    _check_order(dataset, arguments, sampler_cls)
     arguments.setdefault("pin_memory", device_type == "cuda")
     if arguments.get("batch_sampler") is not None:
         batches = arguments["batch_sampler"]
         arguments["batch_sampler"] = batches if size == 1 else RankBatches(batches, rank, size, seed)
         return Loader(dataset, **arguments)
-    arguments["batch_size"] = _local_batch(arguments.get("batch_size"), size)
+    arguments["batch_size"] = _local_batch(arguments.get("batch_size", size), size)
     if isinstance(dataset, IterableDataset):
         return Loader(dataset if size == 1 else RankStream(dataset, rank, size), **arguments)
     _need_a_batch(dataset, arguments, size)
@@ -139,9 +156,31 @@ def make_loader(
     return Loader(dataset, **arguments)
 
 
-def _local_batch(batch_size: Any, size: int) -> int:
+def _check_order(dataset: Any, arguments: Mapping[str, Any], sampler_cls: object) -> None:
+    """One thing decides the order of the samples."""
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ArgumentError(
+            f"dataset is a {type(dataset).__name__}; it needs __getitem__ and __len__, or to be an IterableDataset"
+        )
+    deciding = [name for name in ("sampler", "batch_sampler") if arguments.get(name) is not None]
+    if sampler_cls is not None and (deciding or is_stream):
+        other = deciding[0] if deciding else "an IterableDataset"
+        raise ArgumentError(f"distributed_sampler_cls is given beside {other}, and both decide the order; give one")
+    if deciding and arguments.get("shuffle"):
+        raise ArgumentError(
+            f"dataloader_args has both {deciding[0]} and shuffle; the sampler decides the order, leave shuffle out"
+        )
+
+
+def _local_batch(batch_size: Any, size: int) -> int | None:
     if batch_size is None:
-        return 1
+        if size > 1:
+            raise ArgumentError(
+                "dataloader_args has batch_size None, so that the dataset's samples are whole batches, which cannot "
+                f"be split over {size} data-parallel processes; let the loader make batches of batch_size samples"
+            )
+        return None
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ArgumentError(
             f"dataloader_args has batch_size {batch_size!r}; it is the number of samples of a global batch"
@@ -160,7 +199,7 @@ def _uneven(num: int, size: int, what: str) -> str:
 
 def _need_a_batch(dataset: Dataset[Any], arguments: Mapping[str, Any], size: int) -> None:
     num_samples = len(dataset)  # type: ignore[arg-type]
-    needed = arguments["batch_size"] * size if arguments.get("drop_last") else 1
+    needed = (arguments["batch_size"] or 1) * size if arguments.get("drop_last") else 1
     if num_samples < needed:
         raise ArgumentError(
             f"the dataset has {num_samples} samples and the global batch is {needed}"
@@ -177,16 +216,25 @@ def _sampler(
     sampler_cls: Callable[..., Sampler[Any]] | None,
     seed: int,
 ) -> Sampler[Any]:
-    given, shuffle = arguments.get("sampler"), bool(arguments.get("shuffle"))
-    if given is not None:
-        if shuffle:
-            raise ArgumentError(
-                "dataloader_args has both sampler and shuffle; the sampler decides the order, leave shuffle out"
-            )
-        shares_itself = hasattr(given, "num_replicas")
-        return given if size == 1 or shares_itself else RankSampler(given, rank, size, seed)
-    make = sampler_cls or DistributedSampler
-    return make(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)
+    given, drop_last = arguments.get("sampler"), bool(arguments.get("drop_last"))
+    if given is None:
+        shuffle = bool(arguments.get("shuffle"))
+        if sampler_cls is not None:
+            return sampler_cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)
+        # Padded to fill all ranks, samples that no full batch takes might make one more.
+        return DistributedSampler(
+            dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+    shares = getattr(given, "num_replicas", None)
+    if shares is None:
+        return given if size == 1 else RankSampler(given, rank, size, seed, drop_last)
+    if (shares, getattr(given, "rank", rank)) != (size, rank):
+        raise ArgumentError(
+            f"the sampler in dataloader_args is for rank {getattr(given, 'rank', rank)} of {shares}, but this process "
+            f"is {rank} of {size} that see different samples; leave sharing out to auto_accelerate: give the class as "
+            "distributed_sampler_cls"
+        )
+    return given  # type: ignore[no-any-return]
 
 
 def to_device(data: Any, device: torch.device | str) -> Any:
@@ -196,12 +244,12 @@ def to_device(data: Any, device: torch.device | str) -> Any:
     if isinstance(data, Mapping):
         moved = {key: to_device(value, device) for key, value in data.items()}
         return moved if type(data) is dict else _like(data, moved)
+    if hasattr(data, "to") and callable(data.to):  # also of a PackedSequence, a tuple whose lengths stay on the CPU
+        return data.to(device)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(item, device) for item in data))
     if isinstance(data, (list, tuple)):
         return type(data)(to_device(item, device) for item in data)
-    if hasattr(data, "to") and callable(data.to):
-        return data.to(device)
     return data
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from atorch.errors import ArgumentError
 from atorch.runtime.loader import make_loader, to_device
@@ -58,6 +68,68 @@ def test_an_uneven_batch_of_a_batch_sampler_is_refused() -> None:
         list(loader)
 
 
+def test_an_uneven_last_batch_is_refused_before_the_epoch() -> None:
+    loader = make_loader(DATA, {"batch_sampler": BatchSampler(SequentialSampler(DATA[:21]), 8, drop_last=False)}, 0, 2)
+    with pytest.raises(ArgumentError, match="5, the global batch"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("num", [11, 15, 21, 24])
+@pytest.mark.parametrize("more", [{}, {"sampler": None}])
+def test_drop_last_makes_no_batch_out_of_padding(num: int, more: dict[str, Any]) -> None:
+    data = list(range(num))
+    arguments = {"batch_size": 8, "drop_last": True, **{name: SequentialSampler(data) for name in more}}
+    assert batches(arguments, 4, data=data) == batches(arguments, 1, data=data)
+
+
+class ShuffledByPython(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(DATA, len(DATA)))
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+
+def test_a_sampler_of_pythons_random_numbers_has_one_order_on_all_ranks() -> None:
+    random.seed(1)
+    state = random.getstate()
+    seen = batches({"batch_size": 8, "sampler": ShuffledByPython()}, 2)
+    assert sorted(sum(seen, [])) == DATA
+    assert random.getstate() == state
+
+
+def test_batch_size_none_takes_samples_as_batches() -> None:
+    data = [torch.arange(3), torch.arange(4)]
+    loader = make_loader(data, {"batch_size": None}, 0, 1)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_a_distributed_sampler_of_this_rank_is_taken_as_it_is() -> None:
+    given = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type, var-annotated]
+    loader = make_loader(DATA, {"batch_size": 8, "sampler": given}, 1, 2)  # type: ignore[arg-type]
+    assert next(iter(loader)).tolist() == [1, 3, 5, 7]
+    with pytest.raises(ArgumentError, match="for rank 1 of 2, but this process is 0 of 1"):
+        make_loader(DATA, {"batch_size": 8, "sampler": given}, 0, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "message"),
+    [
+        (DATA, {"sampler": SequentialSampler(DATA)}, "beside sampler"),
+        (DATA, {"batch_sampler": BatchSampler(SequentialSampler(DATA), 6, drop_last=False)}, "beside batch_sampler"),
+        (None, {}, "beside an IterableDataset"),
+    ],
+)
+def test_a_sampler_class_beside_another_order_is_refused(data: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make_loader(data or Stream(), arguments, 0, 2, sampler_cls=EveryThird)
+
+
+def test_what_is_no_dataset_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="dataset is a int"):
+        make_loader(3, {}, 0, 1)  # type: ignore[arg-type]
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(21))
@@ -94,6 +166,7 @@ def test_arguments_are_not_changed() -> None:
         ({"batchsize": 4}, "did you mean 'batch_size'"),
         ({"batch_size": 64, "drop_last": True}, "24 samples and the global batch is 64"),
         ({"batch_size": 8, "sampler": SequentialSampler(DATA), "shuffle": True}, "both sampler and shuffle"),
+        ({"batch_size": None}, "batch_size None"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -114,3 +187,10 @@ def test_nested_data_moves_to_the_device() -> None:
     assert moved["b"] == "text"
     assert moved["c"][0].is_meta
     assert not data["a"][0].is_meta
+
+
+def test_a_packed_sequence_moves_by_itself() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device(packed, "meta")
+    assert moved.data.is_meta
+    assert not moved.batch_sizes.is_meta
