@@ -62,14 +62,15 @@ def from_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 
 def together(work: Callable[[], T]) -> T:
-    """What `work` returns on this rank, or, where it raised an AtorchError on any rank, an error on every rank.
+    """What `work` returns on this rank, or, where it raised on any rank, an error on every rank.
 
-    A rank that did fine raises an error of the first failing rank's kind, with that rank named.
+    A rank that did fine raises an error of the first failing rank's kind, or an ArgumentError where that is none of
+    atorch's, with that rank named.
     """
     try:
         result = work()
-    except AtorchError as error:
-        gather_objects((_kind(error), str(error)))
+    except Exception as error:  # also what users' code raises: no rank may be left waiting
+        gather_objects((_kind(error), _told(error)))
         raise
     for rank, failure in enumerate(gather_objects(None)):
         if failure is not None:
@@ -101,7 +102,8 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
         return
     known = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     agree([(tuple(tensor.shape), str(tensor.dtype)) for tensor in known], "the model", ArgumentError)
-    sums = [float(torch.sum(tensor, dtype=torch.float64)) for tensor in known]
+    real = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in known]
+    sums = [float(torch.sum(tensor, dtype=torch.float64)) for tensor in real]
     if len({tuple(values) for values in gather_objects(sums)}) == 1:
         return
     for tensor in known:
@@ -110,6 +112,11 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
         tensor.copy_(value)
 
 
-def _kind(error: AtorchError) -> str:
+def _kind(error: Exception) -> str:
     """The name of the error's class among atorch's own, which every rank can make from a message."""
-    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    own = (cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    return next(own, ArgumentError.__name__)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, AtorchError) else f"{type(error).__name__}: {error}"

@@ -33,7 +33,7 @@ class OwnError(CapabilityError):
         super().__init__(f"{package} {version} is missing")
 
 
-ERRORS = {"strategy": StrategyError("bad"), "own": OwnError("te", 2)}
+ERRORS = {"strategy": StrategyError("bad"), "own": OwnError("te", 2), "foreign": KeyError("x")}
 
 
 def exchange(rank: int, size: int) -> Any:
@@ -48,7 +48,7 @@ def test_values_travel(pool: Pool) -> None:
 def fail_on(rank: int, size: int, failing: list[int], name: str) -> tuple[str, str]:
     try:
         together(lambda: fail(ERRORS[name]) if rank in failing else None)
-    except AtorchError as error:
+    except (AtorchError, KeyError) as error:
         return type(error).__name__, str(error)
     return "", ""
 
@@ -63,6 +63,11 @@ def test_one_fails_all_fail(pool: Pool) -> None:
 def test_an_error_of_a_plug_in_is_told_as_the_nearest_of_atorch(pool: Pool) -> None:
     told = pool.run(fail_on, [1], "own")
     assert told == [("CapabilityError", "rank 1 failed: te 2 is missing"), ("OwnError", "te 2 is missing")]
+
+
+def test_an_error_of_others_is_told_too(pool: Pool) -> None:
+    told = pool.run(fail_on, [1], "foreign")
+    assert told == [("ArgumentError", "rank 1 failed: KeyError: 'x'"), ("KeyError", "'x'")]
 
 
 def compare(rank: int, size: int, values: list[Any]) -> str:
@@ -84,6 +89,7 @@ def align(rank: int, size: int, case: str) -> Any:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
     if case == "shapes" and rank == 1:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.register_buffer("phases", torch.polar(torch.ones(3), torch.randn(3)))
     tensors = [*model.parameters(), *model.buffers()]
     try:
         synchronise([*tensors, torch.empty(3, device="meta")])
