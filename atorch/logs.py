@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger("atorch")
 
@@ -25,3 +27,21 @@ def name_rank(rank: int) -> None:
     for old in list(logger.filters):
         logger.removeFilter(old)
     logger.addFilter(_RankFilter(rank))
+
+
+@contextmanager
+def speaking(more: bool) -> Iterator[None]:
+    """Inside, with `more`, messages of the level INFO are shown too, on standard error if nothing else handles them."""
+    if not more or logger.isEnabledFor(logging.INFO):
+        yield
+        return
+    level, handler = logger.level, None if logger.hasHandlers() else logging.StreamHandler()
+    logger.setLevel(logging.INFO)
+    if handler is not None:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if handler is not None:
+            logger.removeHandler(handler)

@@ -6,8 +6,10 @@ or raise together.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,14 +17,14 @@ from torch.utils.data import Dataset
 
 from atorch.auto.context import AccelerateResult, Context, LossFunc, ParamGroups
 from atorch.auto.job import InputFormat, make_context
-from atorch.auto.opt_lib.completion import complete, idle_axes
+from atorch.auto.opt_lib.completion import batch_place, complete, fills_meta, idle_axes
 from atorch.auto.provenance import fingerprint, provenance
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agree, synchronise, together
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
-from atorch.logs import logger
+from atorch.logs import logger, speaking
 
 if TYPE_CHECKING:
     from atorch.auto.planner.plan import Plan
@@ -48,8 +50,9 @@ class Options:
             if name not in known:
                 raise ArgumentError(f"auto_accelerate has no argument {name!r}; {near_miss(name, known)}")
         options = cls(**keywords)
-        if options.time_limit is not None and not options.time_limit > 0:
-            raise ArgumentError(f"time_limit is {options.time_limit!r}; it is a number of seconds above 0, or None")
+        limit = options.time_limit
+        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+            raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
         return options
 
 
@@ -70,7 +73,7 @@ def auto_accelerate(
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
     finetune_strategy: bool = False,
-    save_strategy_to_file: str | None = None,
+    save_strategy_to_file: str | os.PathLike[str] | None = None,
     **kargs: Any,
 ) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """Make `model` train as fast as the hardware allows.
@@ -106,23 +109,31 @@ def auto_accelerate(
         ArgumentError, StrategyError, CapabilityError: on every rank, for whatever does not hold.
     """
     options = Options.of(kargs)
-    planned = load_strategy is None or finetune_strategy
-    ctx = _context(
-        options, planned, model, optim_func, dataset, loss_func, prepare_input, model_input_format, optim_args,
-        optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args,
-    )  # fmt: skip
-    given = None if load_strategy is None else _loaded(load_strategy, ctx)
-    try:
-        strategy = _chosen(ctx, given, options, finetune_strategy, excluded, included)
-    except NoFeasiblePlanError as error:
-        if given is not None:
-            raise
-        logger.warning("%s", error)
-        return False, None, None
-    result = accelerate(ctx, strategy)
-    if save_strategy_to_file is not None:
-        together(lambda: strategy.save(save_strategy_to_file) if ctx.world.rank == 0 else None)
-    return True, result, strategy
+    searches = load_strategy is None or finetune_strategy
+    with speaking(options.verbose and worlds.init().rank == 0):
+        ctx = _context(
+            options, searches, model, optim_func, dataset, loss_func, prepare_input, model_input_format, optim_args,
+            optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args,
+        )  # fmt: skip
+        target = save_strategy_to_file
+        together(lambda: _check_target(target) if target is not None and ctx.world.rank == 0 else None)
+        given = None if load_strategy is None else _loaded(load_strategy, ctx)
+        together(lambda: _check_real(ctx.root, None if searches else given))
+        if not searches and (excluded or included or options.time_limit is not None):
+            logger.warning(
+                "excluded, included and time_limit are the search's; the load_strategy is applied as it is "
+                "(finetune_strategy=True searches the knobs that it leaves unset)"
+            )
+        try:
+            strategy = _chosen(ctx, given, options, finetune_strategy, excluded, included)
+        except NoFeasiblePlanError as error:
+            logger.warning("%s", error)
+            return False, None, None
+        logger.info("the strategy is %s", strategy)
+        result = accelerate(ctx, strategy)
+        if target is not None:
+            together(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
+        return True, result, strategy
 
 
 def plan(
@@ -162,9 +173,13 @@ _JOB_ARGUMENTS = (
 
 def accelerate(ctx: Context, strategy: Strategy) -> AccelerateResult:
     """Apply a complete strategy to the context's model and build the result."""
+    if ctx.make_loader is not None:
+        make = ctx.make_loader  # once before anything is changed: what does not hold leaves the model as it was
+        together(lambda: make(*batch_place(strategy, ctx.device.type)))
     if ctx.world.size > 1:
         synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
-    return strategy.apply(ctx).build()
+    applied = strategy.apply(ctx)
+    return together(applied.build)  # with the user's optimizer and scheduler, which may raise
 
 
 def _context(options: Options, planned: bool, *job: Any, **more: Any) -> Context:
@@ -180,18 +195,36 @@ def _context(options: Options, planned: bool, *job: Any, **more: Any) -> Context
             sampler_seed=options.sampler_seed,
         )
     )
-    if planned:
-        together(lambda: _need_for_planning(made))
+    if planned or not options.ignore_dryrun_on_load_strategy:
+        together(lambda: _need_for_steps(made))
     return made
 
 
-def _need_for_planning(ctx: Context) -> None:
+def _check_target(path: str | os.PathLike[str]) -> None:
+    """That a strategy could be saved there: known now, not after a search."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"save_strategy_to_file is {path!r}; it is the path of a file")
+    folder = Path(path).absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
+        raise ArgumentError(f"save_strategy_to_file is {str(path)!r}, where no file can be written; give another path")
+
+
+def _check_real(model: nn.Module, given: Strategy | None) -> None:
+    """That the model has values, or the strategy gives it some."""
+    if any(parameter.is_meta for parameter in model.parameters()) and (given is None or not fills_meta(given)):
+        raise ArgumentError(
+            f"{type(model).__name__} has parameters on the meta device, without values; atorch.plan() plans for it, "
+            "and fsdp in a load_strategy fills it by reset_parameters; else give it on a real device"
+        )
+
+
+def _need_for_steps(ctx: Context) -> None:
     needed = {"optim_func": ctx.make_optimizer, "dataset": ctx.make_loader, "loss_func": ctx.loss_func}
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise ArgumentError(
-            f"the fully automatic mode runs real steps, so it needs {' and '.join(missing)}; "
-            "give it, or give a load_strategy"
+            f"the fully automatic mode and dry runs take real steps, so they need {' and '.join(missing)}; "
+            "give it, or give a load_strategy alone"
         )
 
 
@@ -259,4 +292,6 @@ def _chosen(
     # The file keeps what was learnt; what was only estimated can be estimated again.
     learnt = [each for each in report["rejected"] if each["why"] != "not run"][:MAX_KEPT]
     metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": {**report, "rejected": learnt}}
+    if given is not None and "rejected" in given.metadata:
+        metadata["rejected"] = given.metadata["rejected"]
     return replace(found.strategy, metadata=metadata)

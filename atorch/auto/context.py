@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
-from atorch.distributed.collectives import together
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
+from atorch.errors import ArgumentError
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
@@ -144,8 +144,8 @@ class Context:
     def _build_loader(self) -> DataLoader[Any] | None:
         if self.make_loader is None:
             return None
-        make, mesh = self.make_loader, self.need_mesh()
-        return together(lambda: make(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES)))
+        mesh = self.need_mesh()
+        return self.make_loader(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES))
 
     def _result(self, built: Built, scheduler: Any) -> AccelerateResult:
         result = AccelerateResult(
@@ -170,6 +170,8 @@ def _make_step(
     model, optim, _, loss_func, prepare_input, args = result
 
     def step(batch: Any) -> Any:
+        if optim is None or loss_func is None:
+            raise ArgumentError("step takes a whole training step; give auto_accelerate optim_func and loss_func")
         batch = prepare_input(batch, device)
         loss = loss_func(batch, call_model(model, batch))
         value = loss[0] if isinstance(loss, (list, tuple)) else loss

@@ -119,6 +119,10 @@ def _check_model(model: object, optim_func: object) -> None:
         raise ArgumentError(f"model is {type(model).__name__}; auto_accelerate takes a torch.nn.Module")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ArgumentError(f"model is wrapped in {type(model).__name__} already; give the plain module")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise ArgumentError(
+            f"{type(model).__name__} has lazy modules without parameters yet; run one batch through it before"
+        )
     if hasattr(model, "_atorch"):
         raise ArgumentError("this model was accelerated before; give a fresh one, a strategy changes modules in place")
     if optim_func is not None and not any(p.requires_grad for p in model.parameters()):
@@ -143,14 +147,36 @@ def _mapping(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _param_groups(func: Callable[[nn.Module], ParamGroups] | None) -> Callable[[tuple[nn.Module, ...]], ParamGroups]:
     def groups(parts: tuple[nn.Module, ...]) -> ParamGroups:
+        known = _unique(p for part in parts for p in part.parameters())
         if func is None:
-            return _unique(p for part in parts for p in part.parameters())
-        made: list[Any] = []
-        for part in parts:
-            made += list(func(part))
+            return known
+        made = [_listed(entry) for part in parts for entry in func(part)]
+        _check_own(made, known)
         return made
 
     return groups
+
+
+def _listed(entry: Any) -> Any:
+    """An entry of parameter groups, the user's dicts and generators copied so that they can be read twice."""
+    if not isinstance(entry, Mapping):
+        return entry
+    held = entry.get("params", ())
+    return {**entry, "params": [held] if isinstance(held, torch.Tensor) else list(held)}
+
+
+def _check_own(groups: Iterable[Any], known: Iterable[nn.Parameter]) -> None:
+    """Parameters of another module would not be reduced, and ones kept from before may have been replaced."""
+    own = set(map(id, known))
+    for group in groups:
+        for entry in group["params"] if isinstance(group, dict) else [group]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if id(parameter) not in own:
+                raise ArgumentError(
+                    f"optim_param_func gave a parameter of shape {tuple(parameter.shape)} that the model does not have "
+                    "(any more: a strategy may replace parameters); take them from the model that it is called with, "
+                    "and make what else is to be trained a submodule of it"
+                )
 
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from atorch import Strategy, auto_accelerate
+from atorch.distributed import init
 from atorch.errors import ArgumentError, StrategyError
 from tests.pool import Pool, RankFailure
 
@@ -145,7 +148,15 @@ NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
         ({"load_strategy": [("checkpoint", "NoSuchBlock")]}, StrategyError, "NoSuchBlock"),
         ({"load_strategy": 3}, StrategyError, "cannot be made of int"),
         ({"load_strategy": "/no/such/file"}, StrategyError, "/no/such/file"),
-        ({"load_strategy": None, "loss_func": None}, ArgumentError, "needs loss_func"),
+        ({"load_strategy": None, "loss_func": None}, ArgumentError, "need loss_func"),
+        ({"ignore_dryrun_on_load_strategy": False, "loss_func": None}, ArgumentError, "need loss_func"),
+        ({"time_limit": "60"}, ArgumentError, "time_limit is '60'"),
+        ({"save_strategy_to_file": 3}, ArgumentError, "save_strategy_to_file is 3"),
+        ({"save_strategy_to_file": "/no/such/folder/strategy.json"}, ArgumentError, "no file can be written"),
+        ({"model": nn.LazyLinear(1)}, ArgumentError, "run one batch through it"),
+        ({"model": nn.Linear(4, 1, device="meta")}, ArgumentError, "on the meta device"),
+        ({"dataset": 3}, ArgumentError, "dataset is a int"),
+        ({"optim_param_func": lambda model: nn.Linear(2, 2).parameters()}, ArgumentError, r"shape \(2, 2\)"),
     ],
 )
 def test_what_does_not_hold_is_refused(more: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -162,6 +173,58 @@ def test_a_loss_that_is_no_scalar_is_refused_where_it_is_computed() -> None:
         result.loss_func(batch, result.model(*batch))
 
 
+def test_what_is_refused_leaves_the_model_as_it_was() -> None:
+    model = Net()
+    with pytest.raises(ArgumentError, match="did you mean 'batch_size'"):
+        auto_accelerate(model, **job(load_strategy=["amp_native"], dataloader_args={"batchsize": 4}))
+    assert type(model) is Net
+    assert auto_accelerate(model, **job())[0]
+
+
+def test_without_a_loss_function_there_is_no_step() -> None:
+    _, result, _ = auto_accelerate(Net(), **job(loss_func=None))
+    assert result is not None
+    with pytest.raises(ArgumentError, match="optim_func and loss_func"):
+        result.step(next(iter(result.dataloader)))
+
+
+def test_groups_may_be_generators_and_are_the_users_own_dicts_still() -> None:
+    given: list[dict[str, Any]] = []
+
+    def groups(model: Net) -> list[dict[str, Any]]:
+        given.append({"params": model.linear.parameters(), "lr": 0.5})
+        return given
+
+    _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))
+    assert result is not None
+    assert [len(group["params"]) for group in result.optim.param_groups] == [2]
+    assert set(given[0]) == {"params", "lr"}
+
+
+def test_what_is_of_the_search_alone_is_said_to_be_unused(caplog: pytest.LogCaptureFixture) -> None:
+    auto_accelerate(Net(), **job(excluded=["fsdp"]))
+    assert "are the search's" in caplog.text
+
+
+def test_verbose_says_more(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    more = {"load_strategy": [("amp_native", "bf16")]}
+    auto_accelerate(Net(), **job(**more))
+    assert "the strategy is" not in caplog.text
+    auto_accelerate(Net(), **job(**more, verbose=True))
+    assert "the strategy is amp_native(bf16)" in caplog.text
+    assert logging.getLogger("atorch").level == logging.NOTSET
+
+
+def test_a_search_that_finds_nothing_returns_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    from atorch.cluster import ClusterSpec
+
+    tiny = ClusterSpec.detect(init(), measure=False)
+    tiny = replace(tiny, device=replace(tiny.device, memory_bytes=1.0))
+    monkeypatch.setattr(ClusterSpec, "detect", lambda *args, **kwargs: tiny)
+    assert auto_accelerate(Net(), **job(load_strategy=None)) == (False, None, None)
+    assert auto_accelerate(Net(), **job(load_strategy=["checkpoint"], finetune_strategy=True)) == (False, None, None)
+
+
 def test_an_accelerated_model_is_not_accelerated_again() -> None:
     model = Net()
     auto_accelerate(model, **job())
@@ -176,6 +239,21 @@ def accelerate_with(rank: int, size: int, more: dict[str, Any]) -> Any:
 
 def accelerate_differently(rank: int, size: int, strategies: list[Any]) -> Any:
     return accelerate_with(rank, size, {"load_strategy": strategies[rank]})
+
+
+def fail_to_build(rank: int, size: int) -> None:
+    def optim_func(parameters: Any, lr: float) -> Any:
+        if rank == 1:
+            raise KeyError("momentum")
+        return torch.optim.SGD(parameters, lr)
+
+    auto_accelerate(Net(), **job(load_strategy=["ddp"], optim_func=optim_func))
+
+
+def test_an_optimizer_that_fails_on_one_rank_fails_everywhere(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="rank 1 failed: KeyError: 'momentum'") as failure:
+        pool.run(fail_to_build, ranks=2, timeout=30)
+    assert str(failure.value).count("--- rank") == 2
 
 
 def test_several_processes_get_a_complete_strategy(pool: Pool) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from atorch.auto.opt_lib.ddp import Ddp
+from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.strategy import Strategy
-from atorch.distributed.mesh import BATCH_AXES
+from atorch.distributed.mesh import BATCH_AXES, Mesh
 
 SLOT = "data_parallel"
 
@@ -36,3 +37,18 @@ def idle_axes(strategy: Strategy) -> list[tuple[str, int]]:
     mode = strategy.get(ParallelMode)
     used = {axis for each in strategy for axis in each.splits} | set(BATCH_AXES)
     return [(axis, size) for axis, size in (mode.slices if mode else ()) if size > 1 and axis not in used]
+
+
+def batch_place(strategy: Strategy, device_type: str) -> tuple[int, int]:
+    """`(rank, size)`: which share of the batch this process will have under a complete strategy, of how many."""
+    mode = strategy.get(ParallelMode)
+    if mode is None:
+        return 0, 1
+    mesh = Mesh(mode.slices, mode.rank_order, device_type)
+    return mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES)
+
+
+def fills_meta(strategy: Strategy) -> bool:
+    """Whether a method of the strategy gives parameters on the meta device memory and values."""
+    sharding = strategy.get(Fsdp)  # zero2 is one, whatever its backend
+    return sharding is not None and getattr(sharding, "backend", "fsdp") == "fsdp"
