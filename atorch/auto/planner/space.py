@@ -41,7 +41,8 @@ def compositions(
         fixed: every composition has exactly these methods, with the knobs that were set; knobs left unset vary.
 
     Raises:
-        StrategyError: an unknown name, one that is both excluded and included, or two included ones of one slot.
+        StrategyError: an unknown name, one that is both excluded and included, two included ones of one slot, or an
+            included one that this machine cannot run.
     """
     barred, needed = _names(excluded, "excluded"), _names(included, "included")
     if fixed is not None:
@@ -103,6 +104,8 @@ def _options(
                 options.setdefault(kind.slot, [None]).append(choice)
             else:
                 unmet.append((choice, reason))
+        if name in needed and not options[kind.slot]:
+            raise StrategyError(f"{name} is included, but this machine cannot run it: {unmet[-1][1]}")
     return options, unmet
 
 

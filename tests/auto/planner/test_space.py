@@ -70,6 +70,7 @@ def test_excluded_and_included(start):
         ({"included": ["ddp", "fsdp"]}, "exclude each other"),
         ({"excluded": ["ddp", "zero1", "zero2", "fsdp"]}, "data_parallel"),
         ({"excluded": "ddp"}, "give a list"),
+        ({"included": ["fp8"]}, "fp8 is included, but this machine cannot run it: fp8 needs a GPU"),
         ({"excluded": ["ddp"], "fixed": Strategy((Ddp(),))}, "ddp is excluded"),
         ({"included": ["fsdp"], "fixed": Strategy((Ddp(),))}, "keeps its methods"),
     ],
