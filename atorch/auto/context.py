@@ -168,10 +168,18 @@ def _make_step(
 ) -> Callable[[Any], Any]:
     """A whole training step on a batch of the loader: returns the detached loss."""
     model, optim, _, loss_func, prepare_input, args = result
+    missing = None
+    if optim is None or loss_func is None:
+        missing = "step takes a whole training step; give auto_accelerate optim_func and loss_func"
+    elif isinstance(result.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        missing = (
+            "step cannot step ReduceLROnPlateau, which asks for a metric; train with model, loss_func and optim, and "
+            "give the scheduler's step() a value that all processes share"
+        )
 
     def step(batch: Any) -> Any:
-        if optim is None or loss_func is None:
-            raise ArgumentError("step takes a whole training step; give auto_accelerate optim_func and loss_func")
+        if missing is not None:
+            raise ArgumentError(missing)
         batch = prepare_input(batch, device)
         loss = loss_func(batch, call_model(model, batch))
         value = loss[0] if isinstance(loss, (list, tuple)) else loss

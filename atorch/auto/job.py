@@ -61,7 +61,7 @@ def make_context(
     optim_args = _mapping("optim_args", optim_args)
     loader_args = _mapping("dataloader_args", dataloader_args)
     scheduler_args = _mapping("lr_scheduler_args", lr_scheduler_args)
-    if model_input_format not in _CALLS:
+    if model_input_format not in list(_CALLS):  # by equality: what was given need not be hashable
         raise ArgumentError(
             f"model_input_format is {model_input_format!r}; it is None, 'unpack_sequence' or 'unpack_dict'"
         )
@@ -87,13 +87,23 @@ def make_context(
         cluster=cluster,
         find_unused_parameters=find_unused_parameters,
         make_param_groups=_param_groups(optim_param_func),
-        make_optimizer=None if optim_func is None else lambda groups: optim_func(groups, **optim_args),
+        make_optimizer=None if optim_func is None else _optimizer(optim_func, optim_args),
         make_loader=None if dataset is None else loader,
         make_scheduler=None if lr_scheduler_cls is None else lambda optim: lr_scheduler_cls(optim, **scheduler_args),
         loss_func=None if loss_func is None else scalar_loss(loss_func),
         prepare_input=prepare_input or to_device,
         call_model=_CALLS[model_input_format],
     )
+
+
+def _optimizer(optim_func: Callable[..., Any], optim_args: Mapping[str, Any]) -> Callable[[ParamGroups], Any]:
+    def make(groups: ParamGroups) -> Any:
+        made = optim_func(groups, **optim_args)
+        if not hasattr(made, "step"):
+            raise ArgumentError(f"optim_func returned {made!r}; it returns an optimizer of the parameters it is given")
+        return made
+
+    return make
 
 
 def scalar_loss(loss_func: LossFunc) -> LossFunc:

@@ -137,6 +137,8 @@ NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
         ({"model": NO_GRAD}, ArgumentError, "no trainable parameter"),
         ({"model": nn.Module()}, ArgumentError, "no trainable parameter"),
         ({"optim_func": 3}, ArgumentError, "optim_func is 3"),
+        ({"optim_func": lambda parameters, lr: None}, ArgumentError, "optim_func returned None"),
+        ({"model_input_format": ["x"]}, ArgumentError, "'unpack_sequence' or 'unpack_dict'"),
         ({"optim_args": [("lr", 1)]}, ArgumentError, "give a dict"),
         ({"model_input_format": "unpack"}, ArgumentError, "'unpack_sequence' or 'unpack_dict'"),
         ({"dataloader_args": {"batchsize": 2}}, ArgumentError, "did you mean 'batch_size'"),
@@ -185,6 +187,13 @@ def test_without_a_loss_function_there_is_no_step() -> None:
     _, result, _ = auto_accelerate(Net(), **job(loss_func=None))
     assert result is not None
     with pytest.raises(ArgumentError, match="optim_func and loss_func"):
+        result.step(next(iter(result.dataloader)))
+
+
+def test_step_refuses_a_scheduler_that_asks_for_a_metric() -> None:
+    _, result, _ = auto_accelerate(Net(), **job(lr_scheduler_cls=torch.optim.lr_scheduler.ReduceLROnPlateau))
+    assert result is not None
+    with pytest.raises(ArgumentError, match="asks for a metric"):
         result.step(next(iter(result.dataloader)))
 
 
