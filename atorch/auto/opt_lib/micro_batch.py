@@ -87,6 +87,12 @@ class MicroBatch(Method):
             raise StrategyError("micro_batch runs forward and backward inside loss_func; give auto_accelerate one")
         if len(ctx.parts) != 1:
             raise StrategyError("a pipeline splits its batch itself; set its micro-batches and leave micro_batch out")
+        gathers = ctx.strategy is not None and not {"fsdp", "zero2"}.isdisjoint(ctx.strategy.names())
+        if self.size == "auto" and self.count is None and gathers and ctx.device.type == "cuda":
+            raise StrategyError(
+                'micro_batch was given size="auto" beside sharded parameters: a process that runs out of memory alone '
+                "would leave the others in a collective; give a size or a count"
+            )
 
         def finish(built: Built) -> Built:
             if built.args["use_optim_backward"] or built.loss_func is None:
