@@ -14,7 +14,8 @@ A message says what was given, what holds, and what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 MAX_LISTED = 30
 
@@ -44,7 +45,11 @@ class CapabilityError(AtorchError):
 
 
 class NoFeasiblePlanError(AtorchError):
-    """No strategy fits; the message names the nearest miss."""
+    """No strategy fits; the message names the nearest miss, and `rejected` holds every composition with its reason."""
+
+    def __init__(self, message: str, rejected: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.rejected = rejected
 
 
 class OutOfBudgetError(AtorchError):

@@ -77,6 +77,10 @@ def run(
         try:
             strategy = _chosen(ctx, given, options, finetune, excluded, included)
         except NoFeasiblePlanError as error:
+            if ctx.world.rank == 0:
+                from atorch.report.text import show_rejections
+
+                show_rejections(error.rejected)
             logger.warning("%s", error)
             return False, None, None
         logger.info("the strategy is %s", strategy)

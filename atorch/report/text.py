@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 PlanData = Mapping[str, Any]
+Rejections = Sequence[Mapping[str, Any]]
 
 MAX_ROWS = 12
 _ORDER = ("slower", "failed", "time", "memory", "hardware", "not run")  # what was learnt comes before what was not
@@ -31,8 +32,8 @@ def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableTy
     parts.append(Text(_facts(plan)))
     if common:
         parts.append(Text(f"In every composition: {' + '.join(common)}"))
-    parts.append(_table(plan, common, max_rows))
-    left_out = _left_out(plan, max_rows)
+    parts.append(_table(plan["rejected"], common, max_rows))
+    left_out = _left_out(plan["rejected"], max_rows)
     if left_out:
         parts.append(Text(left_out, style="dim"))
     return Group(*parts)
@@ -49,12 +50,21 @@ def plan_text(plan: PlanData, max_rows: int | None = MAX_ROWS, width: int = 120)
 
 def show_plan(plan: PlanData, max_rows: int | None = MAX_ROWS, console: Console | None = None) -> None:
     """Write the plan to the console, by default standard error."""
+    (console or _standard_error()).print(plan_report(plan, max_rows))
+
+
+def show_rejections(rejected: Rejections, max_rows: int | None = MAX_ROWS, console: Console | None = None) -> None:
+    """Write why each composition was rejected, where none was chosen."""
+    console = console or _standard_error()
+    console.print(_table(rejected, (), max_rows))
+    console.print(_left_out(rejected, max_rows))
+
+
+def _standard_error() -> Console:
     from rich.console import Console
 
-    if console is None:
-        console = Console(stderr=True, highlight=False)
-        console = console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
-    console.print(plan_report(plan, max_rows))
+    console = Console(stderr=True, highlight=False)
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
 
 
 def _facts(plan: PlanData) -> str:
@@ -72,7 +82,7 @@ def _facts(plan: PlanData) -> str:
     )
 
 
-def _table(plan: PlanData, common: Sequence[str], max_rows: int | None) -> RenderableType:
+def _table(rejected: Rejections, common: Sequence[str], max_rows: int | None) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -81,24 +91,24 @@ def _table(plan: PlanData, common: Sequence[str], max_rows: int | None) -> Rende
     table.add_column("expected", justify="right", no_wrap=True)
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
-    for each in _sorted(plan)[:max_rows]:
+    for each in _sorted(rejected)[:max_rows]:
         shown = _shown(each["strategy"], common) or "plain"
         table.add_row(Text(shown), _step(each["estimate"]), _step(each["measured"]), Text(each["reason"]))
     return table
 
 
-def _sorted(plan: PlanData) -> list[Mapping[str, Any]]:
+def _sorted(rejected: Rejections) -> list[Mapping[str, Any]]:
     """The measured first, the fastest of them first; of each kind the best by estimate first."""
 
     def key(each: Mapping[str, Any]) -> tuple[int, float]:
         known = each["measured"] or each["estimate"]
         return _ORDER.index(each["why"]), known["step_s"] if known else 0.0
 
-    return sorted(plan["rejected"], key=key)
+    return sorted(rejected, key=key)
 
 
-def _left_out(plan: PlanData, max_rows: int | None) -> str:
-    rest = [] if max_rows is None else _sorted(plan)[max_rows:]
+def _left_out(rejected: Rejections, max_rows: int | None) -> str:
+    rest = [] if max_rows is None else _sorted(rejected)[max_rows:]
     counts = Counter(each["why"] for each in rest)
     if len(counts) < 2:
         return f"and {len(rest)} more, {rest[0]['why']}" if rest else ""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from atorch.report.progress import line, search_progress
-from atorch.report.text import plan_text, show_plan
+from atorch.report.text import plan_text, show_plan, show_rejections
 
 
 def rejected(why, reason, *methods, step_s=None):
@@ -76,3 +76,10 @@ def test_progress_is_a_bar_on_a_terminal():
         show(STATE)
     assert "searching" in page.getvalue()
     assert "[bf16]" in page.getvalue()
+
+
+def test_rejections_are_shown_where_nothing_was_chosen():
+    page = io.StringIO()
+    show_rejections(PLAN["rejected"], max_rows=2, console=Console(file=page, width=100))
+    assert "needs 9 GiB" in page.getvalue()
+    assert "and 1 more, not run" in page.getvalue()

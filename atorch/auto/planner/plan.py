@@ -41,6 +41,16 @@ class Rejected:
     estimate: Estimate | None = None
     measured: Measurement | None = None
 
+    def to_json_data(self) -> dict[str, Any]:
+        """What was rejected and why, as plain JSON data."""
+        return {
+            "strategy": _strategy_data(self.strategy),
+            "why": self.why,
+            "reason": self.reason,
+            "estimate": _data(self.estimate),
+            "measured": _data(self.measured),
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -61,16 +71,7 @@ class Plan:
             "strategy": _strategy_data(self.strategy),
             "estimate": _data(self.estimate),
             "measured": _data(self.measured),
-            "rejected": [
-                {
-                    "strategy": _strategy_data(each.strategy),
-                    "why": each.why,
-                    "reason": each.reason,
-                    "estimate": _data(each.estimate),
-                    "measured": _data(each.measured),
-                }
-                for each in self.rejected
-            ],
+            "rejected": [each.to_json_data() for each in self.rejected],
             "num_compositions": self.num_compositions,
             "num_dry_runs": self.num_dry_runs,
             "seconds": self.seconds,

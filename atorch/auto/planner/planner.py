@@ -153,13 +153,15 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
 def _need_one_that_fits(ranking: Ranking, ctx: Context) -> None:
     if ranking.fitting:
         return
+    rejected = [each.to_json_data() for each in ranking.rejected]
     missed = [each for each in ranking.rejected if each.estimate is not None]
     if not missed:
-        raise NoFeasiblePlanError("no composition is left to try; exclude fewer methods")
+        raise NoFeasiblePlanError("no composition is left to try; exclude fewer methods", rejected)
     nearest = min(missed, key=lambda each: each.estimate.peak_bytes if each.estimate else 0.0)
     raise NoFeasiblePlanError(
         f"none of {len(missed)} compositions fits in {format_bytes(usable_bytes(ctx.cluster))} a device. The nearest, "
-        f"{nearest.strategy}, {nearest.reason}. Use a smaller batch or model, or more devices"
+        f"{nearest.strategy}, {nearest.reason}. Use a smaller batch or model, or more devices",
+        rejected,
     )
 
 
@@ -172,7 +174,8 @@ def _plan(ctx: Context, ranking: Ranking, explorer: Explorer, seconds: float) ->
         more = f", and there was no time for {left} others" if left else ""
         raise NoFeasiblePlanError(
             f"none of {explorer.num_runs} dry runs succeeded{more}. "
-            f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}"
+            f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}",
+            [each.to_json_data() for each in (*explorer.failures.values(), *ranking.rejected)],
         )
     chosen = 0 if best is None else best  # the fastest by estimate comes first
     measured = explorer.measured.get(chosen)

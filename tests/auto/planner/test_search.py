@@ -82,8 +82,10 @@ def test_without_time_the_best_by_estimate_is_taken():
 
 def test_nothing_fits():
     ctx = replace(context(), cluster=cluster(memory_bytes=1000.0))
-    with pytest.raises(NoFeasiblePlanError, match=r"none of \d+ compositions fits in 920 B.*needs"):
+    with pytest.raises(NoFeasiblePlanError, match=r"none of \d+ compositions fits in 920 B.*needs") as none:
         find(ctx)
+    assert all(each["estimate"]["peak_bytes"] > 920 for each in none.value.rejected if each["why"] == "memory")
+    assert any(each["why"] == "memory" for each in none.value.rejected)
 
 
 def test_everything_fails():
