@@ -148,6 +148,7 @@ def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, siz
         mesh.set_current(None)
         gc.collect()
         dist.destroy_process_group()
+        mesh.forget_shardings()
 
 
 @pytest.fixture(scope="session")

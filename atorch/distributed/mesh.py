@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -183,6 +184,7 @@ class Mesh:
             group = self._groups.pop(key)
             if group not in shared:
                 dist.destroy_process_group(group)
+        forget_shardings()
 
     def _make_root(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh
@@ -195,6 +197,18 @@ class Mesh:
         grid = grid.reshape([self.size(name) for name in _OUTERMOST_FIRST])
         groups = [self.group(name) for name in _OUTERMOST_FIRST]
         return DeviceMesh.from_group(groups, self.device_type, grid, mesh_dim_names=_OUTERMOST_FIRST)
+
+
+def forget_shardings() -> None:
+    """Let DTensor forget the results of its operations, which name meshes.
+
+    It finds them again by equality, and meshes of one shape are equal whatever groups they stand on: tensors on a new
+    mesh would name the groups of an old one that has been closed.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _default_group() -> dist.ProcessGroup:

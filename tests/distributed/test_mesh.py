@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atorch.distributed import Mesh, parallel_group, parallel_group_size, parallel_rank, rank_table, use_mesh
+from atorch.distributed.collectives import stand_on
 from atorch.distributed.mesh import AXES, groups_along
 from atorch.errors import StrategyError
 from tests.pool import Pool
@@ -230,3 +231,22 @@ def train_on_two_axes(rank: int, size: int) -> bool:
 
 def test_methods_that_shard_over_different_axes_compose(pool: Pool) -> None:
     assert all(pool.run(train_on_two_axes, ranks=4))
+
+
+def parameter_on_a_second_mesh(rank: int, size: int) -> list[float]:
+    from torch.distributed.tensor import DTensor, Shard
+
+    for value in (1.0, 2.0):
+        group = dist.new_group()
+        with stand_on(group):
+            mesh = Mesh((("data", size),), None, "cpu")
+            local = torch.full((1,), value + rank)
+            parameter = torch.nn.Parameter(DTensor.from_local(local, mesh.device_mesh("data"), [Shard(0)]))
+            whole = parameter.full_tensor().tolist()  # type: ignore[attr-defined]
+            mesh.close()
+        dist.destroy_process_group(group)
+    return whole
+
+
+def test_a_mesh_like_a_closed_one_has_groups_of_its_own(pool: Pool) -> None:
+    assert pool.run(parameter_on_a_second_mesh, ranks=2) == [[2.0, 3.0]] * 2
