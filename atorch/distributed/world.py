@@ -5,6 +5,7 @@ The one file that reads torchrun's environment variables.
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +39,7 @@ def init(device_type: str | None = None) -> World:
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _check_launcher()
         dist.init_process_group(_backend(device_type), timeout=TIMEOUT)
+        atexit.register(_leave)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if size > 1:
         name_rank(rank)
@@ -49,6 +51,12 @@ def init(device_type: str | None = None) -> World:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
+
+
+def _leave() -> None:
+    """End the group before the interpreter does: gloo's threads abort a process that ends around them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def ensure_group(device_type: str) -> None:
