@@ -1,17 +1,19 @@
 """Arithmetic on what a device holds and does. Imports no torch."""
 
 from atorch.cost.memory import Memory, peak_bytes, peak_memory
-from atorch.cost.profile import BlockProfile, ModelProfile
+from atorch.cost.profile import Matmul, ModelProfile, Region, Segment
 from atorch.cost.start import plain_cost
 from atorch.cost.state import Comm, Cost
 from atorch.cost.time import StepTime, step_seconds, step_time
 
 __all__ = [
-    "BlockProfile",
     "Comm",
     "Cost",
+    "Matmul",
     "Memory",
     "ModelProfile",
+    "Region",
+    "Segment",
     "StepTime",
     "peak_bytes",
     "peak_memory",

@@ -1,40 +1,140 @@
-"""What tracing a model once on fake tensors tells: the numbers every cost starts from."""
+"""What tracing a model once tells, or its shape alone: the numbers every cost starts from. Imports no torch.
+
+A model is a sequence of segments: what comes before its repeated blocks, each run of equal blocks, what comes between
+and after, the loss included. One copy of a block stands for all of its run, so that a model of 126 layers is three
+segments. Inside a block, tensor parallelism divides what lies between a product split by columns and one split by rows;
+the norms and residual streams outside stay whole, unless a sequence split divides them too (Korthikanti et al. 2022,
+arXiv 2205.05198). So every figure of activations and traffic is given for the inside and the outside.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockProfile:
-    """One module that is sharded, checkpointed and compiled as a unit. Activations are for the traced batch."""
+class Matmul:
+    """`count` products `(rows, inner) @ (inner, columns)` with a weight, in forward, for the traced batch.
+
+    `rows` grows with the samples. `split` is what tensor parallelism divides: the weight's columns, its rows (then the
+    result is reduced), or nothing. `of_experts` are products of a mixture's experts; their rows are those that arrive.
+    """
+
+    rows: float
+    inner: int
+    columns: int
+    count: float = 1.0
+    split: Literal["columns", "rows", "none"] = "none"
+    trainable: bool = True
+    of_experts: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Forward FLOPs of all of them, a multiply-add counted as two."""
+        return 2.0 * self.rows * self.inner * self.columns * self.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Activations and traffic of a part of a segment, in bytes, for the traced batch, in the dtypes traced."""
+
+    saved_bytes: float = 0.0  # saved for backward
+    selective_bytes: float = 0.0  # of those, results of products and attention: what selective recomputation keeps
+    traffic_bytes: float = 0.0  # read and written in forward by operations that are neither products nor attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """`count` equal copies of a part of the model that follow one another. All figures are of one copy."""
 
     name: str
-    num_params: int
-    param_bytes: int
-    forward_flops: float
-    activation_bytes: int  # saved for backward inside the block
-    input_bytes: int  # what must be kept to run it again
+    count: int = 1
+    is_block: bool = False  # repeated: sharded, checkpointed and compiled as a unit; pipelines are cut here
+
+    num_params: float
+    num_trainable: float
+    split_params: float = 0.0  # of num_params, those that tensor parallelism divides
+    expert_params: float = 0.0  # of num_params, those that expert parallelism divides
+    tied_params: float = 0.0  # used here and counted by another segment: a head that is the embedding
+
+    matmuls: tuple[Matmul, ...] = ()
+    attention_flops: float = 0.0  # forward
+    outside: Region = Region()
+    inside: Region = Region()
+    input_bytes: float = 0.0  # activations that enter: what recomputation keeps, and a pipeline sends
+    working_bytes: float = 0.0  # the most that one operation of forward or backward needs beside what is saved
+    split_working: bool = False  # whether tensor parallelism divides working_bytes, as it does logits
+    num_ops: float = 0.0  # operations launched in forward
+    num_heads: int = 0  # attention heads that tensor parallelism would share out
+    num_kv_heads: int = 0
+    num_experts: int = 0
+    dispatched_bytes: float = 0.0  # tokens that are sent to experts, one way, in forward
+    sequence_length: int = 0  # tokens of a sample
+
+    @property
+    def matmul_flops(self) -> float:
+        """Forward FLOPs of the products with weights."""
+        return sum(each.flops for each in self.matmuls)
+
+    @property
+    def saved_bytes(self) -> float:
+        """Saved for backward, inside and outside."""
+        return self.outside.saved_bytes + self.inside.saved_bytes
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Moved in forward by other operations, inside and outside."""
+        return self.outside.traffic_bytes + self.inside.traffic_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """A model and one batch, in numbers. Bytes are in the dtypes the model has; FLOPs count a multiply-add as two."""
 
+    segments: tuple[Segment, ...]  # in the order of execution
+    batch_size: int  # samples in the traced batch
     num_params: int
     num_trainable: int
     param_bytes: int
     trainable_bytes: int
-    buffer_bytes: int
-    batch_size: int  # samples in the traced batch
-    matmul_flops: float  # forward
-    attention_flops: float  # forward
-    traffic_bytes: float  # forward, read and written by operations that are no matmuls
-    num_ops: int  # forward
-    activation_bytes: int  # saved for backward by the whole forward pass
-    output_bytes: int
-    working_bytes: int = 0  # the largest tensor that any operation made
-    blocks: tuple[BlockProfile, ...]  # the repeated blocks, in order
-    optim_state_per_param: float  # elements of optimizer state for one parameter element: Adam 2, momentum 1
-    module_classes: frozenset[str]  # names of the module classes in the model
+    buffer_bytes: int = 0
+    output_bytes: int = 0
+    optim_state_per_param: float = 2.0  # elements of optimizer state for one parameter element: Adam 2, momentum 1
+    module_classes: frozenset[str] = frozenset()  # names of the module classes in the model
     traced: bool = True  # False where the model could not be traced on fake tensors and ran for real
+
+    @property
+    def blocks(self) -> tuple[Segment, ...]:
+        """The runs of repeated blocks."""
+        return tuple(each for each in self.segments if each.is_block)
+
+    @property
+    def num_blocks(self) -> int:
+        """Repeated blocks, every copy counted."""
+        return sum(each.count for each in self.blocks)
+
+    @property
+    def matmul_flops(self) -> float:
+        """Forward FLOPs of products with weights."""
+        return sum(each.count * each.matmul_flops for each in self.segments)
+
+    @property
+    def attention_flops(self) -> float:
+        """Forward FLOPs of attention."""
+        return sum(each.count * each.attention_flops for each in self.segments)
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Moved in forward by operations that are neither products nor attention."""
+        return sum(each.count * each.traffic_bytes for each in self.segments)
+
+    @property
+    def num_ops(self) -> float:
+        """Operations launched in forward."""
+        return sum(each.count * each.num_ops for each in self.segments)
+
+    @property
+    def activation_bytes(self) -> float:
+        """Saved for backward by the whole forward pass."""
+        return sum(each.count * each.saved_bytes for each in self.segments)

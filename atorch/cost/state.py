@@ -1,6 +1,8 @@
-"""What one device holds and does in one optimizer step: the state that a strategy's costs fold over.
+"""What a strategy makes of a training step: the state that the methods' costs fold over. Imports no torch.
 
-Every number is per device. Methods only replace fields; `memory.peak_bytes` and `time.step_seconds` read them.
+Methods say what they change in the words of this state: bytes an element, shards, splits, what is recomputed, what is
+sent. `memory` and `time` alone know what that comes to, stage by stage. What frameworks do differently, such as
+gradients accumulated in fp32 or norms split over the sequence, are fields here and no special cases there.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from atorch.cost.profile import Segment
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
@@ -17,7 +21,9 @@ class Comm:
     """Collectives of one kind in a step: `count` calls over `axis` that carry `num_bytes` in all.
 
     `num_bytes` is the whole payload as seen by one rank: the tensor that is reduced, or the full tensor that is
-    gathered. `overlap` is the fraction that computation can hide.
+    gathered, for the whole model. `overlap` is the fraction that computation can hide. Of a pipeline's stage it is the
+    share of the parameters that the stage has, or of the blocks: `scales_with`. Those of blocks happen in every
+    micro-batch, `num_bytes` together.
     """
 
     kind: Collective
@@ -25,40 +31,57 @@ class Comm:
     num_bytes: float
     count: float = 1.0
     overlap: float = 0.0
+    scales_with: Literal["parameters", "blocks"] = "parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One device's memory in bytes and work in FLOPs, bytes and calls, in one optimizer step."""
+    """One optimizer step of a model under what was folded so far. What is per element is in bytes."""
 
+    # The job.
+    segments: tuple[Segment, ...]
+    traced_batch: float  # samples that the segments' figures are of
+    batch_size: float  # samples of one data-parallel rank in a step
+    num_micro_batches: float = 1.0
+    buffer_bytes: float = 0.0
     axes: Mapping[str, int] = field(default_factory=dict)  # mesh axis → size
 
-    num_params: float  # elements of all parameters of the model
-    num_trainable: float  # elements that get gradients
-    param_bytes: float  # parameters as stored
-    grad_bytes: float  # gradients as stored
-    optim_bytes: float  # optimizer state
-    master_bytes: float = 0.0  # fp32 copies beside low-precision parameters
-    buffer_bytes: float = 0.0
-    transient_bytes: float = 0.0  # buckets, gathered parameters, low-precision copies that live during the step
-    activation_bytes: float  # saved for backward by one micro-batch
-    block_activation_bytes: float = 0.0  # of those, inside repeated blocks, all blocks together
-    boundary_bytes: float = 0.0  # inputs of all repeated blocks: what checkpointing keeps instead
-    working_bytes: float = 0.0  # most that is live on top of the above at one moment
-    block_bytes: float = 0.0  # parameter bytes of the largest unit that is gathered at once
-    num_blocks: float = 1.0
-    block_flop_fraction: float = 0.0  # share of the FLOPs that is inside repeated blocks
+    # What is kept of every parameter element, and over how many devices it is spread.
+    param_itemsize: float = 4.0
+    grad_itemsize: float = 4.0
+    optim_itemsize: float = 8.0
+    master_itemsize: float = 0.0  # fp32 copies beside low-precision parameters; sharded as the optimizer state is
+    param_shards: float = 1.0
+    grad_shards: float = 1.0
+    optim_shards: float = 1.0
+    grads_persist: bool = False  # gradients keep their place between steps: buckets, accumulation buffers
+    cast_itemsize: float = 0.0  # low-precision copies of whole parameters that live while a step computes
+    gathered_itemsize: float = 0.0  # of parameters that are gathered for use; 0 where they are not sharded
+    keeps_gathered: bool = False  # gathered once and kept until backward is done
+    bucket_bytes: float = 0.0  # communication buffers
+    param_offload: float = 0.0  # shares that wait in host memory
+    optim_offload: float = 0.0
+    activation_offload: float = 0.0
 
-    matmul_flops: float = 0.0  # forward and backward, per step
-    attention_flops: float = 0.0
-    traffic_bytes: float = 0.0  # read and written by memory-bound operations
-    num_ops: float = 0.0  # operations launched
-    optim_traffic_bytes: float = 0.0  # read and written by the optimizer
+    # How the model is split over devices.
+    tensor: int = 1
+    splits_norms: bool = False  # what is outside of tensor-split regions is split along the sequence
+    sequence: int = 1  # tokens outside of attention, heads inside
+    context: int = 1  # tokens everywhere, keys and values passed around
+    expert: int = 1
+    stages: int = 1
+    interleave: int = 1  # pieces of the model a stage has
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+
+    # How it computes.
     dtype: str = "float32"  # of the matmuls
-    activation_scale: float = 1.0  # bytes of activations against fp32
+    activation_scale: float = 1.0  # bytes of activations against those traced
+    traffic_scale: float = 1.0  # bytes moved by operations that are no matmuls, against those traced
+    ops_scale: float = 1.0  # operations launched, against those traced
+    cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
+    recompute: float = 0.0  # share of the blocks that run forward again in backward
+    recompute_keeps: Literal["inputs", "selective", "nothing"] = "inputs"
 
-    batch_size: float = 1.0  # samples of this device in a step
-    num_micro_batches: float = 1.0
     comm: tuple[Comm, ...] = ()
     extra_s: float = 0.0  # seconds a method adds that nothing above expresses
 
@@ -72,3 +95,61 @@ class Cost:
     def send(self, *comm: Comm) -> Cost:
         """This cost with more communication; axes of size 1 carry nothing."""
         return replace(self, comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
+
+    def local_params(self, segment: Segment) -> float:
+        """Elements of one copy of a segment that a device holds before data-parallel sharding."""
+        whole = segment.num_params - segment.split_params - segment.expert_params
+        return whole + segment.split_params / self.tensor + segment.expert_params / (self.expert_divisor)
+
+    def local_trainable(self, segment: Segment) -> float:
+        """Of `local_params`, those that get gradients."""
+        return self.local_params(segment) * segment.num_trainable / segment.num_params if segment.num_params else 0.0
+
+    @property
+    def expert_divisor(self) -> float:
+        """Over how many devices a mixture's experts are spread; without an expert axis the tensor axis splits them."""
+        return float(self.expert if self.expert > 1 else self.tensor)
+
+    @property
+    def num_params(self) -> float:
+        """Elements of all parameters that a device would hold without pipeline and data-parallel sharding."""
+        return sum(each.count * self.local_params(each) for each in self.segments)
+
+    @property
+    def num_trainable(self) -> float:
+        """Of those, the ones that get gradients."""
+        return sum(each.count * self.local_trainable(each) for each in self.segments)
+
+    @property
+    def num_blocks(self) -> int:
+        """Repeated blocks of the whole model."""
+        return sum(each.count for each in self.segments if each.is_block)
+
+    @property
+    def block_share(self) -> float:
+        """Share of the forward FLOPs that is in repeated blocks."""
+        flops = [each.count * (each.matmul_flops + each.attention_flops) for each in self.segments]
+        inside = sum(value for value, each in zip(flops, self.segments, strict=True) if each.is_block)
+        return inside / sum(flops) if sum(flops) else 0.0
+
+    @property
+    def param_bytes(self) -> float:
+        """Parameters as this device stores them, the whole model's."""
+        return self.num_params * self.param_itemsize / self.param_shards
+
+    @property
+    def grad_bytes(self) -> float:
+        """Gradients as this device stores them."""
+        return self.num_trainable * self.grad_itemsize / self.grad_shards
+
+    @property
+    def optim_bytes(self) -> float:
+        """Optimizer state as this device stores it."""
+        return self.num_trainable * self.optim_itemsize / self.optim_shards
+
+    @property
+    def boundary_bytes(self) -> float:
+        """Activations between blocks for all samples of this device in a step, in the dtype computed in."""
+        inputs = max((each.input_bytes for each in self.segments if each.is_block), default=0.0)
+        share = self.batch_size / self.traced_batch / (self.sequence * self.context)
+        return inputs * share * self.activation_scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,31 +12,31 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from atorch.cost import Matmul
 from atorch.profiler.tensors import tensor_bytes, tensors_of
 
 
 @dataclass
-class BlockCount:
-    """What was seen inside one block."""
+class Count:
+    """What was seen inside one block, or outside of all."""
 
-    flops: float = 0.0
+    matmuls: list[Matmul] = field(default_factory=list)
+    attention_flops: float = 0.0
+    traffic_bytes: float = 0.0
+    num_ops: int = 0
     activation_bytes: int = 0
     input_bytes: int = 0
+    largest_bytes: int = 0
 
 
 class Counter:
     """The counts of one forward pass of `model`, whole and by block."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.matmul_flops = 0.0
-        self.attention_flops = 0.0
-        self.traffic_bytes = 0.0
-        self.num_ops = 0
-        self.activation_bytes = 0
-        self.largest_bytes = 0
         self.output_bytes = 0
-        self.blocks: dict[str, BlockCount] = {}
-        self._inside: list[BlockCount] = []
+        self.blocks: dict[str, Count] = {}
+        self.rest = Count()
+        self._inside: list[Count] = [self.rest]
         # Storages by identity. They are kept, so that none is freed and its address taken by another.
         self._saved: dict[int, torch.UntypedStorage] = {}
         self._inputs: dict[int, torch.UntypedStorage] = {}
@@ -47,7 +47,7 @@ class Counter:
         """Count what happens inside, also for each of `blocks` by itself."""
         handles = []
         for name, block in blocks.items():
-            count = self.blocks.setdefault(name, BlockCount())
+            count = self.blocks.setdefault(name, Count())
             handles.append(block.register_forward_pre_hook(self._entering(count), with_kwargs=True))
             handles.append(block.register_forward_hook(self._leaving, always_call=True))
         try:
@@ -57,7 +57,7 @@ class Counter:
             for handle in handles:
                 handle.remove()
 
-    def _entering(self, count: BlockCount) -> Callable[..., None]:
+    def _entering(self, count: Count) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._inside.append(count)
             for tensor in tensors_of((args, kwargs)):
@@ -71,30 +71,23 @@ class Counter:
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         if _key(tensor) not in self._weights and _add(self._saved, tensor):
-            num_bytes = tensor.untyped_storage().nbytes()
-            self.activation_bytes += num_bytes
-            if self._inside:
-                self._inside[-1].activation_bytes += num_bytes
+            self._inside[-1].activation_bytes += tensor.untyped_storage().nbytes()
         return tensor
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count one call of an aten operation."""
-        packet = func._overloadpacket
+        packet, here = func._overloadpacket, self._inside[-1]
         if packet in _ATTENTION:
-            flops = _ATTENTION[packet](args)
-            self.attention_flops += flops
+            here.attention_flops += _ATTENTION[packet](args)
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            self.matmul_flops += flops
+            here.matmuls.append(Matmul(rows=flops / 2.0, inner=1, columns=1))
         elif func.is_view or func.namespace == "prim" or packet in _FREE:
             return
         else:
-            flops = 0
-            self.traffic_bytes += sum(map(tensor_bytes, tensors_of((args, kwargs, out))))
-        self.num_ops += 1
-        self.largest_bytes = max(self.largest_bytes, 0, *map(tensor_bytes, tensors_of(out)))
-        if self._inside:
-            self._inside[-1].flops += flops
+            here.traffic_bytes += sum(map(tensor_bytes, tensors_of((args, kwargs, out))))
+        here.num_ops += 1
+        here.largest_bytes = max(here.largest_bytes, 0, *map(tensor_bytes, tensors_of(out)))
 
 
 class _Operations(TorchDispatchMode):

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from atorch.blocks import repeated_blocks
-from atorch.cost import BlockProfile, ModelProfile
+from atorch.cost import ModelProfile, Region, Segment
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.profiler.copying import copy_structure, lazy_copy
-from atorch.profiler.counting import Counter
+from atorch.profiler.counting import Count, Counter
 from atorch.profiler.tensors import batch_size, map_tensors, tensor_bytes, tensors_of
 
 CallModel = Callable[[nn.Module, Any], Any]
@@ -101,37 +102,50 @@ def _count(model: nn.Module, batch: Any, call_model: CallModel, loss_func: LossF
 def _profile(model: nn.Module, counter: Counter, samples: int, state: float, traced: bool) -> ModelProfile:
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    blocks = repeated_blocks(model)
     return ModelProfile(
+        segments=_segments(model, counter),
+        batch_size=samples,
         num_params=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in trainable),
         param_bytes=sum(map(tensor_bytes, parameters)),
         trainable_bytes=sum(map(tensor_bytes, trainable)),
         buffer_bytes=sum(map(tensor_bytes, model.buffers())),
-        batch_size=samples,
-        matmul_flops=counter.matmul_flops,
-        attention_flops=counter.attention_flops,
-        traffic_bytes=counter.traffic_bytes,
-        num_ops=counter.num_ops,
-        activation_bytes=counter.activation_bytes,
         output_bytes=counter.output_bytes,
-        working_bytes=counter.largest_bytes,
-        blocks=tuple(_block(name, block, counter) for name, block in blocks.items()),
         optim_state_per_param=state,
         module_classes=frozenset(type(module).__name__ for module in model.modules()),
         traced=traced,
     )
 
 
-def _block(name: str, block: nn.Module, counter: Counter) -> BlockProfile:
-    seen = counter.blocks[name]
-    return BlockProfile(
+def _segments(model: nn.Module, counter: Counter) -> tuple[Segment, ...]:
+    """Runs of blocks that are alike, and all the rest as one segment."""
+    segments: list[Segment] = []
+    seen: set[int] = set()
+    for name, block in repeated_blocks(model).items():
+        segment = _segment(name, block, counter.blocks[name], seen)
+        last = segments[-1] if segments else None
+        if last is not None and replace(segment, name=last.name, count=last.count) == last:
+            segments[-1] = replace(last, count=last.count + 1)
+        else:
+            segments.append(segment)
+    return (_segment("", model, counter.rest, seen), *segments)
+
+
+def _segment(name: str, module: nn.Module, count: Count, seen: set[int]) -> Segment:
+    """What was counted in a module; parameters that an earlier segment has are not counted again."""
+    parameters = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+    seen.update(map(id, parameters))
+    return Segment(
         name=name,
-        num_params=sum(parameter.numel() for parameter in block.parameters()),
-        param_bytes=sum(map(tensor_bytes, block.parameters())),
-        forward_flops=seen.flops,
-        activation_bytes=seen.activation_bytes,
-        input_bytes=seen.input_bytes,
+        is_block=bool(name),
+        num_params=float(sum(parameter.numel() for parameter in parameters)),
+        num_trainable=float(sum(parameter.numel() for parameter in parameters if parameter.requires_grad)),
+        matmuls=tuple(count.matmuls),
+        attention_flops=count.attention_flops,
+        outside=Region(saved_bytes=count.activation_bytes, traffic_bytes=count.traffic_bytes),
+        input_bytes=count.input_bytes,
+        working_bytes=2.0 * count.largest_bytes,  # that result's gradient, and its input's
+        num_ops=count.num_ops,
     )
 
 

@@ -27,9 +27,8 @@ class Ema(Method):
     """How much of the average stays at each step."""
 
     def cost(self, cost: Cost) -> Cost:
-        """One more fp32 number for each element of the optimizer's parameters."""
-        sharded = cost.grad_bytes / (4 * cost.num_trainable)  # the share that this process holds
-        return replace(cost, optim_bytes=cost.optim_bytes + 4 * cost.num_trainable * sharded)
+        """One more fp32 number for each element of the optimizer's parameters, sharded as the gradients are."""
+        return replace(cost, optim_itemsize=cost.optim_itemsize + 4.0 * cost.optim_shards / cost.grad_shards)
 
     def apply(self, ctx: Context) -> Context:
         """Follow the optimizer once it is there; the average is the model's attribute `average`."""

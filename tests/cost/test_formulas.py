@@ -4,26 +4,38 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
-from atorch.cost import BlockProfile, Comm, ModelProfile, peak_bytes, peak_memory, plain_cost, step_time
+from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, LinkSpec
+from atorch.cost import (
+    Comm,
+    Matmul,
+    ModelProfile,
+    Region,
+    Segment,
+    peak_bytes,
+    peak_memory,
+    plain_cost,
+    step_time,
+)
 from atorch.cost.collectives import collective_seconds
 
+ENDS = Segment(
+    name="", num_params=400, num_trainable=200, matmuls=(Matmul(rows=2, inner=50, columns=10),), num_ops=4,
+    outside=Region(saved_bytes=200, traffic_bytes=1e3), working_bytes=128,
+)  # fmt: skip
+BLOCK = Segment(
+    name="blocks.0", count=2, is_block=True, num_params=300, num_trainable=150, num_ops=3,
+    matmuls=(Matmul(rows=2, inner=50, columns=20, split="columns"),), attention_flops=500.0, input_bytes=20,
+    outside=Region(saved_bytes=100, selective_bytes=30, traffic_bytes=600),
+    inside=Region(saved_bytes=200, selective_bytes=50, traffic_bytes=400),
+)  # fmt: skip
 PROFILE = ModelProfile(
-    num_params=1000, num_trainable=500, param_bytes=4000, trainable_bytes=2000, buffer_bytes=40, batch_size=2,
-    matmul_flops=6e3, attention_flops=1e3, traffic_bytes=3e3, num_ops=10, activation_bytes=800, output_bytes=16,
-    working_bytes=64,
-    blocks=tuple(
-        BlockProfile(
-            name=f"b{i}", num_params=300, param_bytes=1200, forward_flops=2e3, activation_bytes=300, input_bytes=20
-        )
-        for i in range(2)
-    ),
-    optim_state_per_param=2.0, module_classes=frozenset({"Linear"}),
+    segments=(ENDS, BLOCK), num_params=1000, num_trainable=500, param_bytes=4000, trainable_bytes=2000, buffer_bytes=40,
+    batch_size=2, optim_state_per_param=2.0, module_classes=frozenset({"Linear"}),
 )  # fmt: skip
 CLUSTER = ClusterSpec(
     device=DeviceSpec(
         type="cpu", name="toy", memory_bytes=1e6, peak_flops={"float32": 1e6, "bfloat16": 4e6},
-        matmul_efficiency=0.5, memory_bandwidth=1e5, launch_s=1e-3,
+        efficiency=Efficiency(matmul=0.5, attention=0.5, traffic=1.0), memory_bandwidth=1e5, launch_s=1e-3,
     ),
     devices_per_node=4,
     intra_node=LinkSpec(bandwidth=1e4, latency_s=1e-2),
@@ -31,21 +43,16 @@ CLUSTER = ClusterSpec(
 )  # fmt: skip
 
 
-def test_plain_cost_by_hand():
-    cost = plain_cost(PROFILE, batch_size=4)  # twice what was traced
-    assert cost.matmul_flops == 2 * 6e3 * 2.5  # half of the weights are frozen
-    assert cost.attention_flops == 2 * 1e3 * 3.5
-    assert cost.traffic_bytes == 2 * 3e3 * 3
-    assert cost.num_ops == 30
-    assert cost.activation_bytes == 1600
-    assert cost.block_activation_bytes == 1200
-    assert cost.boundary_bytes == 80
-    assert cost.working_bytes == 256
-    assert cost.block_flop_fraction == pytest.approx(4 / 7)
-    assert cost.grad_bytes == 2000
-    assert cost.optim_bytes == 4000
-    assert cost.optim_traffic_bytes == 3 * 2000 + 2 * 4000
-    assert cost.batch_size == 4
+# Forward of two samples: products 2·2·50·10 + 2·(2·2·50·20) = 2,000 + 8,000; attention 1,000; traffic 3,000; ops 10.
+MATMUL_S = (3 * 10e3 + 3.5 * 1e3) / 0.5e6
+TRAFFIC_S, LAUNCH_S = 9e3 / 1e5, 30 * 1e-3
+OPTIMIZER_S = 500 * (2 * (4 + 8) + 4) / 1e5
+
+
+def test_a_profile_sums_its_segments():
+    assert (PROFILE.matmul_flops, PROFILE.attention_flops, PROFILE.traffic_bytes) == (10e3, 1e3, 3e3)
+    assert (PROFILE.activation_bytes, PROFILE.num_ops, PROFILE.num_blocks) == (800, 10, 2)
+    assert plain_cost(PROFILE).block_share == pytest.approx(9 / 11)
 
 
 def test_peak_memory_by_hand():
@@ -54,27 +61,57 @@ def test_peak_memory_by_hand():
         "parameters": 4000, "optimizer": 4000, "gradients": 2000, "activations": 800, "working": 128, "buffers": 40,
     }  # fmt: skip
     assert memory.total == 10968
-    assert peak_bytes(replace(plain_cost(PROFILE), activation_scale=0.5)) == 10568
+    assert peak_bytes(replace(plain_cost(PROFILE), activation_scale=0.5)) == 10504
+    assert peak_memory(plain_cost(PROFILE, batch_size=4)).activations == 1600
+
+
+def test_a_tensor_split_divides_the_inside_and_norms_where_they_are_split_too():
+    split = replace(plain_cost(PROFILE), tensor=2)
+    assert peak_memory(split).activations == 200 + 2 * (100 + 200 / 2)
+    assert peak_memory(replace(split, splits_norms=True)).activations == 200 / 2 + 2 * (100 + 200) / 2
+    assert step_time(split, CLUSTER).matmul_s == pytest.approx((3 * (2e3 + 8e3 / 2) + 3.5e3 / 2) / 0.5e6)
+
+
+@pytest.mark.parametrize(("keeps", "kept"), [("inputs", 20), ("selective", 80), ("nothing", 0)])
+def test_recomputation_keeps_little_and_runs_forward_again(keeps, kept):
+    cost = replace(plain_cost(PROFILE), recompute=1.0, recompute_keeps=keeps)
+    memory = peak_memory(cost)
+    assert memory.activations == 200 + 2 * kept
+    assert memory.working == 300  # one block while it runs again
+
+
+def test_a_pipeline_holds_stages_and_micro_batches_in_flight():
+    cost = replace(plain_cost(PROFILE, batch_size=8), stages=2, num_micro_batches=4.0)
+    first = peak_memory(cost)
+    assert first.stage == 0
+    assert first.parameters == 4 * (400 + 300)
+    assert first.activations == 2 * (200 + 300)  # two micro-batches of two samples
+    gpipe = peak_memory(replace(cost, schedule="gpipe"))
+    assert gpipe.activations == 4 * (200 + 300)
+    time = step_time(cost, CLUSTER)
+    accumulated = 3 * 150 * 4 * 3 / 4 / 1e5  # three of four micro-batches add to gradients that are there
+    second = 3 * 4e3 / 0.5e6 + 3.5 * 500 / 0.5e6 + 3 * 1e3 / 1e5 + 9e-3 + accumulated
+    assert time.bubble_s == pytest.approx(second)  # the first stage waits for the other's micro-batch
 
 
 def test_step_time_by_hand():
     time = step_time(plain_cost(PROFILE), CLUSTER)
-    assert time.matmul_s == pytest.approx((15e3 + 3.5e3) / 0.5e6)
-    assert time.traffic_s == pytest.approx(9e3 / 1e5)
-    assert time.launch_s == pytest.approx(0.03)
-    assert time.optimizer_s == pytest.approx(14e3 / 1e5)
-    assert time.exposed_comm_s == 0
-    assert time.total_s == pytest.approx(0.037 + 0.09 + 0.03 + 0.14)
+    assert time.matmul_s == pytest.approx(MATMUL_S)
+    assert time.traffic_s == pytest.approx(TRAFFIC_S)
+    assert time.launch_s == pytest.approx(LAUNCH_S)
+    assert time.optimizer_s == pytest.approx(OPTIMIZER_S)
+    assert time.exposed_comm_s == time.bubble_s == 0
+    assert time.total_s == pytest.approx(MATMUL_S + TRAFFIC_S + LAUNCH_S + OPTIMIZER_S)
 
 
 def test_a_gpu_hides_launches_behind_work():
     cluster = replace(CLUSTER, device=replace(CLUSTER.device, type="cuda"))
-    assert step_time(plain_cost(PROFILE), cluster).total_s == pytest.approx(0.037 + 0.09 + 0.14)
+    assert step_time(plain_cost(PROFILE), cluster).total_s == pytest.approx(MATMUL_S + TRAFFIC_S + OPTIMIZER_S)
 
 
 def test_low_precision_runs_at_its_own_peak():
     cost = replace(plain_cost(PROFILE), dtype="bfloat16")
-    assert step_time(cost, CLUSTER).matmul_s == pytest.approx(18.5e3 / 2e6)
+    assert step_time(cost, CLUSTER).matmul_s == pytest.approx(MATMUL_S / 4)
 
 
 @pytest.mark.parametrize(
@@ -94,16 +131,21 @@ def test_collectives_by_hand(kind, seconds):
 def test_communication_hides_behind_backward_at_most():
     cost = replace(plain_cost(PROFILE), axes={"data": 4}).send(Comm("all_reduce", ("data",), 1000, overlap=0.8))
     seconds = 6 * 1e-2 + 1.5 * 1000 / 1e4
-    computing = 0.037 + 0.09 + 0.03
+    computing = MATMUL_S + TRAFFIC_S + LAUNCH_S
     time = step_time(cost, CLUSTER)
     assert time.exposed_comm_s == pytest.approx(0.2 * seconds + max(0, 0.8 * seconds - computing * 2 / 3))
 
 
-def test_groups_beyond_a_node_use_the_slow_link():
+def test_groups_beyond_a_node_use_the_slow_links_of_their_members_in_it():
     cost = replace(plain_cost(PROFILE), axes={"data": 8}).send(Comm("all_gather", ("data",), 1000))
-    assert step_time(cost, CLUSTER).exposed_comm_s == pytest.approx(7 * 1e-1 + 7 / 8 * 1000 / 1e3)
+    assert step_time(cost, CLUSTER).exposed_comm_s == pytest.approx(7 * 1e-1 + 7 / 8 * 1000 / 4e3)
 
 
 def test_axes_of_one_rank_carry_nothing():
     cost = replace(plain_cost(PROFILE), axes={"data": 1}).send(Comm("all_gather", ("data",), 1000))
     assert cost.comm == ()
+
+
+def test_an_axis_whose_members_are_all_on_different_nodes_has_one_slow_link():
+    cost = replace(plain_cost(PROFILE), axes={"tensor": 4, "data": 2}).send(Comm("all_gather", ("data",), 1000))
+    assert step_time(cost, CLUSTER).exposed_comm_s == pytest.approx(1e-1 + 1 / 2 * 1000 / 1e3)

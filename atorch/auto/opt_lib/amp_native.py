@@ -37,10 +37,10 @@ class AmpNative(Precision):
             cost,
             dtype=cost.dtype if cost.dtype == "float8" else NAMES[self.dtype],
             activation_scale=cost.activation_scale * 2 / 3,
-            working_bytes=cost.working_bytes * 2 / 3,
-            traffic_bytes=cost.traffic_bytes * 2 / 3 + 1.5 * cost.param_bytes,
-            num_ops=cost.num_ops * 4 / 3,
-            transient_bytes=cost.transient_bytes + 2 * cost.num_params,
+            traffic_scale=cost.traffic_scale * 2 / 3,
+            ops_scale=cost.ops_scale * 4 / 3,
+            cast_itemsize=cost.cast_itemsize + 2.0,
+            cast_traffic_bytes=cost.cast_traffic_bytes + 1.5 * cost.param_itemsize,
         )
 
     @classmethod

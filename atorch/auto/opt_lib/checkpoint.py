@@ -53,21 +53,20 @@ class Checkpoint(Method):
     def cost(self, cost: Cost) -> Cost:
         """The blocks' inputs instead of their activations, one block's while it is recomputed, and its forward again.
 
-        Of a matmul's work a third is forward (of attention's, two sevenths).
+        What the blocks communicate in forward, half of what they do, they communicate again.
         """
         most = self.max_checkpoint_module_num
-        share = 1.0 if most is None else min(1.0, most / cost.num_blocks)
-        kept = 0.0 if self.offload_to_cpu else cost.boundary_bytes
-        again = share * cost.block_flop_fraction
+        share = 1.0 if most is None or not cost.num_blocks else min(1.0, most / cost.num_blocks)
         return replace(
             cost,
-            activation_bytes=cost.activation_bytes - share * (cost.block_activation_bytes - kept),
-            block_activation_bytes=cost.block_activation_bytes * (1 - share),
-            working_bytes=cost.working_bytes + cost.activation_scale * cost.block_activation_bytes / cost.num_blocks,
-            matmul_flops=cost.matmul_flops * (1 + again / 3),
-            attention_flops=cost.attention_flops * (1 + share * 2 / 7),
-            traffic_bytes=cost.traffic_bytes * (1 + again / 3),
-            num_ops=cost.num_ops * (1 + again / 3),
+            recompute=share,
+            recompute_keeps="nothing" if self.offload_to_cpu else "inputs",
+            comm=tuple(
+                replace(each, num_bytes=each.num_bytes * (1 + share / 2), count=each.count * (1 + share / 2))
+                if each.scales_with == "blocks"
+                else each
+                for each in cost.comm
+            ),
         )
 
     @classmethod

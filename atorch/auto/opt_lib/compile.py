@@ -47,13 +47,12 @@ class Compile(Method):
 
         Empirical, of PyTorch 2 on transformers; a dry run corrects it.
         """
-        inside = cost.block_flop_fraction or 1.0
+        inside = cost.block_share or 1.0
         return replace(
             cost,
-            traffic_bytes=cost.traffic_bytes * (1 - inside / 2),
-            num_ops=cost.num_ops * (1 - inside * 2 / 3),
-            activation_bytes=cost.activation_bytes - 0.2 * cost.block_activation_bytes,
-            block_activation_bytes=0.8 * cost.block_activation_bytes,
+            traffic_scale=cost.traffic_scale * (1 - inside / 2),
+            ops_scale=cost.ops_scale * (1 - inside * 2 / 3),
+            activation_scale=cost.activation_scale * (1 - inside / 5),
         )
 
     @classmethod

@@ -36,7 +36,7 @@ class Ddp(Method):
         """An all-reduce of the gradients by bucket, of which the last one is not hidden."""
         num_buckets = cost.grad_bytes / (self.bucket_cap_mb * MiB) + 1
         reduced = Comm("all_reduce", BATCH_AXES, cost.grad_bytes, count=num_buckets, overlap=1 - 1 / num_buckets)
-        return cost.send(reduced)
+        return replace(cost, grads_persist=True).send(reduced)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -99,22 +99,21 @@ class Fsdp(Method):
         is_hybrid = cost.size("data") > 1 and cost.size("zero") > 1
         axis = ("zero",) if is_hybrid else BATCH_AXES
         shards = cost.size(*axis)
-        gathered = cost.param_bytes if cost.dtype == "float32" else 2.0 * cost.num_params
-        block = gathered * cost.block_bytes / cost.param_bytes
-        inside = min(cost.num_blocks * block, gathered)  # `block` is the largest of blocks that may differ
-        outside = gathered - inside
+        itemsize = cost.param_itemsize if cost.dtype == "float32" else 2.0
+        inside = sum(each.count * cost.local_params(each) for each in cost.segments if each.is_block)
         keeps = self.reshard_after_forward is False or self.sharding_strategy in KEEPING
+        gathered, again = itemsize * cost.num_params, 0.0 if keeps else itemsize * inside
         reduced, calls = 4.0 * cost.num_trainable, cost.num_blocks + 2
         cost = replace(
             cost,
-            param_bytes=cost.param_bytes / shards,
-            grad_bytes=cost.grad_bytes / shards,
-            optim_bytes=cost.optim_bytes / shards,
-            master_bytes=cost.master_bytes / shards,
-            optim_traffic_bytes=cost.optim_traffic_bytes / shards,
-            transient_bytes=cost.transient_bytes + (gathered if keeps else outside + 2 * block) + 2 * block,
+            param_shards=cost.param_shards * shards,
+            grad_shards=cost.grad_shards * shards,
+            optim_shards=cost.optim_shards * shards,
+            gathered_itemsize=itemsize,
+            keeps_gathered=keeps,
+            cast_itemsize=0.0,  # shards are cast before they are gathered
+            cast_traffic_bytes=cost.cast_traffic_bytes / shards,
         )
-        again = 0.0 if keeps else inside
         gathering = Comm("all_gather", axis, gathered + again, count=calls if keeps else 2 * calls, overlap=0.8)
         reducing = Comm("reduce_scatter", axis, reduced, count=calls, overlap=0.8)
         if not is_hybrid:

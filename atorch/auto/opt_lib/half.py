@@ -27,18 +27,14 @@ class Half(Precision):
 
     def cost(self, cost: Cost) -> Cost:
         """Everything in 16 bits but the optimizer, which steps fp32 masters and casts them back."""
-        masters = 4 * cost.num_trainable
         return replace(
             cost,
             dtype=cost.dtype if cost.dtype == "float8" else NAMES[self.dtype],
-            param_bytes=cost.param_bytes / 2,
-            grad_bytes=cost.grad_bytes / 2,
-            block_bytes=cost.block_bytes / 2,
-            master_bytes=cost.master_bytes + masters,
+            param_itemsize=cost.param_itemsize / 2,
+            grad_itemsize=cost.grad_itemsize / 2,
+            master_itemsize=cost.master_itemsize + 4.0,
             activation_scale=cost.activation_scale / 2,
-            working_bytes=cost.working_bytes / 2,
-            traffic_bytes=cost.traffic_bytes / 2,
-            optim_traffic_bytes=cost.optim_traffic_bytes + 2 * masters,
+            traffic_scale=cost.traffic_scale / 2,
         )
 
     @classmethod

@@ -51,24 +51,14 @@ class MicroBatch(Method):
             rows = math.ceil(rows / self.count)
         elif self.size != "auto":
             rows = min(rows, self.size)
-        share, count = rows / cost.batch_size, float(math.ceil(cost.batch_size / rows))
+        count = float(math.ceil(cost.batch_size / rows))
         gathers = tuple(
             replace(each, num_bytes=count * each.num_bytes, count=count * each.count)
-            if each.kind == "all_gather"
+            if each.kind == "all_gather" and each.scales_with == "parameters"
             else each
             for each in cost.comm
         )
-        return replace(
-            cost,
-            num_micro_batches=count,
-            activation_bytes=cost.activation_bytes * share,
-            block_activation_bytes=cost.block_activation_bytes * share,
-            boundary_bytes=cost.boundary_bytes * share,
-            working_bytes=cost.working_bytes * share,
-            num_ops=cost.num_ops * count,
-            traffic_bytes=cost.traffic_bytes + (count - 1) * 3 * cost.grad_bytes,
-            comm=gathers,
-        )
+        return replace(cost, num_micro_batches=count, batch_size=count * rows, comm=gathers)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

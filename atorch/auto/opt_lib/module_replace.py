@@ -65,7 +65,7 @@ class ModuleReplace(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """Fewer operations, and attention weights that are not kept: a tenth of traffic and launches, empirically."""
-        return replace(cost, traffic_bytes=0.9 * cost.traffic_bytes, num_ops=0.9 * cost.num_ops)
+        return replace(cost, traffic_scale=0.9 * cost.traffic_scale, ops_scale=0.9 * cost.ops_scale)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -98,18 +98,7 @@ class ParallelMode(Method):
     def cost(self, cost: Cost) -> Cost:
         """The axes; a device has the samples of its place along data and zero alone."""
         cost = replace(cost, axes=dict(self.slices))
-        share = cost.size(*BATCH_AXES)
-        return replace(
-            cost,
-            batch_size=cost.batch_size / share,
-            activation_bytes=cost.activation_bytes / share,
-            block_activation_bytes=cost.block_activation_bytes / share,
-            boundary_bytes=cost.boundary_bytes / share,
-            working_bytes=cost.working_bytes / share,
-            matmul_flops=cost.matmul_flops / share,
-            attention_flops=cost.attention_flops / share,
-            traffic_bytes=cost.traffic_bytes / share,
-        )
+        return replace(cost, batch_size=cost.batch_size / cost.size(*BATCH_AXES))
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -43,12 +43,7 @@ class Zero1(Method):
     def cost(self, cost: Cost) -> Cost:
         """The optimizer's share of this device; ddp's all-reduce, and every parameter once from its owner."""
         shards, num_buckets = cost.size(*BATCH_AXES), cost.grad_bytes / (25 * MiB) + 1
-        return replace(
-            cost,
-            optim_bytes=cost.optim_bytes / shards,
-            master_bytes=cost.master_bytes / shards,
-            optim_traffic_bytes=cost.optim_traffic_bytes / shards,
-        ).send(
+        return replace(cost, optim_shards=cost.optim_shards * shards, grads_persist=True).send(
             Comm("all_reduce", BATCH_AXES, cost.grad_bytes, count=num_buckets, overlap=1 - 1 / num_buckets),
             Comm("broadcast", BATCH_AXES, cost.param_bytes, count=shards),
         )

@@ -78,7 +78,7 @@ def sabotage(how: str, rank: int) -> Iterator[None]:
         rank: int = 0
 
         def cost(self, cost):
-            return replace(cost, traffic_bytes=0.0, num_ops=0.0)
+            return replace(cost, traffic_scale=0.0, ops_scale=0.0)
 
         def apply(self, ctx):
             mine = ctx.world.rank == self.rank
