@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from atorch.cluster import MATMUL_DTYPES, ClusterSpec
+from atorch.cluster import ClusterSpec
+from atorch.cluster_catalogue import FILES
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
+from atorch.measure import MATMUL_DTYPES
 
 
 @pytest.mark.parametrize("name", ["a100_40g", "a100_80g", "h100_80g", "h200_141g", "l4", "rtx4090", "v100_32g"])
@@ -18,9 +20,7 @@ def test_shipped_files_load(name):
 
 
 def test_a_file_loads_and_its_faults_are_named(tmp_path):
-    from atorch import cluster
-
-    data = json.loads((cluster._FILES / "l4.json").read_text())
+    data = json.loads((FILES / "l4.json").read_text())
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(data))
     assert ClusterSpec.load(path, devices_per_node=3).world_size == 3

@@ -1,0 +1,135 @@
+"""The clusters that are known by name: one file of `atorch/clusters` each, and how people write them.
+
+"8x8xH100-80GB" is 8 nodes of 8 devices that `h100_80g.json` describes. A device is found under its file's name, the
+name that its driver gives it and the file's aliases, whatever their case, punctuation, vendor and form factor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from atorch.cluster import ClusterSpec, DeviceSpec
+from atorch.cluster_file import cluster_of
+from atorch.errors import ArgumentError, near_miss, shown
+from atorch.units import GiB
+
+FILES = Path(__file__).parent / "clusters"
+
+_COUNT = re.compile(r"\s*(\d+)\s*[x×*]\s*(.+)", re.IGNORECASE)
+# In the names of drivers and shops, and no part of which device it is.
+_FORM = re.compile(r"nvidia|amd|tesla|geforce|instinct|gpu|oam|sxm\d?|hbm\d?e?")
+
+
+def load(
+    source: str | Path, num_nodes: int | None, devices_per_node: int | None, overrides: Mapping[str, Any]
+) -> ClusterSpec:
+    """What `ClusterSpec.load` returns."""
+    nodes, devices, name = _counted(source)
+    path = Path(name) if name.endswith(".json") else FILES / f"{_file_of(name)}.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"the cluster file {path} cannot be read: {error}") from error
+    cluster = cluster_of(_overridden(data, overrides), path.name)
+    return replace(
+        cluster,
+        num_nodes=_agreed("num_nodes", source, nodes, num_nodes) or cluster.num_nodes,
+        devices_per_node=_agreed("devices_per_node", source, devices, devices_per_node) or cluster.devices_per_node,
+    )
+
+
+def describing(plain: ClusterSpec) -> ClusterSpec | None:
+    """The known cluster whose file is about `plain`'s device, with what `plain` says of itself; None where none is."""
+    for path in sorted(FILES.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if _is_about(data, plain.device):
+            known, own = cluster_of(data, path.name), plain.device
+            device = replace(known.device, name=own.name, memory_bytes=own.memory_bytes, capability=own.capability)
+            return replace(
+                known,
+                device=device,
+                num_nodes=plain.num_nodes,
+                devices_per_node=plain.devices_per_node,
+                host_memory_bytes=plain.host_memory_bytes,
+                sources={**known.sources, "device.memory_gib": "its driver", "host_memory_gib": "its operating system"},
+            )
+    return None
+
+
+def _is_about(data: Mapping[str, Any], device: DeviceSpec) -> bool:
+    """Whether a file is about this device: its name, and its memory but for what the driver keeps."""
+    named = "matches" in data and data["matches"] in device.name.replace(" ", "-")
+    return named and abs(data["device"]["memory_gib"] * GiB / device.memory_bytes - 1) < 0.15
+
+
+def _counted(source: str | Path) -> tuple[int | None, int | None, str]:
+    """`(nodes, devices per node, the rest)` of a description; an existing file is never taken apart."""
+    counts: list[int] = []
+    rest = str(source).strip()
+    while not (isinstance(source, Path) or Path(rest).is_file()) and (match := _COUNT.fullmatch(rest)):
+        counts.append(int(match[1]))
+        rest = match[2]
+    if len(counts) > 2 or 0 in counts:
+        raise ArgumentError(
+            f"the cluster {str(source)!r} begins with {' x '.join(map(str, counts))}; one count is of devices, two are "
+            "of nodes and of devices on each, all at least 1: '8xH100-80GB', '4x8xH100-80GB'"
+        )
+    return (counts[0] if len(counts) == 2 else None), (counts[-1] if counts else None), rest
+
+
+def _agreed(what: str, source: str | Path, named: int | None, given: int | None) -> int | None:
+    """The one count of a description and an argument."""
+    if given is not None and (type(given) is not int or given < 1):
+        raise ArgumentError(f"{what} is {shown(given)}; it is a whole number of at least 1")
+    if named is not None and given is not None and named != given:
+        raise ArgumentError(f"the cluster {str(source)!r} has {what} {named}, and {given} is given; leave one out")
+    return named or given
+
+
+def _file_of(name: str) -> str:
+    """The stem of the file that `name` means."""
+    meanings = dict(_meanings())
+    stem = meanings.get(_key(name))
+    if stem is None:
+        raise ArgumentError(
+            f"there is no cluster named {name!r}; {near_miss(name.lower(), set(meanings.values()))} A path ending in "
+            ".json names a file of your own"
+        )
+    return stem
+
+
+def _meanings() -> Iterator[tuple[str, str]]:
+    """Every key that names a file, and the file's stem."""
+    for path in FILES.glob("*.json"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for name in (path.stem, data["device"]["name"], *data.get("aliases", ())):
+            yield _key(name), path.stem
+
+
+def _key(name: str) -> str:
+    """A name without case, punctuation, vendor and form factor: "a10080g" of "NVIDIA A100-SXM4-80GB"."""
+    words = (word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _FORM.fullmatch(word))
+    return re.sub(r"(\d)gi?b", r"\1g", "".join(words))
+
+
+def _overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
+    """A file's data with figures replaced by place, "inter_node.bandwidth"."""
+    if not overrides or not isinstance(data, dict):
+        return data
+    sources = data.get("sources", {})
+    for place, value in overrides.items():
+        *above, last = place.split(".")
+        part = data
+        for name in above:
+            part = part.setdefault(name, {})
+            if not isinstance(part, dict):
+                raise ArgumentError(f"overrides has {place!r}, and {name!r} is no object in a cluster file")
+        part[last] = value
+        sources = {key: text for key, text in sources.items() if not f"{key}.".startswith(f"{place}.")}
+        sources[place] = "given by the caller"
+    return {**data, "sources": sources}
