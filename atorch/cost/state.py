@@ -23,7 +23,7 @@ class Comm:
     `num_bytes` is the whole payload as seen by one rank: the tensor that is reduced, or the full tensor that is
     gathered, for the whole model. `overlap` is the fraction that computation can hide. Of a pipeline's stage it is the
     share of the parameters that the stage has, or of the blocks: `scales_with`. Those of blocks happen in every
-    micro-batch, `num_bytes` together.
+    micro-batch, `num_bytes` together. With `each_micro_batch`, `count` and `num_bytes` are of one micro-batch.
     """
 
     kind: Collective
@@ -32,6 +32,7 @@ class Comm:
     count: float = 1.0
     overlap: float = 0.0
     scales_with: Literal["parameters", "blocks"] = "parameters"
+    each_micro_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,8 @@ def _exposed(cost: Cost, stage: Stage, cluster: ClusterSpec, computing: float) -
     """
     of_blocks = of_step = hidden = 0.0
     for comm in cost.comm:
-        seconds = _share(cost, stage, comm) * comm_seconds(comm, cost.axes, cluster)
+        times = cost.num_micro_batches if comm.each_micro_batch else 1.0
+        seconds = times * _share(cost, stage, comm) * comm_seconds(comm, cost.axes, cluster)
         hidden += comm.overlap * seconds
         if comm.scales_with == "blocks":
             of_blocks += (1.0 - comm.overlap) * seconds

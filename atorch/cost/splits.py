@@ -1,0 +1,148 @@
+"""What each way to spread a model over devices makes of a cost. Shared by all that fold costs.
+
+A split along tensor, sequence, context, expert or pipeline is a field of the cost, and `time` knows what that sends in
+every micro-batch, so that what is recomputed or cast later counts without another word. What replicas and shards of
+parameters exchange depends on how it is done, in buckets, by block, in which dtype: that is `Comm`s in the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from atorch.cost.state import Comm, Cost
+
+MiB = 2**20
+AXES = ("tensor", "sequence", "context", "data", "zero", "pipeline")
+"""The usual order of ranks, the fastest-varying first."""
+SAMPLE_AXES = ("data", "zero")
+"""Axes whose ranks see different samples."""
+REPLICA_AXES = ("data", "zero", "sequence", "context")
+"""Axes whose ranks hold the same parameters and see different tokens: gradients are summed over them."""
+
+
+def arrange(cost: Cost, sizes: Mapping[str, int]) -> Cost:
+    """Ranks along `AXES` in their usual order; the batch shared out over the axes that see different samples."""
+    cost = replace(cost, axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
+    return replace(cost, batch_size=cost.batch_size / cost.size(*SAMPLE_AXES))
+
+
+def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
+    """Products by columns and rows over the tensor axis; with `splits_norms` what lies between them by tokens.
+
+    Shoeybi et al. 2019, arXiv 1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.
+    """
+    return replace(cost, tensor=cost.size("tensor"), splits_norms=splits_norms and cost.size("tensor") > 1)
+
+
+def split_sequence(cost: Cost) -> Cost:
+    """Tokens over the sequence axis, heads inside attention: Jacobs et al. 2023, arXiv 2309.14509, section 3."""
+    return replace(cost, sequence=cost.size("sequence"))
+
+
+def split_context(cost: Cost) -> Cost:
+    """Tokens over the context axis, keys and values passed around: Liu et al. 2023, arXiv 2310.01889, section 3."""
+    return replace(cost, context=cost.size("context"))
+
+
+def split_experts(cost: Cost, degree: int) -> Cost:
+    """A mixture's experts over `degree` ranks that see different samples: Lepikhin et al. 2020, arXiv 2006.16668."""
+    return replace(cost, expert=degree)
+
+
+def split_pipeline(
+    cost: Cost, *, schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b", interleave: int = 1
+) -> Cost:
+    """Blocks over the pipeline axis, each rank with `interleave` pieces of the model."""
+    return replace(cost, stages=cost.size("pipeline"), schedule=schedule, interleave=interleave)
+
+
+def accumulate(cost: Cost, num_micro_batches: float) -> Cost:
+    """A step in so many micro-batches, gradients summed."""
+    return replace(cost, num_micro_batches=float(num_micro_batches))
+
+
+def replicate(
+    cost: Cost,
+    *,
+    axes: tuple[str, ...] = REPLICA_AXES,
+    itemsize: float | None = None,
+    bucket_bytes: float = 25 * MiB,
+    overlaps: bool = True,
+) -> Cost:
+    """Gradients all-reduced once a step in buckets, which all but the last can hide behind backward.
+
+    Li et al. 2020, arXiv 2006.15704, section 3.2. `itemsize` is of what is sent; by default as gradients are kept.
+    """
+    return cost.send(_reduction(cost, "all_reduce", axes, itemsize, bucket_bytes, overlaps))
+
+
+def shard_optimizer(
+    cost: Cost,
+    *,
+    axes: tuple[str, ...] = REPLICA_AXES,
+    itemsize: float | None = None,
+    bucket_bytes: float = 25 * MiB,
+    overlaps: bool = True,
+    reduces: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter",
+    gathers: Literal["all_gather", "broadcast"] = "all_gather",
+) -> Cost:
+    """Optimizer state sharded: gradients reduced to their owners, parameters gathered from them after the update.
+
+    Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1.
+    """
+    shards = cost.size(*axes)
+    calls = shards if gathers == "broadcast" else cost.param_bytes / bucket_bytes + 1
+    return replace(cost, optim_shards=cost.optim_shards * shards).send(
+        _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
+        Comm(gathers, axes, cost.param_bytes, count=calls),
+    )
+
+
+def shard(
+    cost: Cost,
+    *,
+    axes: tuple[str, ...] = REPLICA_AXES,
+    itemsize: float = 2.0,
+    reduced_itemsize: float = 4.0,
+    keeps_gathered: bool = False,
+    replicas: tuple[str, ...] = (),
+    overlap: float = 0.8,
+) -> Cost:
+    """Parameters, gradients and optimizer state sharded; each block gathered before it computes, its gradients reduced.
+
+    Zhao et al. 2023, arXiv 2304.11277. All of it in every micro-batch. Blocks are gathered again in backward unless
+    `keeps_gathered`; over `replicas` the shards of gradients are all-reduced.
+    """
+    shards, calls = cost.size(*axes), cost.num_blocks + 2.0
+    inside = sum(each.count * cost.local_params(each) for each in cost.segments if each.is_block)
+    gathered = itemsize * (cost.num_params + (0.0 if keeps_gathered else inside))
+    reduced = reduced_itemsize * cost.num_trainable
+    return replace(
+        cost,
+        param_shards=cost.param_shards * shards,
+        grad_shards=cost.grad_shards * shards,
+        optim_shards=cost.optim_shards * shards,
+        gathered_itemsize=itemsize,
+        keeps_gathered=keeps_gathered,
+        cast_itemsize=0.0,  # shards are cast before they are gathered
+        cast_traffic_bytes=cost.cast_traffic_bytes / shards,
+    ).send(
+        Comm("all_gather", axes, gathered, calls if keeps_gathered else 2 * calls, overlap, each_micro_batch=True),
+        Comm("reduce_scatter", axes, reduced, calls, overlap, each_micro_batch=True),
+        Comm("all_reduce", replicas, reduced / shards, calls, overlap, each_micro_batch=True),
+    )
+
+
+def _reduction(
+    cost: Cost,
+    kind: Literal["all_reduce", "reduce_scatter"],
+    axes: tuple[str, ...],
+    itemsize: float | None,
+    bucket_bytes: float,
+    overlaps: bool,
+) -> Comm:
+    num_bytes = cost.grad_bytes if itemsize is None else cost.num_trainable / cost.grad_shards * itemsize
+    num_buckets = num_bytes / bucket_bytes + 1
+    return Comm(kind, axes, num_bytes, count=num_buckets, overlap=1 - 1 / num_buckets if overlaps else 0.0)
