@@ -1,0 +1,163 @@
+"""How right estimates are: of memory, of what fits, of time, and of the order of a cell's runs.
+
+A refused row is a miss wherever the row has a measurement: an error of 100 %, said not to fit, ranked last. Errors are
+|estimate / measured - 1|. Within a cell runs are ranked by seconds per token; regret is what the choice loses against
+the best run that was measured. Figures without a row to stand on are None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+LEAST_IN_CELL = 5  # runs; an order of fewer says little
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A published run beside what was estimated of it. What was not published, or was refused, is None."""
+
+    row_id: str
+    cell: tuple[str, ...]  # framework, model, devices, sequence length
+    global_batch: float
+    tokens: float  # of a step
+    measured_s: float | None = None
+    estimated_s: float | None = None
+    measured_bytes: float | None = None
+    estimated_bytes: float | None = None
+    seen_by_driver: bool = False  # the measured bytes are nvidia-smi's: the context of CUDA and other processes' too
+    label: Literal["fits", "oom"] | None = None
+    said_to_fit: bool = False
+    refused: str = ""  # the reason
+
+    @property
+    def time_error(self) -> float | None:
+        """Signed and relative; None where no time was published."""
+        return _error(self.estimated_s, self.measured_s)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Signed and relative; None where no memory was published."""
+        return _error(self.estimated_bytes, self.measured_bytes)
+
+
+def _error(estimated: float | None, measured: float | None) -> float | None:
+    if measured is None:
+        return None
+    return -1.0 if estimated is None else estimated / measured - 1.0
+
+
+def summary(results: Sequence[Result]) -> dict[str, float | int | None]:
+    """Every figure of a table's results, as fractions."""
+    memory = [each.memory_error for each in results if not each.seen_by_driver]
+    times = [each.time_error for each in results]
+    ranked = [cell for cell in cells(results) if len(cell) >= LEAST_IN_CELL]
+    first = [regret(cell, 1) for cell in ranked]
+    return {
+        "rows": len(results),
+        "refused": sum(bool(each.refused) for each in results) / len(results) if results else None,
+        "memory_median_err": quantile(memory, 0.5),
+        "memory_p95_err": quantile(memory, 0.95),
+        "fits_precision": _share([each.label == "fits" for each in results if each.label and each.said_to_fit]),
+        "fits_recall": _share([each.said_to_fit for each in results if each.label == "fits"]),
+        "time_mape": mean([abs(error) for error in times if error is not None]),
+        "time_median_err": quantile(times, 0.5),
+        "spearman_median": quantile([_order(cell) for cell in ranked], 0.5, signed=True),
+        "regret_top1_mean": mean(first),
+        "regret_top1_p95": quantile(first, 0.95),
+        "regret_top3_mean": mean([regret(cell, 3) for cell in ranked]),
+    }
+
+
+def cells(results: Iterable[Result]) -> list[list[Result]]:
+    """The runs that are ranked against each other: of one cell, and of one global batch where enough have it."""
+    by_cell: dict[tuple[str, ...], dict[float, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for each in results:
+        if each.measured_s is not None:
+            by_cell[each.cell][each.global_batch].append(each)
+    found = []
+    for by_batch in by_cell.values():
+        large = [runs for runs in by_batch.values() if len(runs) >= LEAST_IN_CELL]
+        rest = [run for runs in by_batch.values() if len(runs) < LEAST_IN_CELL for run in runs]
+        found += [*large, rest] if rest else large
+    return found
+
+
+def regret(cell: Sequence[Result], tries: int) -> float:
+    """What the best of the `tries` runs ranked first takes over the best of all, - 1."""
+    ranked = sorted(cell, key=lambda each: (_estimated(each), each.row_id))
+    return min(map(_measured, ranked[:tries])) / min(map(_measured, cell)) - 1.0
+
+
+def _estimated(run: Result) -> float:
+    return math.inf if run.estimated_s is None else run.estimated_s / run.tokens
+
+
+def _measured(run: Result) -> float:
+    assert run.measured_s is not None  # cells hold only runs that were timed
+    return run.measured_s / run.tokens
+
+
+def _order(cell: Sequence[Result]) -> float | None:
+    return spearman([_estimated(each) for each in cell], [_measured(each) for each in cell])
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Spearman's rank correlation, ties sharing their mean rank; None where one side is all one value."""
+    x, y = ranks(left), ranks(right)
+    x, y = x - x.mean(), y - y.mean()
+    spread = math.sqrt(float((x * x).sum() * (y * y).sum()))
+    return float((x * y).sum()) / spread if spread else None
+
+
+def ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """1 for the smallest; equal values share the mean of their ranks."""
+    array = np.asarray(values, dtype=np.float64)
+    below = (array[None, :] < array[:, None]).sum(axis=1)
+    equal = (array[None, :] == array[:, None]).sum(axis=1)
+    return np.asarray(below + (equal + 1) / 2, dtype=np.float64)
+
+
+def doomed_in_first(results: Sequence[Result], tries: int = 3) -> tuple[int, int]:
+    """In how many cells one of the `tries` runs ranked first is labelled out of memory, and of how many cells.
+
+    Ranked are the runs that were timed and those labelled; what is said not to fit is never proposed.
+    """
+    candidates: dict[tuple[tuple[str, ...], float], list[Result]] = defaultdict(list)
+    for each in results:
+        if each.label is not None and each.estimated_s is not None and each.said_to_fit:
+            candidates[each.cell, each.global_batch].append(each)
+    proposed = [sorted(cell, key=_estimated)[:tries] for cell in candidates.values()]
+    return sum(any(each.label == "oom" for each in first) for first in proposed), len(proposed)
+
+
+def quantile(values: Sequence[float | None], share: float, *, signed: bool = False) -> float | None:
+    """A quantile by linear interpolation, of sizes unless `signed`; None stands for nothing measured."""
+    known = [value if signed else abs(value) for value in values if value is not None]
+    return float(np.quantile(known, share)) if known else None
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean, None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def _share(hits: Sequence[bool]) -> float | None:
+    return sum(hits) / len(hits) if hits else None
+
+
+def runs_out_of_memory(micro_batch: float, ran: Sequence[tuple[float, float]], device_bytes: float) -> bool:
+    """Whether a crash is explained by memory: a line through runs that differ only in micro-batch passes the device.
+
+    `ran` is (micro-batch, bytes) of the runs that ended well; the line is of least squares, and needs two sizes.
+    """
+    sizes = np.asarray([size for size, _ in ran])
+    if len(set(sizes.tolist())) < 2:
+        return False
+    slope, intercept = np.polyfit(sizes, np.asarray([held for _, held in ran]), 1)
+    return bool(intercept + slope * micro_batch > device_bytes)
