@@ -180,6 +180,7 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
         for name, reason in rejected.items():
             logger.warning("%s is left out of the strategy: %s", name, reason)
             strategy = strategy.without(name)
+        strategy.need_applicable()
         strategy = complete(strategy, ctx.world.size)
         for axis, size in idle_axes(strategy):
             logger.warning(

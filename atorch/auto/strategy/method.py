@@ -1,7 +1,8 @@
 """A method: one optimization as a frozen value. Its fields are the knobs, its type is the choice.
 
 A method knows what it costs (`cost`), how it is applied (`apply`), what the search may try (`choices`), and why it
-cannot run on a machine (`unmet`). `Phase` is the whole composition order; methods that share a slot exclude each other.
+cannot run on a machine (`unmet`) or with a model and a mesh (`unfit`). One that says its cost and not yet how it is
+applied can be planned for. `Phase` is the whole composition order; methods that share a slot exclude each other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from atorch.errors import StrategyError, near_miss, shown
+from atorch.errors import CapabilityError, StrategyError, near_miss, shown
 from atorch.registry import Registry
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Method(BaseModel):
     name: ClassVar[str] = ""
     phase: ClassVar[Phase]
     slot: ClassVar[str]
-    splits: ClassVar[tuple[str, ...]] = ()
-    """Axes of the mesh that the method splits the model over."""
+    needs_replicas: ClassVar[bool] = False
+    """Whether it has nothing to do where one process holds the parameters."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
@@ -107,6 +108,21 @@ class Method(BaseModel):
         said = [value if isinstance(value, str) else f"{knob}={_short(value)}" for knob, value in knobs.items()]
         return f"{self.name}({', '.join(said)})" if said else self.name
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Axes of the mesh that the method splits the model over."""
+        return ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the methods beside which alone it does anything."""
+        return ()
+
+    @classmethod
+    def can_apply(cls) -> bool:
+        """Whether the method can be applied; one that does not say how can only be planned for."""
+        return cls.apply is not Method.apply
+
     def unmet(self, cluster: ClusterSpec) -> str | None:
         """Why the hardware cannot run this method, or None where it can.
 
@@ -115,13 +131,29 @@ class Method(BaseModel):
         """
         return None
 
+    def unfit(self, cost: Cost) -> str | None:
+        """Why this model, batch and mesh cannot have this method, or None; `cost` is of the methods before this one."""
+        return None
+
     def cost(self, cost: Cost) -> Cost:
         """The step's cost once this method is on."""
         return cost
 
     def apply(self, ctx: Context) -> Context:
-        """The context once this method is on. May transform `ctx.parts` in place, returns a new Context."""
-        raise NotImplementedError(f"{self.name} does not say how it is applied")
+        """The context once this method is on. May transform `ctx.parts` in place, returns a new Context.
+
+        Raises:
+            CapabilityError: the method can be planned for and not applied yet.
+        """
+        raise self.not_yet()
+
+    @classmethod
+    def not_yet(cls) -> CapabilityError:
+        """The error of applying a method that can only be planned for."""
+        return CapabilityError(
+            f"{cls.name} can be planned for and not applied yet: what it costs is known, and how it is done is not. "
+            f"Leave {cls.name} out of the strategy to train"
+        )
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -137,8 +137,19 @@ class Strategy(Sequence[Method]):
         """Fold the methods' costs."""
         return reduce(lambda folded, each: each.cost(folded), self.methods, cost)
 
+    def need_applicable(self) -> None:
+        """Raise CapabilityError where a method can be planned for and not applied yet."""
+        for each in self.methods:
+            if not each.can_apply():
+                raise each.not_yet()
+
     def apply(self, ctx: Context) -> Context:
-        """Fold the methods' application: the context they make of `ctx`."""
+        """Fold the methods' application: the context they make of `ctx`.
+
+        Raises:
+            CapabilityError: a method can be planned for and not applied yet; nothing was touched.
+        """
+        self.need_applicable()
         return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
 
     def __str__(self) -> str:
