@@ -90,6 +90,12 @@ class ClusterSpec:
         """All devices."""
         return self.num_nodes * self.devices_per_node
 
+    def source_of(self, place: str) -> str:
+        """Where the figure at a place of a cluster file is from, such as "device.memory_gib"; "" where none is told."""
+        while place and place not in self.sources:
+            place = place.rpartition(".")[0]
+        return self.sources.get(place, "")
+
     @classmethod
     def load(
         cls,

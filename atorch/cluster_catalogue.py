@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atorch.cluster import ClusterSpec, DeviceSpec
-from atorch.cluster_file import cluster_of
+from atorch.cluster_file import cluster_of, with_source
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.units import GiB
 
@@ -130,6 +130,5 @@ def _overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
             if not isinstance(part, dict):
                 raise ArgumentError(f"overrides has {place!r}, and {name!r} is no object in a cluster file")
         part[last] = value
-        sources = {key: text for key, text in sources.items() if not f"{key}.".startswith(f"{place}.")}
-        sources[place] = "given by the caller"
+        sources = with_source(sources, place, "given by the caller")
     return {**data, "sources": sources}

@@ -191,6 +191,12 @@ def _places(data: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from _places(value, f"{above}{key}.")
 
 
+def with_source(sources: Mapping[str, str], place: str, source: str) -> dict[str, str]:
+    """`sources` with `source` for a place, in place of what was said of it and of all below."""
+    kept = {key: text for key, text in sources.items() if not f"{key}.".startswith(f"{place}.")}
+    return {**kept, place: source}
+
+
 def data_of(cluster: ClusterSpec) -> dict[str, Any]:
     """What a cluster file says of `cluster`."""
     device = cluster.device

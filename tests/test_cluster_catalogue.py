@@ -1,0 +1,144 @@
+"""The shipped files are complete, each figure has its source, and people may write their names as they do."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster_catalogue import FILES, describing
+from atorch.errors import ArgumentError
+from atorch.units import GiB
+
+NAMES = sorted(path.stem for path in FILES.glob("*.json"))
+LINK = LinkSpec(bandwidth=1e9, latency_s=1e-5)
+
+
+def leaves(data, above=""):
+    """The place of every figure."""
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{above}{key}.")
+        elif not isinstance(value, str):
+            yield above + key
+
+
+def test_the_accelerators_of_today_are_described():
+    assert {
+        "v100_16g", "v100_32g", "a100_40g", "a100_80g", "h100_80g", "h200_141g", "b200", "mi300x", "l4", "rtx4090",
+        "cpu",
+    } == set(NAMES)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_has_a_source(name):
+    data = json.loads((FILES / f"{name}.json").read_text())
+    cluster = ClusterSpec.load(name)
+    figures = [place for place in leaves(data) if place != "aliases"]
+    assert {"device.memory_gib", "host_link.bandwidth", "host_memory_gib", "device.efficiency.matmul"} <= set(figures)
+    assert [place for place in figures if not cluster.source_of(place)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_figures_of_a_file_agree_with_each_other(name):
+    device = ClusterSpec.load(name).device
+    peaks = device.peak_flops
+    assert peaks["float16"] >= peaks["float32"]
+    assert peaks.get("float8", 2 * peaks["float16"]) == pytest.approx(2 * peaks["float16"], rel=0.01)  # both are dense
+    assert device.type == "cpu" or device.efficiency.matmul_share(2 * 8192**3) > 0.9 * device.efficiency.matmul
+
+
+@pytest.mark.parametrize(
+    ("written", "nodes", "devices", "device"),
+    [
+        ("8x8xH100-80GB", 8, 8, "NVIDIA H100 80GB HBM3"),
+        ("8xH100-80GB", 1, 8, "NVIDIA H100 80GB HBM3"),
+        ("h100_80g", 1, 8, "NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H100 80GB HBM3", 1, 8, "NVIDIA H100 80GB HBM3"),
+        ("16 x 4 × a100 sxm4 40gib", 16, 4, "NVIDIA A100-SXM4-40GB"),
+        ("2X1XV100-SXM2-16GB", 2, 1, "Tesla V100-SXM2-16GB"),
+        ("4x4090", 1, 4, "NVIDIA GeForce RTX 4090"),
+        ("RTX_4090", 1, 8, "NVIDIA GeForce RTX 4090"),
+        ("B200-180GB", 1, 8, "NVIDIA B200"),
+        ("8xMI300X", 1, 8, "AMD Instinct MI300X"),
+        ("H200", 1, 8, "NVIDIA H200"),
+        ("CPU", 1, 2, "CPU"),
+    ],
+)
+def test_a_name_is_read_as_people_write_it(written, nodes, devices, device):
+    cluster = ClusterSpec.load(written)
+    assert (cluster.num_nodes, cluster.devices_per_node, cluster.device.name) == (nodes, devices, device)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments", "told"),
+    [
+        ("h100", {}, "no cluster named 'h100'; did you mean 'h100_80g'"),
+        ("8xH100-8GB", {}, "no cluster named 'H100-8GB'; did you mean 'h100_80g'"),
+        ("TPU v5", {}, "known: a100_40g, a100_80g, b200"),
+        ("A100-PCIE-80GB", {}, "did you mean 'a100_80g'"),  # other links and another clock: not taken for the SXM
+        ("2x4x8xL4", {}, "begins with 2 x 4 x 8; one count is of devices, two are of nodes"),
+        ("0xL4", {}, "begins with 0"),
+        ("8xL4", {"devices_per_node": 4}, "devices_per_node 8, and 4 is given"),
+        ("L4", {"num_nodes": 0}, "num_nodes is 0; it is a whole number"),
+        ("mine.json", {}, "mine.json cannot be read"),
+        ("L4", {"overrides": {"intra_node.bandwith": 1e9}}, "unknown intra_node.bandwith; did you mean 'bandwidth'"),
+        ("L4", {"overrides": {"device.name.first": 1}}, "overrides has 'device.name.first', and 'name' is no object"),
+        ("L4", {"overrides": {"device.memory_gib": "much"}}, "device.memory_gib = 'much'"),
+    ],
+)
+def test_a_fault_is_named(written, arguments, told):
+    with pytest.raises(ArgumentError, match=told):
+        ClusterSpec.load(written, **arguments)
+
+
+def test_files_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster = ClusterSpec.load("2xL4")
+    cluster.save("mine.json")
+    assert ClusterSpec.load("mine.json") == cluster
+    assert ClusterSpec.load("4x1xmine.json") == replace(cluster, num_nodes=4, devices_per_node=1)
+    assert ClusterSpec.load(tmp_path / "mine.json", num_nodes=3).world_size == 6
+    cluster.save("2xmine.json")  # a file that is there is not taken apart
+    assert ClusterSpec.load("2xmine.json", num_nodes=3).num_nodes == 3
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ArgumentError, match=r"bad\.json cannot be read"):
+        ClusterSpec.load("bad.json")
+
+
+def test_overrides_are_told_as_such():
+    cluster = ClusterSpec.load("8x8xA100-80GB", overrides={"inter_node.bandwidth": 12.5e9, "host_link": {
+        "bandwidth": 1e10, "latency_s": 0,
+    }})  # fmt: skip
+    assert cluster.inter_node == replace(ClusterSpec.load("a100_80g").inter_node, bandwidth=12.5e9)
+    assert (
+        cluster.source_of("inter_node.bandwidth") == cluster.source_of("host_link.bandwidth") == "given by the caller"
+    )
+    assert "NCCL" in cluster.source_of("inter_node.latency_s")
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.3, "h100_80g"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100_40g"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100_80g"),
+        ("Tesla V100-SXM2-16GB", 15.8, "v100_16g"),
+        ("NVIDIA L4", 22.0, "l4"),
+        ("AMD Instinct MI300X", 191.7, "mi300x"),
+        ("NVIDIA H100 PCIe", 79.1, None),
+        ("NVIDIA L40S", 44.5, None),
+        ("NVIDIA A100 80GB PCIe", 79.2, None),
+    ],
+)
+def test_a_device_finds_its_file(name, memory_gib, known):
+    device = DeviceSpec(type="cuda", name=name, memory_bytes=memory_gib * GiB, capability=(9, 1))
+    plain = ClusterSpec(device=device, num_nodes=2, devices_per_node=4, intra_node=LINK, inter_node=LINK)
+    found = describing(plain)
+    if known is None:
+        assert found is None
+    else:
+        file = ClusterSpec.load(known, num_nodes=2, devices_per_node=4)
+        own = replace(file.device, memory_bytes=device.memory_bytes, capability=(9, 1))
+        assert found == replace(file, device=own, host_memory_bytes=plain.host_memory_bytes)
+        assert "driver" in found.source_of("device.memory_gib")
