@@ -7,7 +7,7 @@ from typing import cast
 
 import typer
 
-from atorch.cli import doctor, selftest, strategy
+from atorch.cli import calibrate, doctor, selftest, strategy
 from atorch.errors import AtorchError
 
 __all__ = ["app", "main"]
@@ -22,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: importing rich would double the time it takes
     pretty_exceptions_enable=False,
 )
+app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("test")(selftest.selftest)
 app.add_typer(strategy.app, name="strategy")

@@ -1,0 +1,238 @@
+"""Measures the machine it stands on, and describes it as a cluster.
+
+Time is taken to be a start-up and a rate, seconds = start-up + work / rate (Hockney and Jesshope 1981), for products,
+copies and collectives alike; the line is fitted to relative errors, so that small sizes count as much as large ones.
+A device that a cluster file describes keeps the peaks of its data sheet, and what is measured becomes the share of them
+that is reached. Of any other the measured rates are the peaks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from atorch.cluster import REACHED, ClusterSpec, DeviceSpec, Efficiency, LinkSpec, undescribed
+from atorch.cluster_catalogue import describing
+from atorch.cluster_file import with_source
+from atorch.distributed.collectives import gather_objects, several
+from atorch.distributed.world import World
+from atorch.measure import MATMUL_DTYPES, copy_bandwidth, launch_seconds
+from atorch.profiler import timings
+
+BUDGET_S = 30.0
+_ATTENTION_FLOPS = 3.5  # of forward and backward, for 1 of forward: five products for two (Dao et al. 2022)
+
+Name = TypeVar("Name")
+Notes = dict[str, str]  # the place of a figure in a cluster file → how it was found
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of some work: `start_s` a start, and the rest of the work at `rate` a second."""
+
+    start_s: float
+    rate: float
+    error: float  # the median relative error of the timings that it was fitted to
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float, float]]) -> Line:
+        """The line of least relative error through points (starts, work, seconds), neither part of it below 0."""
+        import numpy as np
+        from scipy.optimize import nnls
+
+        starts, work, seconds = np.array(points).T
+        largest = work.max()
+        relative = np.stack([starts / seconds, work / largest / seconds], axis=1)
+        (start_s, slope), _ = nnls(relative, np.ones(len(points)))
+        error = float(np.median(np.abs(relative @ [start_s, slope] - 1)))
+        # Where every call is so short that all of it seems to be its start, the best rate seen is what is known.
+        rate = largest / slope if slope > 0 else (work / seconds).max()
+        return cls(start_s=float(start_s), rate=float(rate), error=error)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Matrix products as `Efficiency` describes them: a rate for each dtype, and the FLOPs that reach half of it."""
+
+    rates: Mapping[str, float]
+    half_flops: float  # of the fastest dtype, which is the one to train in: the start-up is alike, so others' are fewer
+    error: float
+
+    @classmethod
+    def through(cls, measured: Mapping[str, Mapping[tuple[int, int, int], float]]) -> Products:
+        """The curves through the seconds of each dtype's (m, k, n)."""
+        lines = {
+            dtype: Line.through([(1.0, 2.0 * m * k * n, seconds) for (m, k, n), seconds in found.items()])
+            for dtype, found in measured.items()
+        }
+        fastest = max(lines.values(), key=lambda line: line.rate)
+        return cls(
+            rates={dtype: line.rate for dtype, line in lines.items()},
+            half_flops=fastest.start_s * fastest.rate,
+            error=statistics.median(line.error for line in lines.values()),
+        )
+
+
+def calibrate(world: World, budget_s: float = BUDGET_S) -> ClusterSpec:
+    """The machine that this process and its peers run on, measured in about `budget_s` seconds.
+
+    All processes of the job call it together and measure at the same time, as they will train; of what they find the
+    slowest counts. Links are measured where there are several processes; one alone keeps the known or assumed ones.
+    """
+    plain = min(gather_objects(undescribed(world)), key=lambda each: each.device.memory_bytes)
+    known = describing(plain)
+    cluster = known or replace(plain, sources=_assumptions(world))
+    is_known = known is not None
+    with torch.no_grad():
+        device, notes = _device(cluster.device, is_known, world.device, 0.6 * budget_s)
+        host_link, of_host = _host_link(cluster.host_link, is_known, device, world.device, 0.1 * budget_s)
+        links, of_links = _links(cluster, is_known, world, 0.3 * budget_s)
+    when = f"measured by atorch calibrate on {datetime.date.today()}, torch {torch.__version__}"
+    sources: Mapping[str, str] = cluster.sources
+    for where, how in {**notes, **of_host, **of_links}.items():
+        sources = with_source(sources, where, f"{when}: {how}" if how else when)
+    return replace(
+        cluster,
+        device=device,
+        host_link=host_link,
+        intra_node=links.get("intra_node", cluster.intra_node),
+        inter_node=links.get("inter_node", cluster.inter_node),
+        sources=sources,
+    )
+
+
+def _assumptions(world: World) -> Notes:
+    """The sources of what a machine that no file describes says of itself, or leaves open."""
+    counted = "the processes that were started"
+    unmeasured = "not measured; an assumption. Start several processes with torchrun to measure it"
+    return {
+        "device.memory_gib": "reported by the driver" if world.device.type == "cuda" else "what was free, a process",
+        "device.capability": "reported by the driver" if world.device.type == "cuda" else "none on a CPU",
+        "num_nodes": counted,
+        "devices_per_node": counted,
+        "intra_node": unmeasured,
+        "inter_node": unmeasured,
+        "host_memory_gib": "reported by the operating system",
+    }
+
+
+def _slowest(measured: Mapping[Name, float]) -> dict[Name, float]:
+    """Of everything that all processes timed, the longest time: a step waits for the slowest."""
+    everywhere = gather_objects(dict(measured))
+    return {
+        name: max(each[name] for each in everywhere) for name in measured if all(name in each for each in everywhere)
+    }
+
+
+def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: float) -> tuple[DeviceSpec, Notes]:
+    """`device` with what it reaches."""
+    each_s = 0.8 * budget_s / len(MATMUL_DTYPES)
+    measured = {name: _slowest(timings.products(getattr(torch, name), place, each_s)) for name in MATMUL_DTYPES}
+    products = Products.through(measured)
+    few = _slowest({"launch": launch_seconds(place), "byte": 1 / copy_bandwidth(place)})
+    bandwidth = 1 / few["byte"]
+    if is_known:
+        peaks = device.peak_flops
+        shares = [products.rates[dtype] / peaks[dtype] for dtype in products.rates if dtype in peaks]
+        matmul, traffic = min(1.0, statistics.median(shares)), min(1.0, bandwidth / device.memory_bandwidth)
+    else:
+        device = replace(device, peak_flops=products.rates, memory_bandwidth=bandwidth)
+        matmul, traffic = REACHED.matmul, REACHED.traffic
+    device = replace(
+        device,
+        launch_s=few["launch"],
+        efficiency=Efficiency(
+            matmul=matmul,
+            matmul_half_flops=products.half_flops,
+            attention=_attention_share(device, place, 0.2 * budget_s),
+            traffic=traffic,
+        ),
+    )
+    num_products = sum(len(found) for found in measured.values())
+    curve = f"{num_products} products in {', '.join(measured)}; median error of the curve {products.error:.0%}"
+    notes = {
+        "device.launch_s": "",
+        "device.efficiency": "",
+        "device.efficiency.matmul": curve,
+        "device.efficiency.matmul_half_flops": curve,
+        "device.efficiency.traffic": "a copy",
+    }
+    if not is_known:
+        notes |= {"device.peak_flops": f"what large products approach; {curve}", "device.memory_bandwidth": "a copy"}
+    return device, notes
+
+
+def _attention_share(device: DeviceSpec, place: torch.device, budget_s: float) -> float:
+    """The share of the peak that the longest sequence measured reaches, in the dtype that training uses."""
+    dtype = "float32"
+    if place.type == "cuda":
+        dtype = "bfloat16" if device.capability is None or device.capability >= (8, 0) else "float16"
+    measured = _slowest(timings.attentions(getattr(torch, dtype), place, budget_s))
+    batch, heads, seq, head_dim = max(measured)
+    flops = _ATTENTION_FLOPS * 4.0 * batch * heads * seq**2 * head_dim
+    return min(1.0, flops / measured[batch, heads, seq, head_dim] / device.peak_flops[dtype])
+
+
+def _links(cluster: ClusterSpec, is_known: bool, world: World, budget_s: float) -> tuple[dict[str, LinkSpec], Notes]:
+    """The links between processes, by name, that there are processes to measure with."""
+    links: dict[str, LinkSpec] = {}
+    notes: Notes = {}
+    groups = _groups(cluster) if several() else {}
+    for name, members in groups.items():
+        group, _ = dist.new_subgroups_by_enumeration(members)
+        measured = _slowest(timings.collectives(group, world.device, budget_s / len(groups)))
+        dist.destroy_process_group(group)
+        size = len(members[0])
+        line = Line.through([_hops(kind, num_bytes, size, s) for (kind, num_bytes), s in measured.items()])
+        how = f"{len(measured)} collectives of {size} processes; median error of the line {line.error:.0%}"
+        links[name], how_found = _link(name, getattr(cluster, name), is_known, line, how)
+        notes |= how_found
+    if not is_known and list(links) == ["intra_node"]:
+        links["inter_node"] = links["intra_node"]
+        notes["inter_node"] = "as intra_node, since all processes were on one node; an assumption"
+    return links, notes
+
+
+def _groups(cluster: ClusterSpec) -> dict[str, list[list[int]]]:
+    """The ranks that share a node, and those that have the same place on each: what crosses each kind of link."""
+    nodes, devices = cluster.num_nodes, cluster.devices_per_node
+    table = [[node * devices + index for index in range(devices)] for node in range(nodes)]
+    both = {"intra_node": table, "inter_node": [list(column) for column in zip(*table, strict=True)]}
+    return {name: members for name, members in both.items() if len(members[0]) > 1}
+
+
+def _hops(kind: str, num_bytes: int, size: int, seconds: float) -> tuple[float, float, float]:
+    """A collective as a point of a line: hops, bytes that each link carries (`cost/collectives.py`), seconds."""
+    hops = (2.0 if kind == "all_reduce" else 1.0) * (size - 1)
+    return hops, hops / size * num_bytes, seconds
+
+
+def _host_link(
+    given: LinkSpec, is_known: bool, device: DeviceSpec, place: torch.device, budget_s: float
+) -> tuple[LinkSpec, Notes]:
+    """The slower direction between host and device; a CPU's memory is the host's own."""
+    if place.type != "cuda":
+        link = LinkSpec(bandwidth=device.memory_bandwidth, latency_s=device.launch_s)
+        return link, {"host_link": "the device's memory is the host's"}
+    measured = _slowest(timings.host_copies(place, budget_s))
+    lines = [
+        Line.through([(1.0, size, s) for (each, size), s in measured.items() if each == way])
+        for way in ("to device", "to host")
+    ]
+    slower = min(lines, key=lambda line: line.rate)
+    how = f"{len(measured)} pinned copies, the slower way; median error of the line {slower.error:.0%}"
+    return _link("host_link", given, is_known, slower, how)
+
+
+def _link(name: str, given: LinkSpec, is_known: bool, line: Line, how: str) -> tuple[LinkSpec, Notes]:
+    """A measured link, as a share of what a data sheet says where one does."""
+    if is_known and line.rate <= given.bandwidth:
+        link = replace(given, latency_s=line.start_s, efficiency=line.rate / given.bandwidth)
+        return link, {f"{name}.latency_s": how, f"{name}.efficiency": how}
+    return LinkSpec(bandwidth=line.rate, latency_s=line.start_s), {name: how}
