@@ -111,9 +111,10 @@ def _assumptions(world: World) -> Notes:
     """The sources of what a machine that no file describes says of itself, or leaves open."""
     counted = "the processes that were started"
     unmeasured = "not measured; an assumption. Start several processes with torchrun to measure it"
+    is_cpu = world.device.type == "cpu"
     return {
-        "device.memory_gib": "reported by the driver" if world.device.type == "cuda" else "what was free, a process",
-        "device.capability": "reported by the driver" if world.device.type == "cuda" else "none on a CPU",
+        "device.memory_gib": "a process's share of what was free" if is_cpu else "reported by the driver",
+        "device.capability": "a CPU has none" if is_cpu else "reported by the driver",
         "num_nodes": counted,
         "devices_per_node": counted,
         "intra_node": unmeasured,
@@ -158,7 +159,7 @@ def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: f
     curve = f"{num_products} products in {', '.join(measured)}; median error of the curve {products.error:.0%}"
     notes = {
         "device.launch_s": "",
-        "device.efficiency": "",
+        "device.efficiency.attention": "forward and backward, without a mask",
         "device.efficiency.matmul": curve,
         "device.efficiency.matmul_half_flops": curve,
         "device.efficiency.traffic": "a copy",
@@ -169,14 +170,16 @@ def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: f
 
 
 def _attention_share(device: DeviceSpec, place: torch.device, budget_s: float) -> float:
-    """The share of the peak that the longest sequence measured reaches, in the dtype that training uses."""
+    """The share of the peak that the best of several sequence lengths reaches, in the dtype that training uses."""
     dtype = "float32"
     if place.type == "cuda":
         dtype = "bfloat16" if device.capability is None or device.capability >= (8, 0) else "float16"
     measured = _slowest(timings.attentions(getattr(torch, dtype), place, budget_s))
-    batch, heads, seq, head_dim = max(measured)
-    flops = _ATTENTION_FLOPS * 4.0 * batch * heads * seq**2 * head_dim
-    return min(1.0, flops / measured[batch, heads, seq, head_dim] / device.peak_flops[dtype])
+    rates = (
+        _ATTENTION_FLOPS * 4.0 * batch * heads * seq**2 * head_dim / seconds
+        for (batch, heads, seq, head_dim), seconds in measured.items()
+    )
+    return min(1.0, max(rates) / device.peak_flops[dtype])
 
 
 def _links(cluster: ClusterSpec, is_known: bool, world: World, budget_s: float) -> tuple[dict[str, LinkSpec], Notes]:
