@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from atorch.cost.profile import Region, Segment
 from atorch.cost.stages import Stage, stages_of
@@ -22,16 +22,17 @@ class Memory:
     buffers: float
     transient: float
     working: float
+    on_host: float = 0.0  # beside them, in host memory
 
     @property
     def total(self) -> float:
-        """All categories together."""
+        """All categories together, on the device."""
         kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
         return kept + self.activations + self.transient + self.working
 
     def by_category(self) -> dict[str, float]:
         """Category → bytes, the largest first, without those that hold nothing."""
-        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "stage"}
+        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("stage", "on_host")}
         return {name: value for name, value in sorted(held.items(), key=lambda item: -item[1]) if value > 0}
 
 
@@ -48,16 +49,46 @@ def stage_memory(cost: Cost, stage: Stage) -> Memory:
     """
     params = sum(copies * (cost.local_params(each) + _tied(cost, each, stage)) for each, copies in stage.parts)
     trainable = sum(copies * (cost.local_trainable(each) + _tied(cost, each, stage)) for each, copies in stage.parts)
-    return Memory(
+    whole = Memory(
         stage=stage.index,
-        parameters=params * cost.param_itemsize / cost.param_shards * (1 - cost.param_offload),
-        gradients=trainable * cost.grad_itemsize / cost.grad_shards * (1 - cost.param_offload),
-        optimizer=trainable * cost.optim_itemsize / cost.optim_shards * (1 - cost.optim_offload),
-        masters=trainable * cost.master_itemsize / cost.optim_shards * (1 - cost.optim_offload),
+        parameters=params * cost.param_itemsize / cost.param_shards,
+        gradients=trainable * cost.grad_itemsize / cost.grad_shards,
+        optimizer=trainable * cost.optim_itemsize / cost.optim_shards,
+        masters=trainable * cost.master_itemsize / cost.optim_shards,
         activations=stage.in_flight * sum(copies * _kept(cost, each) for each, copies in stage.parts),
         buffers=cost.buffer_bytes,
         transient=params * cost.cast_itemsize + _gathered(cost, stage) + cost.bucket_bytes,
         working=max((_working(cost, each) for each, _ in stage.parts), default=0.0),
+    )
+    return _with_host(cost, whole)
+
+
+def host_bytes(cost: Cost) -> float:
+    """What waits in host memory for one device, on the stage that has the most there."""
+    return max(stage_memory(cost, stage).on_host for stage in stages_of(cost))
+
+
+def _with_host(cost: Cost, whole: Memory) -> Memory:
+    """The shares that are offloaded moved to the host, and what is still beyond the budget: optimizer states first."""
+    states, steps = whole.parameters + whole.gradients, whole.optimizer + whole.masters
+    waiting, stepped = cost.param_offload * states, cost.optim_offload * steps
+    saved = cost.activation_offload * whole.activations
+    beyond = whole.total - waiting - stepped - saved - cost.budget_bytes
+    if beyond > 0:
+        moved = min(beyond, steps - stepped)
+        stepped, waiting = stepped + moved, waiting + min(beyond - moved, states - waiting)
+    if not waiting + stepped + saved:
+        return whole
+    state_share = 1 - waiting / states if states else 1.0
+    step_share = 1 - stepped / steps if steps else 1.0
+    return replace(
+        whole,
+        parameters=whole.parameters * state_share,
+        gradients=whole.gradients * state_share,
+        optimizer=whole.optimizer * step_share,
+        masters=whole.masters * step_share,
+        activations=whole.activations - saved,
+        on_host=waiting + stepped + saved,
     )
 
 
@@ -103,9 +134,8 @@ def _kept(cost: Cost, segment: Segment) -> float:
     """Activations of one copy that wait for backward."""
     saved = _saved(cost, segment)
     if not segment.is_block or not cost.recompute:
-        return saved * (1 - cost.activation_offload)
-    kept = saved + cost.recompute * (_kept_when_recomputed(cost, segment) - saved)
-    return kept * (1 - cost.activation_offload)
+        return saved
+    return saved + cost.recompute * (_kept_when_recomputed(cost, segment) - saved)
 
 
 def _working(cost: Cost, segment: Segment) -> float:

@@ -7,6 +7,7 @@ gradients accumulated in fp32 or norms split over the sequence, are fields here 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -46,6 +47,7 @@ class Cost:
     num_micro_batches: float = 1.0
     buffer_bytes: float = 0.0
     axes: Mapping[str, int] = field(default_factory=dict)  # mesh axis → size
+    device_bytes: float = math.inf  # memory of a device, where it is known
 
     # What is kept of every parameter element, and over how many devices it is spread.
     param_itemsize: float = 4.0
@@ -63,6 +65,7 @@ class Cost:
     param_offload: float = 0.0  # shares that wait in host memory
     optim_offload: float = 0.0
     activation_offload: float = 0.0
+    budget_bytes: float = math.inf  # of a device; optimizer states, then parameters and gradients make way on the host
 
     # How the model is split over devices.
     tensor: int = 1

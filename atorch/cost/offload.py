@@ -1,0 +1,53 @@
+"""Seconds of what waits in host memory: fetched before it is used, and stepped where it is.
+
+Transfers run beside computation, each way by itself, so that only what takes longer than that shows; the host's
+optimizer step waits for the last gradient, and the next forward for it (Ren et al. 2021, arXiv 2101.06840, section 4).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from atorch.cluster import ClusterSpec
+from atorch.cost.memory import Memory, stage_memory
+from atorch.cost.stages import Stage
+from atorch.cost.state import Cost
+
+
+def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: float) -> float:
+    """What offloading adds to a step of a stage that computes for `computing_s`.
+
+    Parameters that wait are fetched for every forward and backward, unless backward still has them; gradients of what
+    the host steps go down once, and what it stepped and the device holds comes up. The host is taken to have as much
+    memory bandwidth for each device as the link between them.
+    """
+    if not uses_host(cost):
+        return 0.0
+    whole, held = stage_memory(_all_on_device(cost), stage), stage_memory(cost, stage)
+    rate = cluster.host_link.bandwidth * cluster.host_link.efficiency
+    waiting, stepped = whole.parameters - held.parameters, _stepped(cost, whole, held)
+    saved = (whole.activations - held.activations) / stage.in_flight * cost.num_micro_batches
+    fetches = cost.num_micro_batches * (1.0 if cost.keeps_gathered else 2.0)
+    gradients = stepped * whole.gradients * cost.grad_shards / cost.optim_shards
+    parameters = stepped * whole.parameters * cost.param_shards / cost.optim_shards
+    states = stepped * (whole.optimizer + whole.masters)
+    transfers = max(fetches * waiting + saved, gradients + saved) / rate
+    step = (2.0 * (parameters + states) + gradients + max(0.0, parameters - waiting)) / rate
+    return max(0.0, transfers - computing_s) + step
+
+
+def uses_host(cost: Cost) -> bool:
+    """Whether anything may wait in host memory."""
+    return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
+
+
+def _all_on_device(cost: Cost) -> Cost:
+    return replace(cost, param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf)
+
+
+def _stepped(cost: Cost, whole: Memory, held: Memory) -> float:
+    """The share of the parameters that the host steps: all that wait, and those whose optimizer states do."""
+    states = whole.optimizer + whole.masters
+    share = 1 - (held.optimizer + held.masters) / states if states else cost.optim_offload
+    return max(share, 1 - held.parameters / whole.parameters if whole.parameters else 0.0)

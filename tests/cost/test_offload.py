@@ -1,0 +1,87 @@
+"""What waits on the host: bytes and seconds against numbers worked by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cost import Cost, Region, Segment, peak_memory
+from atorch.cost.memory import host_bytes
+from atorch.cost.offload import host_seconds, uses_host
+from atorch.cost.stages import stages_of
+
+BLOCK = Segment(
+    name="blocks.0", count=10, is_block=True, num_params=100, num_trainable=100, outside=Region(saved_bytes=50)
+)
+PLAIN = Cost(segments=(BLOCK,), traced_batch=1.0, batch_size=1.0)  # 4,000 + 4,000 + 8,000 of states, 500 activations
+CLUSTER = ClusterSpec(
+    device=DeviceSpec(type="cuda", name="toy", memory_bytes=1e6),
+    intra_node=LinkSpec(bandwidth=1e4, latency_s=0.0),
+    inter_node=LinkSpec(bandwidth=1e4, latency_s=0.0),
+    host_link=LinkSpec(bandwidth=2e3, latency_s=0.0, efficiency=0.5),
+)
+
+
+def seconds(cost, computing_s=0.0):
+    return host_seconds(cost, stages_of(cost)[0], CLUSTER, computing_s)
+
+
+def test_nothing_waits_unasked():
+    assert not uses_host(PLAIN)
+    assert (host_bytes(PLAIN), seconds(PLAIN)) == (0, 0)
+
+
+def test_shares_wait_on_the_host():
+    cost = replace(PLAIN, param_offload=0.5, optim_offload=1.0, activation_offload=0.2)
+    memory = peak_memory(cost)
+    assert (memory.parameters, memory.gradients, memory.optimizer, memory.activations) == (2000, 2000, 0, 400)
+    assert memory.on_host == host_bytes(cost) == 4000 + 8000 + 100
+    assert "on_host" not in memory.by_category()
+
+
+@pytest.mark.parametrize(
+    ("budget", "optimizer", "states"),
+    [(16_500, 8000, 8000), (12_500, 4000, 8000), (8_500, 0, 8000), (4_500, 0, 4000), (400, 0, 0)],
+)
+def test_beyond_a_budget_optimizer_states_make_way_first(budget, optimizer, states):
+    memory = peak_memory(replace(PLAIN, budget_bytes=float(budget)))
+    assert memory.optimizer == pytest.approx(optimizer)
+    assert memory.parameters + memory.gradients == pytest.approx(states)
+    assert memory.on_host == pytest.approx(16_000 - optimizer - states)
+    assert memory.total == pytest.approx(max(budget, 500))  # activations stay
+
+
+def test_the_host_steps_what_it_holds():
+    # Gradients down, 4,000 at 1,000 B/s; the step reads and writes 4,000 + 8,000 and reads 4,000; parameters up.
+    cost = replace(PLAIN, optim_offload=1.0)
+    assert seconds(cost) == pytest.approx(4 + 24 + 4 + 4)
+    assert seconds(cost, computing_s=3.0) == pytest.approx(1 + 24 + 4 + 4)
+    assert seconds(cost, computing_s=9.0) == pytest.approx(24 + 4 + 4)
+    assert seconds(replace(cost, optim_offload=0.5)) == pytest.approx(18)
+
+
+def test_parameters_are_fetched_for_forward_and_backward_of_every_micro_batch():
+    cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0)
+    step = 24 + 4  # nothing comes up: parameters are fetched anyway
+    assert seconds(cost) == pytest.approx(2 * 4 + step)
+    assert seconds(replace(cost, num_micro_batches=3.0)) == pytest.approx(6 * 4 + step)
+    assert seconds(replace(cost, keeps_gathered=True)) == pytest.approx(4 + step)
+
+
+def test_activations_go_down_and_up_once_for_each_micro_batch():
+    cost = replace(PLAIN, activation_offload=1.0)
+    assert seconds(cost) == pytest.approx(0.5)
+    assert seconds(replace(cost, num_micro_batches=5.0, batch_size=5.0)) == pytest.approx(2.5)
+
+
+def test_shards_wait_as_shards():
+    cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0, param_shards=4.0, grad_shards=4.0, optim_shards=4.0)
+    assert host_bytes(cost) == 4000
+    assert seconds(cost) == pytest.approx((2 * 4 + 24 + 4) / 4)
+
+
+def test_a_budget_that_is_never_reached_costs_nothing():
+    assert seconds(replace(PLAIN, budget_bytes=20_000.0)) == 0
+    assert uses_host(replace(PLAIN, budget_bytes=20_000.0))
+    assert not uses_host(replace(PLAIN, budget_bytes=math.inf))
