@@ -142,3 +142,16 @@ def test_a_device_finds_its_file(name, memory_gib, known):
         own = replace(file.device, memory_bytes=device.memory_bytes, capability=(9, 1))
         assert found == replace(file, device=own, host_memory_bytes=plain.host_memory_bytes)
         assert "driver" in found.source_of("device.memory_gib")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_shows_the_figures_of_the_files(name):
+    cluster = ClusterSpec.load(name)
+    device, links = cluster.device, (cluster.intra_node, cluster.inter_node, cluster.host_link)
+    peak = device.peak_flops.get("bfloat16", device.peak_flops["float16"])
+    figures = (
+        f"{device.memory_bytes / GiB:.1f} GiB", f"{peak / 1e12:,.4g}", f"{device.efficiency.matmul:.0%}",
+        f"{device.memory_bandwidth / 1e9:,.0f}", *(f"{link.bandwidth / 1e9:.3g}" for link in links),
+    )  # fmt: skip
+    page = (FILES.parents[1] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | {device.name} | {' | '.join(figures)} |\n" in page
