@@ -1,60 +1,79 @@
 """Seconds of a collective by the α–β model: a latency for every hop, and the bytes over the slowest link.
 
-Ring algorithms; Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
+Rings, and trees where these answer sooner: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH"; Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
+reduction and scan".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from atorch.cluster import ClusterSpec, LinkSpec
-from atorch.cost.state import Comm
+from atorch.cluster import ClusterSpec
+from atorch.cost.state import Collective, Comm
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that communicate, by what lies between them."""
+
+    size: int
+    num_nodes: int
+    bandwidth: float  # bytes/s of one rank through its slowest link
+    inner_latency_s: float  # of a hop inside a node
+    outer_latency_s: float  # of a hop between nodes
+
+    def seconds(self, kind: Collective, count: float, num_bytes: float) -> float:
+        """The time of `count` calls that carry `num_bytes` together.
+
+        Of n ranks, a ring hands pieces on n - 1 times, twice in an all-reduce, and every link carries (n - 1) / n of
+        the payload as often. A double tree reduces and broadcasts over all nodes in twice their number's logarithm. A
+        send is one hop with the whole payload. In an all-to-all every rank keeps one n-th of what it has.
+        """
+        if kind == "send":
+            hop = self.outer_latency_s if self.num_nodes > 1 else self.inner_latency_s
+            return count * hop + num_bytes / self.bandwidth
+        rounds = 2.0 if kind == "all_reduce" else 1.0
+        inner, outer = self.size / self.num_nodes - 1, self.num_nodes - 1
+        ring = self.inner_latency_s * (self.size - self.num_nodes) + self.outer_latency_s * outer
+        latency = rounds * ring
+        if kind in ("all_reduce", "broadcast"):
+            depth = math.log2(self.num_nodes)
+            latency = min(latency, rounds * (self.inner_latency_s * inner + self.outer_latency_s * depth))
+        return count * latency + rounds * (1 - 1 / self.size) * num_bytes / self.bandwidth
 
 
 def comm_seconds(comm: Comm, axes: Mapping[str, int], cluster: ClusterSpec) -> float:
     """The time of all of `comm`'s calls over the mesh `axes` (the first varies fastest), nothing hidden."""
-    num_ranks, link = group_link(comm.axis, axes, cluster)
-    return collective_seconds(comm, num_ranks, link.bandwidth, link.latency_s)
+    return group_of(comm.axis, axes, cluster).seconds(comm.kind, comm.count, comm.num_bytes)
 
 
-def group_link(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSpec) -> tuple[int, LinkSpec]:
-    """The size of the groups over some axes, and the link that bounds them.
+def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSpec) -> Group:
+    """The groups over some axes of the mesh.
 
     Ranks number the first axis fastest, and consecutive ranks share a node. A group with k members on each of several
     nodes is bound by the k devices' links out of a node, where these are slower than the links inside.
     """
-    size, stride, span = 1, 1, 1
+    size, inner, stride = 1, 1, 1
     for name, length in axes.items():
-        if name in names and length > 1:
-            size *= length
-            span = stride * length
-        stride *= length
-    if span <= cluster.devices_per_node:
-        return size, cluster.intra_node
-    inner = _members_in_a_node(names, axes, cluster.devices_per_node)
-    bandwidth = min(cluster.intra_node.bandwidth, inner * cluster.inter_node.bandwidth)
-    return size, LinkSpec(bandwidth=bandwidth, latency_s=cluster.inter_node.latency_s)
-
-
-def _members_in_a_node(names: tuple[str, ...], axes: Mapping[str, int], devices: int) -> int:
-    """How many members of a group are on one node."""
-    members, stride = 1, 1
-    for name, length in axes.items():
-        room = max(1, devices // stride)
         if name in names:
-            members *= min(length, room)
+            size *= length
+            inner *= min(length, max(1, cluster.devices_per_node // stride))
         stride *= length
-    return members
+    return _group(size, inner, cluster)
 
 
-def collective_seconds(comm: Comm, num_ranks: float, bandwidth: float, latency_s: float) -> float:
-    """The time of all of `comm`'s calls, nothing hidden.
+def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> Group:
+    """Groups of `size` ranks that are `stride` apart."""
+    return _group(size, min(size, max(1, cluster.devices_per_node // stride)), cluster)
 
-    With n ranks, an all-reduce takes 2 (n - 1) hops and carries 2 (n - 1) / n of the payload over each link; the
-    others half of that. A send is one hop with the whole payload.
-    """
-    if comm.kind == "send":
-        return comm.count * latency_s + comm.num_bytes / bandwidth
-    rounds = 2.0 if comm.kind == "all_reduce" else 1.0
-    hops = rounds * (num_ranks - 1)
-    return comm.count * hops * latency_s + hops / num_ranks * comm.num_bytes / bandwidth
+
+def _group(size: int, inner: int, cluster: ClusterSpec) -> Group:
+    inside, outside = cluster.intra_node, cluster.inter_node
+    bandwidth = inside.bandwidth * inside.efficiency
+    num_nodes = -(-size // inner)
+    if num_nodes > 1:
+        bandwidth = min(bandwidth, inner * outside.bandwidth * outside.efficiency)
+    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s)

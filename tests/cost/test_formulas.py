@@ -16,7 +16,7 @@ from atorch.cost import (
     plain_cost,
     step_time,
 )
-from atorch.cost.collectives import collective_seconds
+from atorch.cost.collectives import Group
 
 ENDS = Segment(
     name="", num_params=400, num_trainable=200, matmuls=(Matmul(rows=2, inner=50, columns=10),), num_ops=4,
@@ -44,7 +44,9 @@ CLUSTER = ClusterSpec(
 
 
 # Forward of two samples: products 2·2·50·10 + 2·(2·2·50·20) = 2,000 + 8,000; attention 1,000; traffic 3,000; ops 10.
-MATMUL_S = (3 * 10e3 + 3.5 * 1e3) / 0.5e6
+# Three passes move the operands and results, 4·(2·50 + 50·10 + 2·10) = 2,480 and 4·(2·50 + 50·20 + 2·20) = 4,560 bytes.
+BLOCK_S = (3 * 4e3 + 3.5 * 500) / 0.5e6 + 3 * 4560 / 1e5
+MATMUL_S = 3 * 2e3 / 0.5e6 + 3 * 2480 / 1e5 + 2 * BLOCK_S
 TRAFFIC_S, LAUNCH_S = 9e3 / 1e5, 30 * 1e-3
 OPTIMIZER_S = 500 * (2 * (4 + 8) + 4) / 1e5
 
@@ -69,7 +71,8 @@ def test_a_tensor_split_divides_the_inside_and_norms_where_they_are_split_too():
     split = replace(plain_cost(PROFILE), tensor=2)
     assert peak_memory(split).activations == 200 + 2 * (100 + 200 / 2)
     assert peak_memory(replace(split, splits_norms=True)).activations == 200 / 2 + 2 * (100 + 200) / 2
-    assert step_time(split, CLUSTER).matmul_s == pytest.approx((3 * (2e3 + 8e3 / 2) + 3.5e3 / 2) / 0.5e6)
+    moved = 3 * (2480 + 2 * 4 * (2 * 50 + 50 * 10 + 2 * 10)) / 1e5
+    assert step_time(split, CLUSTER).matmul_s == pytest.approx((3 * (2e3 + 8e3 / 2) + 3.5e3 / 2) / 0.5e6 + moved)
 
 
 @pytest.mark.parametrize(("keeps", "kept"), [("inputs", 20), ("selective", 80), ("nothing", 0)])
@@ -90,8 +93,10 @@ def test_a_pipeline_holds_stages_and_micro_batches_in_flight():
     assert gpipe.activations == 4 * (200 + 300)
     time = step_time(cost, CLUSTER)
     accumulated = 3 * 150 * 4 * 3 / 4 / 1e5  # three of four micro-batches add to gradients that are there
-    second = 3 * 4e3 / 0.5e6 + 3.5 * 500 / 0.5e6 + 3 * 1e3 / 1e5 + 9e-3 + accumulated
-    assert time.bubble_s == pytest.approx(second)  # the first stage waits for the other's micro-batch
+    second = BLOCK_S + 3 * 1e3 / 1e5 + 9e-3 + accumulated
+    sent = 1e-2 + 20 / 1e4
+    assert time.bubble_s == pytest.approx(second + 2 * sent)  # the first stage waits for the other's micro-batch
+    assert time.exposed_comm_s == pytest.approx(2 * 3 * sent)
 
 
 def test_step_time_by_hand():
@@ -111,7 +116,8 @@ def test_a_gpu_hides_launches_behind_work():
 
 def test_low_precision_runs_at_its_own_peak():
     cost = replace(plain_cost(PROFILE), dtype="bfloat16")
-    assert step_time(cost, CLUSTER).matmul_s == pytest.approx(MATMUL_S / 4)
+    moved = 3 * (2480 + 2 * 4560) / 1e5
+    assert step_time(cost, CLUSTER).matmul_s == pytest.approx((MATMUL_S - moved) / 4 + moved / 2)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +130,8 @@ def test_low_precision_runs_at_its_own_peak():
     ],
 )
 def test_collectives_by_hand(kind, seconds):
-    comm = Comm(kind, ("data",), num_bytes=100, count=3)
-    assert collective_seconds(comm, 4, 1e4, 1e-2) == pytest.approx(seconds)
+    group = Group(size=4, num_nodes=1, bandwidth=1e4, inner_latency_s=1e-2, outer_latency_s=1e-1)
+    assert group.seconds(kind, count=3, num_bytes=100) == pytest.approx(seconds)
 
 
 def test_communication_hides_behind_backward_at_most():
@@ -138,7 +144,7 @@ def test_communication_hides_behind_backward_at_most():
 
 def test_groups_beyond_a_node_use_the_slow_links_of_their_members_in_it():
     cost = replace(plain_cost(PROFILE), axes={"data": 8}).send(Comm("all_gather", ("data",), 1000))
-    assert step_time(cost, CLUSTER).exposed_comm_s == pytest.approx(7 * 1e-1 + 7 / 8 * 1000 / 4e3)
+    assert step_time(cost, CLUSTER).exposed_comm_s == pytest.approx(6 * 1e-2 + 1e-1 + 7 / 8 * 1000 / 4e3)
 
 
 def test_axes_of_one_rank_carry_nothing():

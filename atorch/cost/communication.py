@@ -1,0 +1,106 @@
+"""What splits of a model send in every micro-batch, derived from the cost's fields and a segment's products.
+
+Tensor parallelism sums what a product split by rows gives, and in backward the gradient of what a product split by
+columns was given (Shoeybi et al. 2019, arXiv 1909.08053, section 3); with norms split along the sequence, the sums are
+scattered and gathered again, once more in backward for the weights' gradients (Korthikanti et al. 2022, arXiv
+2205.05198, section 4.2.2). A sequence split exchanges tokens for heads around attention (Jacobs et al. 2023, arXiv
+2309.14509); a context split passes keys and values around a ring (Liu et al. 2023, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from atorch.cost.memory import micro_batch_share
+from atorch.cost.profile import Segment
+from atorch.cost.state import Comm, Cost
+
+EXPERT_AXIS = "expert"  # no axis of the mesh: neighbours among the ranks that see different samples
+
+
+def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
+    """What one copy sends for a micro-batch: forward, backward, and forward again where it is recomputed."""
+    again = cost.recompute if segment.is_block else 0.0
+    sent: list[Comm] = []
+    if cost.tensor > 1:
+        sent += _of_tensor(cost, segment, again)
+    if segment.attention_flops and cost.sequence > 1:
+        sent.append(_of_sequence(cost, segment, again))
+    if segment.attention_flops and cost.context > 1:
+        sent.append(_of_context(cost, segment, again))
+    if segment.dispatched_bytes and cost.expert > 1:
+        moved = _scaled(cost, segment.dispatched_bytes)
+        passes = 4.0 + 2.0 * again  # to the experts and back
+        sent.append(Comm("all_to_all", (EXPERT_AXIS,), passes * moved, count=passes))
+    return sent
+
+
+def itemsize(cost: Cost) -> float:
+    """Bytes of an activation that is sent."""
+    return 4.0 if cost.dtype == "float32" else 2.0
+
+
+def boundary_bytes(cost: Cost) -> float:
+    """Activations of a micro-batch between two blocks, as one pipeline stage sends them to the next."""
+    size = cost.boundary_bytes / cost.num_micro_batches
+    return size / cost.tensor if cost.splits_norms else size
+
+
+def tokens_share(cost: Cost) -> float:
+    return micro_batch_share(cost) / (cost.sequence * cost.context)
+
+
+def _scaled(cost: Cost, traced_bytes: float) -> float:
+    return traced_bytes * tokens_share(cost) * cost.activation_scale
+
+
+def _of_tensor(cost: Cost, segment: Segment, again: float) -> list[Comm]:
+    (forward, forward_size), (backward, backward_size) = _sums(cost, segment)
+    passes = (1.0 + again) * forward + backward
+    num_bytes = itemsize(cost) * ((1.0 + again) * forward_size + backward_size)
+    if not passes:
+        return []
+    axis = ("tensor",)
+    if not cost.splits_norms:
+        return [Comm("all_reduce", axis, num_bytes, count=passes)]
+    gathered_again = itemsize(cost) * backward_size
+    return [
+        Comm("reduce_scatter", axis, num_bytes, count=passes),
+        Comm("all_gather", axis, num_bytes, count=passes),
+        Comm("all_gather", axis, gathered_again, count=backward, overlap=1.0),
+    ]
+
+
+def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(sums, their elements) over the tensor ranks in forward and in backward of one copy."""
+    share = tokens_share(cost)
+    by_rows = [
+        each.count * share * each.rows * each.columns
+        for each in segment.matmuls
+        if each.split == "rows" and not each.of_experts
+    ]
+    of_experts = any(each.of_experts and each.split == "rows" for each in segment.matmuls)
+    if of_experts and cost.expert == 1:
+        by_rows.append(by_rows[0] if by_rows else _scaled(cost, segment.input_bytes) / itemsize(cost))
+    if by_rows:
+        both = (float(len(by_rows)), sum(by_rows))
+        return both, both
+    by_columns = next((each for each in segment.matmuls if each.split == "columns"), None)
+    if by_columns is not None:  # a head, whose loss is taken on its columns
+        return (0.0, 0.0), (1.0, share * by_columns.rows * by_columns.inner)
+    if segment.split_params:  # an embedding, whose rows are on different ranks
+        return (1.0, cost.boundary_bytes / cost.num_micro_batches / itemsize(cost)), (0.0, 0.0)
+    return (0.0, 0.0), (0.0, 0.0)
+
+
+def _of_sequence(cost: Cost, segment: Segment, again: float) -> Comm:
+    """Queries, keys, values and results change places: each an all-to-all of this rank's tokens."""
+    groups = segment.num_kv_heads / segment.num_heads if segment.num_heads else 1.0
+    once = (2.0 + 2.0 * groups) * _scaled(cost, segment.input_bytes) / cost.tensor
+    return Comm("all_to_all", ("sequence",), (2.0 + again) * once, count=4.0 * (2.0 + again))
+
+
+def _of_context(cost: Cost, segment: Segment, again: float) -> Comm:
+    """Keys and values go round behind the attention they are needed for; in backward their gradients do, too."""
+    groups = segment.num_kv_heads / segment.num_heads if segment.num_heads else 1.0
+    once = 2.0 * groups * _scaled(cost, segment.input_bytes) / cost.tensor
+    hops = cost.context - 1.0
+    return Comm("send", ("context",), (3.0 + again) * hops * once, count=(3.0 + again) * hops, overlap=1.0)

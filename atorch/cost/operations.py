@@ -1,0 +1,81 @@
+"""Seconds that one copy of a segment computes for a micro-batch, by kind of operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atorch.cluster import DeviceSpec
+from atorch.cost.communication import itemsize, tokens_share
+from atorch.cost.profile import Matmul, Segment
+from atorch.cost.state import Cost
+
+_DEFAULT_PEAK = 1e11  # FLOP/s of a device that says nothing of itself
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Forward, backward, and forward again where it is recomputed."""
+
+    matmul_s: float
+    traffic_s: float
+    launch_s: float
+
+
+def seconds_of_copy(cost: Cost, segment: Segment, device: DeviceSpec) -> Computed:
+    """A roofline by operation: Williams, Waterman and Patterson 2009, "Roofline".
+
+    Products and attention run at what they reach of the dtype's peak, everything else at what it reaches of the
+    memory's bandwidth; every operation is launched.
+    """
+    again = cost.recompute if segment.is_block else 0.0
+    peak = peak_flops(device, cost.dtype)
+    products = sum(_product_seconds(cost, each, again, peak, device) for each in segment.matmuls)
+    return Computed(
+        matmul_s=products + _attention_seconds(cost, segment, again, peak, device),
+        traffic_s=_traffic_bytes(cost, segment, again) / (device.memory_bandwidth * device.efficiency.traffic),
+        launch_s=(3.0 + again) * segment.num_ops * cost.ops_scale * device.launch_s,
+    )
+
+
+def _product_seconds(cost: Cost, product: Matmul, again: float, peak: float, device: DeviceSpec) -> float:
+    """Every pass over one product: its FLOPs at what is reached of the peak, and its operands and result to and fro.
+
+    Backward multiplies every matrix twice where forward did once, for the gradients of its input and of its weight;
+    frozen weights need the first alone (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). All three move the same
+    three matrices.
+    """
+    rows, inner, columns = product.rows * tokens_share(cost), float(product.inner), float(product.columns)
+    count = product.count
+    if product.of_experts and cost.expert > 1:
+        count, rows = count / cost.expert, rows * cost.expert  # fewer experts here, and tokens of more ranks for each
+    elif product.split == "columns":
+        columns /= cost.tensor
+    elif product.split == "rows":
+        inner /= cost.tensor
+    flops = 2.0 * rows * inner * columns
+    passes = (3.0 if product.trainable else 2.0) + again
+    moved = itemsize(cost) * (rows * inner + inner * columns + rows * columns)
+    reached = device.efficiency
+    seconds = flops / (peak * reached.matmul_share(flops)) + moved / (device.memory_bandwidth * reached.traffic)
+    return count * passes * seconds
+
+
+def _attention_seconds(cost: Cost, segment: Segment, again: float, peak: float, device: DeviceSpec) -> float:
+    """Attention that does not keep its scores recomputes them: five products in backward for two in forward.
+
+    Dao et al. 2022, arXiv 2205.14135.
+    """
+    flops = tokens_share(cost) * segment.attention_flops / cost.tensor
+    return (3.5 + again) * flops / (peak * device.efficiency.attention)
+
+
+def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:
+    """Bytes that one copy's other operations move for a micro-batch; backward moves about twice what forward does."""
+    norms = cost.tensor if cost.splits_norms else 1
+    forward = segment.inside.traffic_bytes / cost.tensor + segment.outside.traffic_bytes / norms
+    return tokens_share(cost) * cost.traffic_scale * forward * (3.0 + again)
+
+
+def peak_flops(device: DeviceSpec, dtype: str) -> float:
+    """FLOP/s of a dtype; one that the device does not list runs as fp32 does."""
+    return device.peak_flops.get(dtype) or device.peak_flops.get("float32") or _DEFAULT_PEAK
