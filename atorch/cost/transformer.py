@@ -1,0 +1,367 @@
+"""A transformer's profile in closed form, from its shape alone: no model is built and nothing is traced.
+
+A block is the sum of its parts: norms, attention, a feed-forward layer or a mixture of experts, residual sums. Each
+says its products, what it keeps for backward and what it moves, inside and outside of what tensor parallelism divides.
+With tokens T, hidden h, and two bytes an element, the parts of a GPT block add up to the 34 T h + 5 a s T bytes that
+Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) count. What other implementations keep instead, because
+attention or activations are fused, or because a norm is computed in fp32, is said by an `Implementation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from atorch.cost.profile import Matmul, ModelProfile, Region, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer, in all blocks but the first `dense_layers`."""
+
+    count: int
+    top_k: int
+    ffn: int  # of one expert
+    shared_ffn: int = 0  # of the experts that see every token, together
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Queries, keys and values through low ranks: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1."""
+
+    query_rank: int  # 0: queries are projected directly
+    kv_rank: int
+    nope_dim: int  # of a head's queries and keys, without positions
+    rope_dim: int  # of those with positions; the keys' are shared by all heads
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerShape:
+    """A decoder-only transformer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    head_dim: int
+    gated: bool = True
+    tied: bool = False
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    learned_positions: bool = False
+    bias: bool = False
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation:
+    """What an implementation keeps for backward. The defaults are fused kernels all over, in 16 bits."""
+
+    itemsize: float = 2.0  # bytes of an activation
+    flash_attention: bool = True  # scores are recomputed, not kept: Dao et al. 2022, arXiv 2205.14135
+    causal: bool = True  # flash attention leaves out what the mask hides, half of the FLOPs
+    fused_norm: bool = True  # else norms are computed in fp32, operation by operation, and keep those copies
+    fused_activation: bool = True  # else the activation's result is kept beside what it is multiplied with
+    dropout: bool = False  # masks, a byte an element, of attention and both residual branches
+    packed_values: bool = False  # values are kept as a part of the whole product that queries and keys were made from
+    logit_bytes: float = 4.0  # kept of every logit for backward: probabilities in fp32
+    loss_bytes: float = 6.0  # of every logit beside them at the worst moment: itself and its gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What a part of a block adds to it."""
+
+    params: float = 0.0
+    split_params: float = 0.0
+    expert_params: float = 0.0
+    matmuls: tuple[Matmul, ...] = ()
+    attention_flops: float = 0.0
+    outside: Region = Region()
+    inside: Region = Region()
+    working_bytes: float = 0.0
+    dispatched_bytes: float = 0.0
+    num_ops: float = 0.0
+
+
+def transformer_profile(
+    shape: TransformerShape, batch_size: int = 1, implementation: Implementation | None = None
+) -> ModelProfile:
+    """What `trace` would tell of this transformer and so many samples, its parameters in the activations' dtype.
+
+    Segments are the embedding, the runs of dense blocks and of blocks with experts, and the head with the loss.
+    """
+    build = _Build(shape, float(batch_size * shape.seq_len), implementation or Implementation())
+    dense = shape.layers if shape.experts is None else min(shape.experts.dense_layers, shape.layers)
+    segments = [build.embedding()]
+    if dense:
+        segments.append(build.block("blocks", dense, build.feed_forward(shape.ffn)))
+    if shape.experts is not None and shape.layers > dense:
+        segments.append(build.block("expert_blocks", shape.layers - dense, build.mixture(shape.experts)))
+    segments.append(build.head())
+    num_params = int(sum(each.count * each.num_params for each in segments))
+    itemsize = build.keep.itemsize
+    return ModelProfile(
+        segments=tuple(segments),
+        batch_size=batch_size,
+        num_params=num_params,
+        num_trainable=num_params,
+        param_bytes=int(num_params * itemsize),
+        trainable_bytes=int(num_params * itemsize),
+        output_bytes=int(build.tokens * shape.vocab * itemsize),
+    )
+
+
+class _Build:
+    """The parts and segments of one shape for so many tokens."""
+
+    def __init__(self, shape: TransformerShape, tokens: float, keep: Implementation) -> None:
+        self.shape, self.tokens, self.keep = shape, tokens, keep
+        self.stream = tokens * shape.hidden * keep.itemsize  # bytes of the residual stream
+
+    def embedding(self) -> Segment:
+        """Rows of a table, and of another one for positions."""
+        shape, table = self.shape, float(self.shape.vocab * self.shape.hidden)
+        positions = float(shape.seq_len * shape.hidden) if shape.learned_positions else 0.0
+        return Segment(
+            name="embedding",
+            num_params=table + positions,
+            num_trainable=table + positions,
+            split_params=table,
+            outside=Region(saved_bytes=8.0 * self.tokens, traffic_bytes=2.0 * self.stream),
+            working_bytes=self.stream,
+            num_ops=3.0,
+            sequence_length=shape.seq_len,
+        )
+
+    def block(self, name: str, count: int, feed_forward: _Part) -> Segment:
+        """Two branches, each a norm before it and a sum after it."""
+        shape = self.shape
+        attention = self.attention() if shape.latent is None else self.latent_attention(shape.latent)
+        parts = (self.norm(), attention, self.residual(), self.norm(), feed_forward, self.residual())
+        params = sum(each.params for each in parts)
+        return Segment(
+            name=name,
+            count=count,
+            is_block=True,
+            num_params=params,
+            num_trainable=params,
+            split_params=sum(each.split_params for each in parts),
+            expert_params=sum(each.expert_params for each in parts),
+            matmuls=tuple(product for each in parts for product in each.matmuls),
+            attention_flops=attention.attention_flops,
+            outside=_together(*(each.outside for each in parts)),
+            inside=_together(*(each.inside for each in parts)),
+            input_bytes=self.stream,
+            working_bytes=max(each.working_bytes for each in parts),
+            split_working=True,
+            num_ops=sum(each.num_ops for each in parts),
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            num_experts=shape.experts.count if shape.experts is not None and feed_forward.expert_params else 0,
+            dispatched_bytes=feed_forward.dispatched_bytes,
+            sequence_length=shape.seq_len,
+        )
+
+    def head(self) -> Segment:
+        """The last norm, the logits, and the cross entropy."""
+        shape, keep, norm = self.shape, self.keep, self.norm()
+        table, logits = float(shape.vocab * shape.hidden), self.tokens * shape.vocab
+        own = 0.0 if shape.tied else table
+        return Segment(
+            name="head",
+            num_params=norm.params + own,
+            num_trainable=norm.params + own,
+            split_params=own,
+            tied_params=table - own,
+            matmuls=(Matmul(rows=self.tokens, inner=shape.hidden, columns=shape.vocab, split="columns"),),
+            outside=norm.outside,
+            inside=Region(
+                saved_bytes=keep.logit_bytes * logits,
+                selective_bytes=keep.logit_bytes * logits,
+                traffic_bytes=2.0 * (keep.itemsize + keep.logit_bytes) * logits,
+            ),
+            input_bytes=self.stream,
+            working_bytes=keep.loss_bytes * logits,
+            split_working=True,
+            num_ops=norm.num_ops + 8.0,
+            sequence_length=shape.seq_len,
+        )
+
+    def norm(self, width: int = 0) -> _Part:
+        """A norm keeps its input, and the product after it keeps its output.
+
+        Computed in fp32 without fusion it keeps the input in fp32 (for the square and for the scaling, the same tensor)
+        and the normalised values in the dtype of the weight they are multiplied with.
+        """
+        shape, keep = self.shape, self.keep
+        elements, params = self.tokens * (width or shape.hidden), float(width or shape.hidden)
+        if shape.norm == "layernorm":
+            params *= 2
+        output = elements * keep.itemsize
+        saved = 2.0 * output if keep.fused_norm else (4.0 + 2.0 * keep.itemsize) * elements
+        traffic = 2.0 * output if keep.fused_norm else 2.0 * output + 20.0 * elements
+        return _Part(
+            params=params,
+            outside=Region(saved_bytes=saved, traffic_bytes=traffic),
+            num_ops=1.0 if keep.fused_norm else 6.0,
+        )
+
+    def residual(self) -> _Part:
+        """The sum of a branch and the stream is what the next norm keeps; dropout before it keeps a mask."""
+        mask = self.tokens * self.shape.hidden if self.keep.dropout else 0.0
+        traffic = 3.0 * self.stream + (2.0 * self.stream + mask if self.keep.dropout else 0.0)
+        return _Part(outside=Region(saved_bytes=mask, traffic_bytes=traffic), num_ops=2.0 if self.keep.dropout else 1.0)
+
+    def attention(self) -> _Part:
+        """Grouped queries: Ainslie et al. 2023, arXiv 2305.13245; as many keys as queries are the usual attention."""
+        shape = self.shape
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        core = self._core(query, key, query, key)
+        weights = float(shape.hidden * (2 * query + 2 * key))
+        columns = float(query + 2 * key) if shape.bias else 0.0
+        matmuls = (
+            self._product(shape.hidden, query + 2 * key, "columns"),
+            self._product(query, shape.hidden, "rows"),
+        )
+        return _Part(
+            params=weights + columns + (shape.hidden if shape.bias else 0.0),
+            split_params=weights + columns,
+            matmuls=matmuls,
+            attention_flops=core.attention_flops,
+            inside=core.inside,
+            working_bytes=core.working_bytes,
+            num_ops=core.num_ops + 4.0,
+        )
+
+    def latent_attention(self, latent: LatentAttention) -> _Part:
+        """Down to the ranks on every device, norms there, and up to the heads that a device has."""
+        shape, keep = self.shape, self.keep
+        key_dim = latent.nope_dim + latent.rope_dim
+        query, key, value = (shape.heads * size for size in (key_dim, key_dim, latent.value_dim))
+        down = latent.query_rank + latent.kv_rank + latent.rope_dim
+        up_from = latent.query_rank or shape.hidden
+        up_kv = shape.heads * (latent.nope_dim + latent.value_dim)
+        norms = [self.norm(rank) for rank in (latent.query_rank, latent.kv_rank) if rank]
+        core = self._core(query, key, value, key)
+        split = float(up_from * query + latent.kv_rank * up_kv + value * shape.hidden)
+        shared_keys = self.tokens * latent.rope_dim * keep.itemsize
+        return _Part(
+            params=split + shape.hidden * down + sum(each.params for each in norms),
+            split_params=split,
+            matmuls=(
+                self._product(shape.hidden, down, "none"),
+                self._product(up_from, query, "columns"),
+                self._product(latent.kv_rank, up_kv, "columns"),
+                self._product(value, shape.hidden, "rows"),
+            ),
+            attention_flops=core.attention_flops,
+            outside=_together(Region(saved_bytes=shared_keys), *(each.outside for each in norms)),
+            inside=core.inside,
+            working_bytes=core.working_bytes,
+            num_ops=core.num_ops + 8.0,
+        )
+
+    def _core(self, query: int, key: int, value: int, rotated_key: int) -> _Part:
+        """Queries, keys, values and the result are kept, scores only where they are written out; all per head."""
+        shape, keep = self.shape, self.keep
+        width = query + key + value
+        results = self.tokens * (width + value) * keep.itemsize
+        unrotated = self.tokens * (query + rotated_key) * keep.itemsize if keep.packed_values else 0.0
+        flops = 2.0 * self.tokens * shape.seq_len * (query + value)
+        rotation = 0.0 if shape.learned_positions else 2.0 * self.tokens * (query + rotated_key) * keep.itemsize
+        if keep.flash_attention:
+            statistics = 4.0 * self.tokens * shape.heads
+            region = Region(
+                saved_bytes=results + unrotated + statistics,
+                selective_bytes=results + unrotated + statistics,
+                traffic_bytes=rotation,
+            )
+            working = self.tokens * (width + value) * keep.itemsize
+            return _Part(
+                attention_flops=flops / 2 if keep.causal else flops, inside=region, working_bytes=working, num_ops=3.0
+            )
+        # Probabilities, and with dropout what is left of them and its mask: 5 bytes a score in 16 bits.
+        scores = self.tokens * shape.seq_len * shape.heads
+        written = (2.0 * keep.itemsize + 1.0 if keep.dropout else keep.itemsize) * scores
+        region = Region(
+            saved_bytes=results + unrotated + written,
+            selective_bytes=results + unrotated,
+            traffic_bytes=rotation + (6.0 if keep.dropout else 4.0) * keep.itemsize * scores,
+        )
+        return _Part(attention_flops=flops, inside=region, working_bytes=2.0 * keep.itemsize * scores, num_ops=6.0)
+
+    def feed_forward(self, width: int) -> _Part:
+        """Two products, or three with a gate: Shazeer 2020, arXiv 2002.05202."""
+        shape = self.shape
+        kept = self._activation(self.tokens, width)
+        matrices = 3 if shape.gated else 2
+        weights, first = float(matrices * shape.hidden * width), (matrices - 1) * width
+        return _Part(
+            params=weights + (first + shape.hidden if shape.bias else 0.0),
+            split_params=weights + (first if shape.bias else 0.0),
+            matmuls=(self._product(shape.hidden, first, "columns"), self._product(width, shape.hidden, "rows")),
+            inside=kept.inside,
+            working_bytes=kept.working_bytes,
+            num_ops=kept.num_ops + 2.0,
+        )
+
+    def mixture(self, experts: Experts) -> _Part:
+        """A router, experts that get `top_k` copies of every token evenly, and experts that see all.
+
+        Lepikhin et al. 2020, arXiv 2006.16668. Kept besides are the copies as they arrive, and the experts' results.
+        """
+        shape, keep = self.shape, self.keep
+        copies = self.tokens * experts.top_k
+        kept = self._activation(copies, experts.ffn)
+        matrices = 3 if shape.gated else 2
+        router, weights = float(shape.hidden * experts.count), float(matrices * shape.hidden * experts.ffn)
+        moved = copies * shape.hidden * keep.itemsize
+        routed, first = copies / experts.count, (matrices - 1) * experts.ffn
+        own = Region(saved_bytes=2.0 * moved, selective_bytes=moved, traffic_bytes=6.0 * moved)
+        scores = Region(saved_bytes=8.0 * self.tokens * experts.count)
+        count = float(experts.count)
+        matmuls = (
+            self._product(shape.hidden, experts.count, "none"),
+            Matmul(rows=routed, inner=shape.hidden, columns=first, count=count, split="columns", of_experts=True),
+            Matmul(rows=routed, inner=experts.ffn, columns=shape.hidden, count=count, split="rows", of_experts=True),
+        )
+        shared = self.feed_forward(experts.shared_ffn) if experts.shared_ffn else _Part()
+        return _Part(
+            params=router + experts.count * weights + shared.params,
+            split_params=shared.split_params,
+            expert_params=experts.count * weights,
+            matmuls=matmuls + shared.matmuls,
+            outside=scores,
+            inside=_together(own, kept.inside, shared.inside),
+            working_bytes=kept.working_bytes + moved,
+            dispatched_bytes=moved,
+            num_ops=kept.num_ops + shared.num_ops + 12.0,
+        )
+
+    def _activation(self, tokens: float, width: int) -> _Part:
+        """What lies between the products of a feed-forward layer, and the gradients of it at their most."""
+        keep, inputs = self.keep, 2 if self.shape.gated else 1
+        each = tokens * width * keep.itemsize
+        unfused = 1 if self.shape.gated and not keep.fused_activation else 0
+        saved = (inputs + 1 + unfused) * each
+        region = Region(
+            saved_bytes=saved, selective_bytes=inputs * each, traffic_bytes=(inputs + 1 + 2 * unfused) * each
+        )
+        return _Part(inside=region, working_bytes=(inputs + unfused) * each, num_ops=1.0 + unfused)
+
+    def _product(self, inner: int, columns: int, split: Literal["columns", "rows", "none"]) -> Matmul:
+        return Matmul(rows=self.tokens, inner=inner, columns=columns, split=split)
+
+
+def _together(*regions: Region) -> Region:
+    return Region(
+        saved_bytes=sum(each.saved_bytes for each in regions),
+        selective_bytes=sum(each.selective_bytes for each in regions),
+        traffic_bytes=sum(each.traffic_bytes for each in regions),
+    )
