@@ -97,8 +97,8 @@ def _file_of(name: str) -> str:
     stem = meanings.get(_key(name))
     if stem is None:
         raise ArgumentError(
-            f"there is no cluster named {name!r}; {near_miss(name.lower(), set(meanings.values()))} A path ending in "
-            ".json names a file of your own"
+            f"there is no cluster named {name!r}, and a path of your own file would end in .json; "
+            f"{near_miss(name.lower(), set(meanings.values()))}"
         )
     return stem
 
@@ -119,9 +119,8 @@ def _key(name: str) -> str:
 
 def _overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
     """A file's data with figures replaced by place, "inter_node.bandwidth"."""
-    if not overrides or not isinstance(data, dict):
+    if not isinstance(data, dict):
         return data
-    sources = data.get("sources", {})
     for place, value in overrides.items():
         *above, last = place.split(".")
         part = data
@@ -130,5 +129,6 @@ def _overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
             if not isinstance(part, dict):
                 raise ArgumentError(f"overrides has {place!r}, and {name!r} is no object in a cluster file")
         part[last] = value
-        sources = with_source(sources, place, "given by the caller")
-    return {**data, "sources": sources}
+        if isinstance(data.setdefault("sources", {}), dict):  # what is none is told when the data are read
+            data["sources"] = with_source(data["sources"], place, "given by the caller")
+    return data
