@@ -1,0 +1,1 @@
+"""What atorch claims, measured: one file a claim."""
