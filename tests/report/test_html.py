@@ -1,0 +1,186 @@
+"""The page of a plan: well formed, without requests, safe with any name, and alive in a browser."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from atorch.report.html import plan_page
+from tests.report.answers import answer
+
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>&\"'\u2028"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+VOID = {"meta", "input"}
+
+
+class Page(HTMLParser):
+    """What stands in a page; fails where elements do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[tuple[str, dict]] = []
+        self.elements: list[tuple[str, dict]] = []
+        self.texts: list[tuple[str, str]] = []  # (element, text)
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.append((self.open[-1][0], data))
+
+    def named(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def text_of(self, tag):
+        return [text for name, text in self.texts if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page(plan_page(answer(400), "examples/plan_llama.py:job"))
+
+
+def data_of(page: Page) -> dict:
+    return json.loads(next(text for text in page.text_of("script") if text.startswith("{")))
+
+
+def test_the_figures_are_in_the_page(page):
+    plan = answer(400)
+    words = " ".join(text for tag, text in page.texts if tag not in ("script", "style"))
+    for said in (*plan["strategy"], "6.82 s", "615,402", "68.8 GiB", "128 × 8 × NVIDIA H100 80GB HBM3, 1,024 samples"):
+        assert said in words
+    for each in plan["rejected"]:
+        assert each["reason"] in words
+    assert "tensor 4 would be 6.0% slower: twice as much" in words
+    assert "total memory that torch reports" in words
+    assert words.count("one port a device") == 2  # for both figures that it is the source of
+
+
+def test_bars_are_to_scale(page):
+    memory = [float(each["width"]) for each in page.named("rect") if each["class"].startswith("k") and "x" in each]
+    plan = answer(400)
+    shares = [value / plan["memory_bytes"] * 100 for value in plan["estimate"]["memory"].values()]
+    assert memory[: len(shares)] == pytest.approx(shares, abs=1e-3)
+
+
+def test_every_candidate_can_be_read_back(page):
+    found, given = data_of(page), answer(400)["candidates"]
+    labels = [" + ".join(found["parts"][part] for part in parts) for parts in found["labels"]]
+    assert labels == given["label"]
+    assert [found["reasons"][why] for why in found["why"]] == given["why"]
+    assert found["step_s"] == pytest.approx(given["step_s"], rel=1e-3)
+    assert found["peak_bytes"] == pytest.approx(given["peak_bytes"], rel=1e-3)
+
+
+def test_it_asks_for_nothing(page):
+    policy = next(each["content"] for each in page.named("meta") if each.get("http-equiv"))
+    assert policy.startswith("default-src 'none'; ")
+    assert not [each for _, each in page.elements if {"src", "href", "style", "onload"} & each.keys()]
+    assert not {tag for tag, _ in page.elements} & {"link", "img", "iframe", "base", "object"}
+    for tag in ("style", "script"):
+        text = "".join(page.text_of(tag)[-1:])
+        assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in policy
+        assert not re.search(r"https?://|@import|url\(", text)
+
+
+def test_names_are_text_and_never_markup():
+    plan = answer(20, name=HOSTILE)
+    plan["rejected"][0]["reason"] = HOSTILE
+    plan["cluster"]["device"]["name"] = HOSTILE
+    plan["counterfactuals"][0]["change"] = HOSTILE
+    plan["estimate"]["memory"][HOSTILE] = 1e9
+    hostile, plain = Page(plan_page(plan, HOSTILE)), Page(plan_page(answer(20), "job"))
+    assert hostile.named("script") == plain.named("script")
+    assert not hostile.named("img")
+    assert HOSTILE in hostile.text_of("h1")
+    assert any(HOSTILE in label for label in data_of(hostile)["parts"])
+
+
+def test_it_is_small_for_many_candidates():
+    assert len(plan_page(answer(20_000))) < 20_000 * 45
+
+
+def test_a_plan_of_a_search_on_the_devices_has_a_page_too():
+    known = ("strategy", "estimate", "rejected", "num_compositions", "seconds", "memory_bytes")
+    plan = {name: value for name, value in answer(20).items() if name in known}
+    assert data_of(Page(plan_page(plan)))["labels"] == []
+
+
+HARNESS = """<!DOCTYPE html><iframe id="frame" width="1100" height="3000" src="page.html"></iframe><pre id="told"></pre>
+<script>
+const frame = document.getElementById("frame"), told = {};
+frame.onload = () => {
+  const page = frame.contentDocument, view = frame.contentWindow, by = (id) => page.getElementById(id);
+  const canvas = by("scatter"), data = JSON.parse(by("plan-data").textContent);
+  told.title = page.title;
+  told.requests = view.performance.getEntriesByType("resource").map((each) => each.name);
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  told.colours = new Set(new Uint32Array(pixels.buffer)).size;
+  told.all = by("count").textContent;
+  told.fastest = by("matches").rows[0].cells[0].textContent;
+  canvas.dispatchEvent(new view.KeyboardEvent("keydown", { key: "ArrowRight" }));
+  const mark = by("tip"), x = parseFloat(mark.style.left), y = parseFloat(mark.style.top);
+  told.keyed = mark.firstChild.textContent;
+  canvas.dispatchEvent(new view.PointerEvent("pointerleave"));
+  told.hidden = mark.hidden;
+  const place = canvas.getBoundingClientRect();
+  const over = (px, py) => new view.PointerEvent("pointermove", { clientX: place.left + px, clientY: place.top + py });
+  canvas.dispatchEvent(over(x + 3, y - 2));
+  told.hovered = mark.hidden ? null : mark.firstChild.textContent;
+  by("filter").value = "tensor 8 + fsdp";
+  by("filter").dispatchEvent(new view.Event("input"));
+  told.filtered = by("count").textContent;
+  told.rows = [...by("matches").rows].map((row) => row.cells[0].textContent);
+  told.reasons = page.querySelectorAll("#why-not tbody tr:not([hidden])").length;
+  by("kinds").querySelector("input").click();
+  told.boxed = by("count").textContent;
+  document.getElementById("told").textContent = JSON.stringify(told);
+};
+</script>"""
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_it_works_in_a_browser(tmp_path: Path) -> None:
+    plan = answer(300, name=HOSTILE)
+    (tmp_path / "page.html").write_text(plan_page(plan, HOSTILE), encoding="utf-8")
+    (tmp_path / "harness.html").write_text(HARNESS, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    reach = ["--disable-web-security", "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [str(BROWSER), *options, *reach, "--dump-dom", (tmp_path / "harness.html").as_uri()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ":CONSOLE" not in run.stderr, run.stderr  # what a script's error or a refused request would write
+    found = re.search(r'<pre id="told">(.+?)</pre>', run.stdout, re.DOTALL)
+    assert found, run.stdout[-2000:] + run.stderr[-2000:]
+    told = json.loads(html.unescape(found[1]))
+
+    labels, step_s = plan["candidates"]["label"], plan["candidates"]["step_s"]
+    fastest = labels[step_s.index(min(step_s))]
+    matching = [label for label in labels if "tensor 8" in label and "fsdp" in label]
+    assert told["title"].startswith("Plan: </script>")
+    assert told["requests"] == []
+    assert told["colours"] > 10
+    assert told["all"] == "300 of 300"
+    assert told["fastest"] == told["keyed"] == told["hovered"] == fastest
+    assert told["hidden"] is True
+    assert told["filtered"] == f"{len(matching)} of 300"
+    assert set(told["rows"]) <= set(matching)
+    assert told["rows"]
+    assert told["reasons"] < len(plan["rejected"])
+    assert int(told["boxed"].split()[0]) < len(matching)
