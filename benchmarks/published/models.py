@@ -1,0 +1,104 @@
+"""Dimensions of public models, by name: what a table leaves blank. From the models' published `config.json`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from atorch.cost.transformer import Experts, LatentAttention
+
+_DEEPSEEK_V2 = LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+_DEEPSEEK_LITE = LatentAttention(query_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+
+
+def _model(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int, **other: Any
+) -> dict[str, Any]:
+    return {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "vocab": vocab,
+        "seq_len": seq_len,
+        **other,
+    }
+
+
+_MODELS: Mapping[str, Mapping[str, Any]] = {
+    # A pattern of the name in lower case, words joined by "-", first match counts.
+    r"llama-?2-7b": _model(32, 4096, 32, 32, 11008, 32000, 4096),
+    r"llama-?2-13b": _model(40, 5120, 40, 40, 13824, 32000, 4096),
+    r"llama-?2-70b": _model(80, 8192, 64, 8, 28672, 32000, 4096),
+    r"llama-?3\.2-1b": _model(16, 2048, 32, 8, 8192, 128256, 8192, tied=True),
+    r"llama-?3\.2-3b": _model(28, 3072, 24, 8, 8192, 128256, 8192, tied=True),
+    r"llama-?3(\.[0-9])?-8b": _model(32, 4096, 32, 8, 14336, 128256, 8192),
+    r"llama-?3(\.[0-9])?-70b": _model(80, 8192, 64, 8, 28672, 128256, 8192),
+    r"llama-?3(\.[0-9])?-405b": _model(126, 16384, 128, 8, 53248, 128256, 8192),
+    r"llama-?7b": _model(32, 4096, 32, 32, 11008, 32000, 2048),
+    r"llama-?13b": _model(40, 5120, 40, 40, 13824, 32000, 2048),
+    r"llama-?(30|33)b": _model(60, 6656, 52, 52, 17920, 32000, 2048),
+    r"llama-?65b": _model(80, 8192, 64, 64, 22016, 32000, 2048),
+    r"mixtral-8x7b": _model(32, 4096, 32, 8, 14336, 32000, 4096, experts=Experts(count=8, top_k=2, ffn=14336)),
+    r"mixtral-8x22b": _model(56, 6144, 48, 8, 16384, 32768, 4096, experts=Experts(count=8, top_k=2, ffn=16384)),
+    r"mistral-7b": _model(32, 4096, 32, 8, 14336, 32000, 4096),
+    r"deepseek-v2-lite": _model(
+        27,
+        2048,
+        16,
+        16,
+        10944,
+        102400,
+        4096,
+        latent=_DEEPSEEK_LITE,
+        experts=Experts(count=64, top_k=6, ffn=1408, shared_ffn=2816, dense_layers=1),
+    ),
+    r"deepseek-v2": _model(
+        60,
+        5120,
+        128,
+        128,
+        12288,
+        102400,
+        4096,
+        latent=_DEEPSEEK_V2,
+        experts=Experts(count=160, top_k=6, ffn=1536, shared_ffn=3072, dense_layers=1),
+    ),
+    r"deepseek-(v3|r1)": _model(
+        61,
+        7168,
+        128,
+        128,
+        18432,
+        129280,
+        4096,
+        latent=_DEEPSEEK_V2,
+        experts=Experts(count=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3),
+    ),
+    r"qwen3-30b-a3b": _model(
+        48, 2048, 32, 4, 6144, 151936, 4096, head_dim=128, experts=Experts(count=128, top_k=8, ffn=768)
+    ),
+    r"qwen3-235b-a22b": _model(
+        94, 4096, 64, 4, 12288, 151936, 4096, head_dim=128, experts=Experts(count=128, top_k=8, ffn=1536)
+    ),
+    r"qwen2\.5-7b|qwen2-7b": _model(28, 3584, 28, 4, 18944, 152064, 4096),
+    r"qwen2\.5-32b": _model(64, 5120, 40, 8, 27648, 152064, 4096),
+    r"qwen2(\.5)?-72b": _model(80, 8192, 64, 8, 29568, 152064, 4096),
+    r"qwen3-8b": _model(36, 4096, 32, 8, 12288, 151936, 4096, head_dim=128),
+    r"qwen3-32b": _model(64, 5120, 64, 8, 25600, 151936, 4096, head_dim=128),
+    r"internlm-7b": _model(32, 4096, 32, 32, 11008, 103168, 2048),
+    r"internlm-20b": _model(60, 5120, 40, 40, 13824, 103168, 2048),
+    r"gpt-?3-175b|gpt-?175b": _model(96, 12288, 96, 96, 49152, 51200, 2048),
+    r"gpt-?2-xl|gpt2-1\.5b": _model(48, 1600, 25, 25, 6400, 50257, 1024),
+    r"bloom-176b|bloom$": _model(70, 14336, 112, 112, 57344, 250880, 2048),
+    r"mpt-7b": _model(32, 4096, 32, 32, 16384, 50368, 2048),
+    r"mpt-30b": _model(48, 7168, 56, 56, 28672, 50368, 8192),
+}
+
+
+def known_dimensions(model: str) -> Mapping[str, Any]:
+    """What is known of a model with this name, by the fields of `TransformerShape`; nothing of others."""
+    name = re.sub(r"[\s_/]+", "-", model.strip().lower())
+    return next((found for pattern, found in _MODELS.items() if re.search(pattern, name)), {})
