@@ -51,12 +51,13 @@ class RankSampler(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        indices = _drawn(self.sampler, self.seed + self.epoch)
-        rest = len(indices) % self.size
-        if self.drop_last:
-            return iter(indices[: len(indices) - rest][self.rank :: self.size])
-        missing = -len(indices) % self.size
-        return iter([*indices, *itertools.islice(itertools.cycle(indices), missing)][self.rank :: self.size])
+        first: list[Any] = []
+        indices = itertools.chain.from_iterable(_drawn(self.sampler, self.seed + self.epoch))
+        while group := list(itertools.islice(indices, self.size)):
+            first = first or group
+            if len(group) < self.size and self.drop_last:
+                return
+            yield (group + list(itertools.islice(itertools.cycle(first), self.size - len(group))))[self.rank]
 
     def __len__(self) -> int:
         num: int = len(self.sampler)  # type: ignore[arg-type]
@@ -75,24 +76,49 @@ class RankBatches(Sampler[list[Any]]):
             self.batches.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        batches = _drawn(self.batches, self.seed + self.epoch)
-        for batch in batches:  # all of them first: an uneven last one should not end an epoch's work
-            if len(batch) % self.size:
-                raise ArgumentError(_uneven(len(batch), self.size, "a batch of batch_sampler"))
-        for batch in batches:
-            yield batch[self.rank :: self.size]
+        for batches in _drawn(self.batches, self.seed + self.epoch):
+            for batch in batches:  # all of them first: an uneven last one should not end an epoch's work
+                if len(batch) % self.size:
+                    raise ArgumentError(_uneven(len(batch), self.size, "a batch of batch_sampler"))
+            for batch in batches:
+                yield batch[self.rank :: self.size]
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
 
 
-def _drawn(sampler: Sampler[Any], seed: int) -> list[Any]:
-    """All that `sampler` draws, from random numbers of Python, numpy or torch that are the same on every rank."""
-    with preserved_rng():
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        return list(sampler)
+def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
+    """What `sampler` draws, from random numbers of Python, numpy or torch that are the same on every rank.
+
+    All at once where it says how much that is; one that does not may have no end, and is drawn from as it is used.
+    """
+    at_once = None if _is_sized(sampler) else 1024
+    state, draws = None, iter(())
+    while True:
+        with preserved_rng():
+            if state is None:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.manual_seed(seed)
+                draws = iter(sampler)
+            else:
+                random.setstate(state[0])
+                np.random.set_state(state[1])
+                torch.set_rng_state(state[2])
+            chunk = list(itertools.islice(draws, at_once))
+            state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        if not chunk:
+            return
+        yield chunk
+
+
+def _is_sized(sampler: Sampler[Any]) -> bool:
+    """Whether a sampler has a length; torch's BatchSampler has one if the sampler inside has."""
+    try:
+        len(sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 class RankStream(IterableDataset[Any]):

@@ -135,6 +135,29 @@ class Stream(IterableDataset[int]):
         return iter(range(21))
 
 
+class Endless(Sampler[Any]):
+    """Random indices without an end, as samplers for training by steps draw them."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(len(DATA), ()))
+
+
+def test_a_sampler_without_an_end_is_drawn_from_as_it_is_used() -> None:
+    ranks = [iter(make_loader(DATA, {"sampler": Endless(), "batch_size": 4}, rank, 2)) for rank in range(2)]
+    ours = [torch.cat([next(each) for _ in range(1500)]) for each in ranks]
+    torch.manual_seed(0)  # between draws the user's own random numbers go on, and the sampler's do as well
+    drawn = torch.stack([torch.randint(len(DATA), ()) for _ in range(6000)])
+    expected = torch.tensor(DATA)[drawn]
+    assert torch.equal(ours[0], expected[0::2])
+    assert torch.equal(ours[1], expected[1::2])
+
+
+def test_batches_without_an_end_are_shared_out() -> None:
+    loader = iter(make_loader(DATA, {"batch_sampler": BatchSampler(Endless(), 4, drop_last=True)}, 0, 2))
+    assert [len(next(loader)) for _ in range(3)] == [2, 2, 2]
+
+
 def test_a_stream_is_shared_out_and_its_uneven_rest_left() -> None:
     assert batches({"batch_size": 4}, 2, data=Stream()) == [list(range(i, i + 4)) for i in range(0, 20, 4)]
 
