@@ -70,10 +70,13 @@ def _attention_seconds(cost: Cost, segment: Segment, again: float, peak: float, 
 
 
 def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:
-    """Bytes that one copy's other operations move for a micro-batch; backward moves about twice what forward does."""
+    """Bytes that one copy's other operations move for a micro-batch; backward moves half as much again as forward.
+
+    A norm or an activation reads one tensor and writes one, and in backward reads two and writes one.
+    """
     norms = cost.tensor if cost.splits_norms else 1
     forward = segment.inside.traffic_bytes / cost.tensor + segment.outside.traffic_bytes / norms
-    return tokens_share(cost) * cost.traffic_scale * forward * (3.0 + again)
+    return tokens_share(cost) * cost.traffic_scale * forward * (2.5 + again)
 
 
 def peak_flops(device: DeviceSpec, dtype: str) -> float:

@@ -14,6 +14,7 @@ from atorch.cost.stages import Stage, stages_of
 from atorch.cost.state import Comm, Cost
 
 BACKWARD = 2 / 3  # of computing, the share that is in backward
+SHARPNESS = 6.0  # of the knee between being bound by launches and by work: where both are alike, neither hides all
 COLLECTIVE_LAUNCHES = 4.0  # a collective is launched as slowly as so many other operations
 
 
@@ -127,7 +128,9 @@ def _micro_batch(
         return _MicroBatch(matmul, traffic, launch, computing, exposed + max(0.0, hidden - computing))
     working = matmul + traffic
     exposed += max(0.0, hidden - working)
-    return _MicroBatch(matmul, traffic, launch, max(working, launch - exposed), exposed)
+    busy = working + exposed
+    total = (busy**SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
+    return _MicroBatch(matmul, traffic, launch, total - exposed, exposed)
 
 
 def _cast_bytes(cost: Cost, stage: Stage) -> float:

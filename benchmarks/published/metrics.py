@@ -33,6 +33,7 @@ class Result:
     seen_by_driver: bool = False  # the measured bytes are nvidia-smi's: the context of CUDA and other processes' too
     label: Literal["fits", "oom"] | None = None
     said_to_fit: bool = False
+    fitted_model: bool = False  # constants that are shipped were fitted on rows of this model
     refused: str = ""  # the reason
 
     @property

@@ -1,0 +1,150 @@
+"""Every row of a table beside what the planner estimates of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from atorch.cluster import ClusterSpec, Efficiency
+from atorch.cost import Cost, peak_memory, step_seconds
+from atorch.errors import AtorchError
+from atorch.units import GiB
+from benchmarks.published.fit import FITTED_MODELS, Run, drawn, fitted, with_constants
+from benchmarks.published.metrics import Result, runs_out_of_memory
+from benchmarks.published.rows import GIVEN, Row, cluster_of, cost_of
+
+Calibration = Literal["none", "shipped", "5"]
+CALIBRATIONS: tuple[Calibration, ...] = ("none", "shipped", "5")
+
+TYPICAL = Efficiency(matmul=0.7, matmul_half_flops=2e9, attention=0.4, traffic=0.7)
+"""What training reaches of a data sheet's figures on any GPU, as a rule; fitted to nothing."""
+FEW = 5  # rows that a cluster's constants are refitted on
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row as the planner understands it, or the reason why it does not."""
+
+    row: Row
+    cost: Cost | None = None
+    cluster: ClusterSpec | None = None
+    refused: str = ""
+
+    @classmethod
+    def of(cls, row: Row) -> Case:
+        """The row's cost and cluster, with the constants that are shipped."""
+        try:
+            return cls(row, cost_of(row), cluster_of(row))
+        except AtorchError as error:
+            return cls(row, refused=str(error))
+
+    @property
+    def tokens(self) -> float:
+        """Of a step; one per device where the row cannot be understood."""
+        global_batch, seq_len = self.row.number("global_batch"), self.row.number("seq_len")
+        if self.cost is not None:
+            global_batch = self.cost.batch_size * self.cost.size("data", "zero")
+            seq_len = seq_len or max(each.sequence_length for each in self.cost.segments)
+        return (global_batch or 1.0) * (seq_len or 1.0)
+
+    @property
+    def measured_s(self) -> float | None:
+        """The step's seconds, from tokens a second where they were not published; None where neither was."""
+        seconds, rate = self.row.result("step_time_s"), self.row.result("tok_s_gpu")
+        if seconds is None and rate:
+            return self.tokens / (rate * (self.row.number("n_gpus") or 1.0))
+        return seconds
+
+    @property
+    def run(self) -> Run | None:
+        """What constants can be fitted on: a row that is understood and was timed."""
+        if self.cost is None or self.cluster is None or self.measured_s is None:
+            return None
+        return Run(self.row.row_id, self.cost, self.cluster, self.measured_s)
+
+
+def evaluate(rows: Sequence[Row], calibration: Calibration = "shipped") -> list[Result]:
+    """The results of a table's rows, in order, without those that constants were refitted on."""
+    cases = [Case.of(row) for row in rows]
+    if calibration == "none":
+        cases = [_by_data_sheet(case) for case in cases]
+    if calibration == "5":
+        cases = _refitted(cases)
+    ran = _by_all_but_size(rows)
+    return [_result(case, ran) for case in cases]
+
+
+def _by_data_sheet(case: Case) -> Case:
+    if case.cluster is None:
+        return case
+    return replace(case, cluster=replace(case.cluster, device=replace(case.cluster.device, efficiency=TYPICAL)))
+
+
+def _refitted(cases: Sequence[Case]) -> list[Case]:
+    """Each cluster's cases but the few that were drawn, with the constants that these make most probable."""
+    by_cluster: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_cluster[case.row.text("hardware")].append(case)
+    found: dict[str, Case] = {}
+    for of_one in by_cluster.values():
+        runs = drawn([case.run for case in of_one if case.run is not None], FEW)
+        used, constants = {run.name for run in runs}, fitted(runs)
+        for case in of_one:
+            if case.row.row_id not in used:
+                moved = None if case.cluster is None else with_constants(case.cluster, constants)
+                found[case.row.row_id] = replace(case, cluster=moved)
+    return [found[case.row.row_id] for case in cases if case.row.row_id in found]
+
+
+Sizes = Mapping[tuple[str, ...], Sequence[tuple[float, float]]]
+
+
+def _by_all_but_size(rows: Sequence[Row]) -> Sizes:
+    """(micro-batch, bytes) of the runs that ended well, by everything else that was given."""
+    found: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        size, held = row.number("micro_batch"), row.result("peak_mem_gib")
+        if row.measured["status"] == "ok" and size is not None and held is not None:
+            found[_but_size(row)].append((size, held * GiB))
+    return found
+
+
+def _but_size(row: Row) -> tuple[str, ...]:
+    return tuple(row.given[name] for name in GIVEN if name not in ("row_id", "micro_batch", "grad_accum"))
+
+
+def label_of(row: Row, ran: Sizes) -> Literal["fits", "oom"] | None:
+    """Whether the run fitted; None where it ended for a reason that memory does not explain."""
+    status = row.measured["status"]
+    if status in ("ok", "oom"):
+        return "fits" if status == "ok" else "oom"
+    device, size = row.number("gpu_mem_gb"), row.number("micro_batch")
+    if status != "crash_or_oom" or device is None or size is None:
+        return None
+    return "oom" if runs_out_of_memory(size, ran.get(_but_size(row), ()), device * GiB) else None
+
+
+def _result(case: Case, ran: Sizes) -> Result:
+    row, held, estimated = case.row, case.row.result("peak_mem_gib"), None
+    if case.cost is not None and case.cluster is not None:
+        estimated = peak_memory(case.cost).total
+    ended_well = row.measured["status"] == "ok"
+    return Result(
+        row_id=row.row_id,
+        cell=tuple(row.text(name) for name in ("framework", "model", "n_gpus", "seq_len")),
+        global_batch=row.number("global_batch") or 0.0,
+        tokens=case.tokens,
+        measured_s=case.measured_s if ended_well else None,
+        estimated_s=None if case.cost is None or case.cluster is None else step_seconds(case.cost, case.cluster),
+        measured_bytes=held * GiB if held is not None and ended_well else None,
+        estimated_bytes=estimated,
+        seen_by_driver="smi" in row.measured["mem_metric"].lower(),
+        label=label_of(row, ran),
+        said_to_fit=estimated is not None
+        and case.cluster is not None
+        and estimated <= case.cluster.device.memory_bytes,
+        fitted_model=row.text("model") in FITTED_MODELS,
+        refused=case.refused,
+    )
