@@ -127,9 +127,11 @@ def label_of(row: Row, ran: Sizes) -> Literal["fits", "oom"] | None:
 
 
 def _result(case: Case, ran: Sizes) -> Result:
-    row, held, estimated = case.row, case.row.result("peak_mem_gib"), None
+    row, held = case.row, case.row.result("peak_mem_gib")
+    seconds, estimated, room = None, None, 0.0
     if case.cost is not None and case.cluster is not None:
-        estimated = peak_memory(case.cost).total
+        seconds, estimated = step_seconds(case.cost, case.cluster), peak_memory(case.cost).total
+        room = case.cluster.device.memory_bytes
     ended_well = row.measured["status"] == "ok"
     return Result(
         row_id=row.row_id,
@@ -137,14 +139,12 @@ def _result(case: Case, ran: Sizes) -> Result:
         global_batch=row.number("global_batch") or 0.0,
         tokens=case.tokens,
         measured_s=case.measured_s if ended_well else None,
-        estimated_s=None if case.cost is None or case.cluster is None else step_seconds(case.cost, case.cluster),
+        estimated_s=seconds,
         measured_bytes=held * GiB if held is not None and ended_well else None,
         estimated_bytes=estimated,
         seen_by_driver="smi" in row.measured["mem_metric"].lower(),
         label=label_of(row, ran),
-        said_to_fit=estimated is not None
-        and case.cluster is not None
-        and estimated <= case.cluster.device.memory_bytes,
+        said_to_fit=estimated is not None and estimated <= room,
         fitted_model=row.text("model") in FITTED_MODELS,
         refused=case.refused,
     )

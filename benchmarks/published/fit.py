@@ -1,14 +1,14 @@
 """Constants of a cluster fitted to measured step times.
 
-Every constant is known before anything is measured, within a factor: that is its prior. A fit is the most probable set of
-constants under the prior and the runs, with log-normal errors of both (maximum a posteriori, by Gauss-Newton), so that few
-runs move few constants, and only as far as they must. A run that nothing explains counts as far as it is off, not by the
-square of it: Huber 1964, "Robust Estimation of a Location Parameter".
+Every constant is known before anything is measured, within a factor: that is its prior. A fit is the most probable set
+of constants under the prior and the runs, with log-normal errors of both (maximum a posteriori, by Gauss-Newton), so
+that few runs move few constants, and only as far as they must. A run that nothing explains counts as far as it is
+off, not by the square of it: Huber 1964, "Robust Estimation of a Location Parameter".
 
     python benchmarks/published/fit.py TABLE.csv …
 
-prints the constants that the repository ships: fitted on at most 5 % of the rows of a hardware family, drawn by a hash of
-their names from the models in `FITTED_MODELS` alone. All other models are for testing.
+prints the constants that the repository ships: fitted on at most 5 % of the rows of a hardware family, drawn by a hash
+of their names from the models in `FITTED_MODELS` alone. All other models are for testing.
 """
 
 from __future__ import annotations
