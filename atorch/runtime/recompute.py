@@ -7,7 +7,8 @@ Cost", 2016). `torch.utils.checkpoint` does the work. Here is what a block of a 
   sees them as they were before forward;
 - buffers that forward changes (BatchNorm's statistics) are changed once, not again by the recompute;
 - random numbers are restored on the devices of the parameters too, not only on those of the arguments;
-- the checkpointed inputs, and nothing else, can wait in host memory;
+- the checkpointed inputs, and nothing else, can wait in host memory; or the results that took the most work are kept
+  as well (`selective`);
 - the reentrant form takes what torch's does not: keyword arguments, nested outputs, inputs that need no gradient.
 
 Not covered: state that forward keeps outside buffers (a key/value cache that it appends to), and buffers that forward
@@ -20,7 +21,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from atorch.errors import ArgumentError
+from atorch.runtime.selective import selective_contexts
 
 M = TypeVar("M", bound=nn.Module)
 _Function = Callable[..., Any]
@@ -47,6 +49,12 @@ class _Options(NamedTuple):
     offload_to_cpu: bool = False
     maintain_forward_counter: bool = False
     reentrant: bool = False
+    selective: bool = False
+
+    @property
+    def needs_python(self) -> bool:
+        """Whether backward runs Python that a compiler cannot take along."""
+        return self.offload_to_cpu or self.maintain_forward_counter or self.reentrant
 
 
 def is_recomputing() -> bool:
@@ -55,7 +63,12 @@ def is_recomputing() -> bool:
 
 
 def checkpoint_wrapper(
-    module: M, offload_to_cpu: bool = False, maintain_forward_counter: bool = False, *, reentrant: bool = False
+    module: M,
+    offload_to_cpu: bool = False,
+    maintain_forward_counter: bool = False,
+    *,
+    reentrant: bool = False,
+    selective: bool = False,
 ) -> M:
     """The same `module`, whose `forward` from now on keeps its inputs alone and runs again in backward.
 
@@ -69,11 +82,14 @@ def checkpoint_wrapper(
         their calls in forward and falls with their calls in the recompute: after one backward it is where it was.
     reentrant: use torch's reentrant form, for modules that save differently each time they run (`torch.jit.script`).
         It serves `loss.backward()` only, and gives no gradient to tensors in objects that are no pytrees.
+    selective: keep the results of products with weights and of attention as well, and compute only the rest again.
+        Backward runs once through such a forward, and what is kept must not be changed in place.
 
-    Under `torch.compile` the plain form becomes part of the graph. Each of these three options needs Python in
-    backward: such a module runs uncompiled, and `fullgraph=True` refuses it.
+    Under `torch.compile` the plain form and the selective one become part of the graph. Each of the other three options
+    needs Python in backward: such a module runs uncompiled, and `fullgraph=True` refuses it.
 
-    Raises ArgumentError if the module is wrapped already: its forward would be recomputed twice.
+    Raises ArgumentError if the module is wrapped already: its forward would be recomputed twice; or for `selective`
+    beside `reentrant`, which recomputes everything, or beside `offload_to_cpu`, which would move the least part.
     """
     forward = vars(module).get("forward")
     if isinstance(forward, _CheckpointedForward):
@@ -81,12 +97,18 @@ def checkpoint_wrapper(
             f"checkpoint_wrapper was given a {type(module).__name__} that it has wrapped already. "
             "A module is wrapped once, with all its options; leave out the second call."
         )
+    if selective and (reentrant or offload_to_cpu):
+        other = "reentrant" if reentrant else "offload_to_cpu"
+        raise ArgumentError(
+            f"checkpoint_wrapper was given selective and {other}, which do not go together: selective keeps results on "
+            "the device, from a forward that is not reentrant. Leave one of them out."
+        )
     if maintain_forward_counter:
         for inner in module.modules():
             vars(inner).setdefault(COUNTER, 0)
             if inner is not module and _count not in inner._forward_pre_hooks.values():
                 inner.register_forward_pre_hook(_count)
-    options = _Options(offload_to_cpu, maintain_forward_counter, reentrant)
+    options = _Options(offload_to_cpu, maintain_forward_counter, reentrant, selective)
     module.forward = _CheckpointedForward(module, forward, options)
     return module
 
@@ -147,7 +169,7 @@ class _CheckpointedForward:
 
 def _runner(options: _Options) -> _Function:
     run = functools.partial(_run, options)
-    if not any(options):
+    if not options.needs_python:
         return run
     disable: Callable[..., _Function] = torch.compiler.disable
     return disable(run, reason="offload, counters and reentrant checkpointing need Python in backward")
@@ -159,13 +181,18 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         # The compiler itself keeps buffers, random numbers and autocast right: it runs forward once.
-        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+        again = functools.partial(forward, **kwargs)
+        if options.selective:
+            return checkpoint(again, *args, use_reentrant=False, context_fn=selective_contexts)
+        return checkpoint(again, *args, use_reentrant=False)
     leaves, spec = tree_flatten((args, kwargs))
     # An object given twice is kept once, and stays one in the recompute: attention asks whether `query is key`.
     inputs = list({id(leaf): leaf for leaf in leaves}.values())
     places = {id(leaf): place for place, leaf in enumerate(inputs)}
     modules = [module for owner in owners for module in owner.modules()]
     call = _Call(forward, owners, modules, spec, [places[id(leaf)] for leaf in leaves], (args, kwargs))
+    if options.selective:
+        call.keeping, call.handing_out = selective_contexts()
     inputs += _on_other_devices(modules, inputs)
     with saved_tensors_hooks(_to_host, _from_host) if options.offload_to_cpu else nullcontext():
         if options.reentrant:
@@ -208,17 +235,20 @@ class _Call:
     places: list[int]  # where each leaf of the arguments is found among the inputs
     given: tuple[tuple[Any, ...], _Kwargs] | None
     changing: list[nn.Module] = field(default_factory=list)  # modules whose buffers forward changes
+    keeping: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around the forward pass
+    handing_out: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around a recompute
 
     def __call__(self, *inputs: Any) -> Any:
         if self.given is None:
             args, kwargs = tree_unflatten([inputs[place] for place in self.places], self.spec)
-            with _buffers_kept(self.changing):
+            with _buffers_kept(self.changing), self.handing_out:
                 return self.run(args, kwargs, recomputing=True, count=-1)
         (args, kwargs), self.given = self.given, None  # from here on autograd alone keeps the inputs
         before = [(module, _buffer_state(module)) for module in self.modules if module._buffers]
         # In the recompute of an outer checkpoint a forward does not count: its own recompute counts down.
         again = is_recomputing()
-        output = self.run(args, kwargs, recomputing=again, count=0 if again else 1)
+        with self.keeping:
+            output = self.run(args, kwargs, recomputing=again, count=0 if again else 1)
         # Kernels of normalization change running statistics without a trace in their versions.
         self.changing = [m for m, state in before if "running_mean" in m._buffers or _buffer_state(m) != state]
         return output

@@ -29,6 +29,8 @@ FORMS = {
     "counter": {"maintain_forward_counter": True},
     "reentrant": {"reentrant": True},
     "reentrant-offload": {"reentrant": True, "offload_to_cpu": True},
+    "selective": {"selective": True},
+    "selective-counter": {"selective": True, "maintain_forward_counter": True},
 }
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 

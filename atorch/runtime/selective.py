@@ -1,0 +1,60 @@
+"""Selective recomputation: results of products with weights and of attention are kept, what lies between runs again.
+
+Products and attention do nearly all of a block's work, and norms, activations and dropout take much of its memory, so
+that little is computed twice (Korthikanti et al. 2022, arXiv 2205.05198, section 5, with the roles of attention and
+products as fused attention has made them: it keeps no scores). torch's selective checkpointing does the work.
+
+Products of activations with one another (`bmm`, in attention that is written out) run again: their results grow with
+the square of the sequence. So does attention with dropout, since a kept result would leave its random numbers undrawn,
+and all later ones of the block would be others than in forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_PRODUCTS: Set[Any] = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten._grouped_mm.default,
+    }
+)
+_ATTENTION: Set[Any] = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.aten._flash_attention_forward.default,
+        torch.ops.aten._efficient_attention_forward.default,
+    }
+)
+
+
+def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """What forward and its recompute run in: the first keeps results, the second hands them out."""
+    contexts: tuple[TorchDispatchMode, TorchDispatchMode] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether an operation's result is kept."""
+    if op in _PRODUCTS or (op in _ATTENTION and not _draws(op, args, kwargs)):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether attention draws random numbers, for dropout."""
+    names = (argument.name for argument in op._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p", 0.0))
