@@ -8,8 +8,12 @@ from dataclasses import fields
 import pytest
 
 from atorch.auto.strategy import METHODS, Strategy
-from atorch.errors import StrategyError
-from tests.contract.test_parity import SETTINGS
+from atorch.errors import CapabilityError, StrategyError
+from tests.contract.job import arguments, make_model
+from tests.contract.test_parity import APPLIED, SETTINGS
+from tests.pool import Pool, RankFailure
+
+PLANNED = [name for name in METHODS if name not in APPLIED]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -35,15 +39,41 @@ class TestEveryMethod:
         assert METHODS[name].slot
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", APPLIED)
 def test_apply_leaves_the_old_context_alone(name: str) -> None:
     from atorch.auto.job import make_context
     from atorch.cluster import ClusterSpec
     from atorch.distributed.world import init
-    from tests.contract.job import arguments, make_model
 
     world = init()
     ctx = make_context(make_model(), **arguments(), world=world, cluster=ClusterSpec.detect(world, measure=False))
     before = {field.name: getattr(ctx, field.name) for field in fields(ctx)}
     METHODS[name].of(SETTINGS[name]).apply(ctx)
     assert {field.name: getattr(ctx, field.name) for field in fields(ctx)} == before
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_method_that_is_only_planned_for_is_refused_with_the_model_as_it_was(name: str) -> None:
+    from atorch import auto_accelerate
+
+    model = make_model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    modules = [type(module) for module in model.modules()]
+    with pytest.raises(CapabilityError, match=f"{name} can be planned for and not applied yet"):
+        auto_accelerate(model, load_strategy=["checkpoint", (name, SETTINGS[name])], **arguments())
+    assert [type(module) for module in model.modules()] == modules
+    assert not any("forward" in vars(module) for module in model.modules()), "checkpoint was applied"
+    assert all(value.equal(before[key]) for key, value in model.state_dict().items())
+
+
+def refused(rank: int, size: int) -> None:
+    from atorch import auto_accelerate
+
+    mesh = ("parallel_mode", ([("tensor", size)], None))
+    auto_accelerate(make_model(), load_strategy=[mesh, "tensor_parallel"], **arguments())
+
+
+def test_it_is_refused_on_every_rank(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="tensor_parallel can be planned for and not applied yet") as caught:
+        pool.run(refused, ranks=2)
+    assert CapabilityError.__name__ in str(caught.value)

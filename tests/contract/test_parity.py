@@ -33,8 +33,17 @@ SETTINGS: dict[str, Any] = {
     "micro_batch": {"size": 2},
     "module_replace": None,
     "fp8": {"backend": "torchao", "emulate": True, "exclude": ["lm_head"]},
+    "tensor_parallel": {"plan": {"layers.*.mlp.up_proj": "column", "layers.*.mlp.down_proj": "row"}},
+    "sequence_parallel": {"mode": "megatron"},
+    "context_parallel": None,
+    "pipeline_parallel": {"schedule": "interleaved", "split_points": ["model.layers.1"]},
+    "offload": {"parameters": 0.5},
+    "chunk": {"budget_fraction": 0.5},
 }
 """The setting of each method that is tried; a new method adds its own."""
+
+APPLIED = [name for name in METHODS if METHODS[name].can_apply()]
+"""The methods that train; the others can be planned for."""
 
 REFUSED = {
     frozenset(pair): "one slot: both choose how parameters, gradients and optimizer states are shared"
@@ -52,18 +61,25 @@ def band(*names: str) -> float:
 
 
 def pairs() -> list[tuple[str, str]]:
-    return list(itertools.combinations(METHODS, 2))
+    return list(itertools.combinations(APPLIED, 2))
 
 
 def test_every_method_has_a_setting() -> None:
     assert set(SETTINGS) == set(METHODS)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", APPLIED)
 def test_each_method_alone(pool: Pool, name: str) -> None:
     for update_error, loss_error in pool.run(deviation, strategy_of(name), ranks=2):
         assert update_error <= band(name)
         assert loss_error <= max(1e-5, band(name))
+
+
+@pytest.mark.parametrize("beside", [(), ("fsdp", "amp_native"), ("compile", "micro_batch")], ids="+".join)
+def test_selective_recomputation(pool: Pool, beside: tuple[str, ...]) -> None:
+    strategy = [("checkpoint", {"selective": True}), *strategy_of(*beside)]
+    for update_error, _ in pool.run(deviation, strategy, ranks=2):
+        assert update_error <= band(*beside)
 
 
 SAMPLE = 4

@@ -1,16 +1,17 @@
 """checkpoint: keep a block's inputs, and compute the rest again when backward needs it.
 
 Memory: the activations inside the blocks shrink to the blocks' inputs, plus one block's activations while it is
-recomputed. Work: one more forward pass of the blocks (Chen et al. 2016, arXiv 1604.06174).
+recomputed. Work: one more forward pass of the blocks (Chen et al. 2016, arXiv 1604.06174). With `selective`, results of
+products and attention stay, and only what lies between is computed again (Korthikanti et al. 2022, arXiv 2205.05198).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 from typing_extensions import Self
 
@@ -18,7 +19,7 @@ from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names, repeated_blocks
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost, ModelProfile
+from atorch.cost import Cost, ModelProfile, Segment
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.runtime.recompute import checkpoint_wrapper
@@ -34,8 +35,18 @@ class Checkpoint(Method):
     """False takes torch's reentrant implementation, for models that the other cannot serve."""
     offload_to_cpu: bool = False
     """Keep the checkpointed inputs in (pinned) CPU memory."""
+    selective: bool = False
+    """Keep the results of matrix products and attention as well, and recompute only what lies between."""
     max_checkpoint_module_num: Annotated[int, Field(ge=1)] | None = None
     """Checkpoint at most this many modules, the first ones; None for all."""
+
+    @model_validator(mode="after")
+    def _hold(self) -> Self:
+        if self.selective and not self.no_reentrant:
+            raise ValueError("selective needs a forward that is not reentrant; leave no_reentrant out")
+        if self.selective and self.offload_to_cpu:
+            raise ValueError("selective keeps results on the device, beside which inputs are little; give one of them")
+        return self
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
@@ -53,27 +64,20 @@ class Checkpoint(Method):
     def cost(self, cost: Cost) -> Cost:
         """The blocks' inputs instead of their activations, one block's while it is recomputed, and its forward again.
 
-        What the blocks communicate in forward, half of what they do, they communicate again.
+        Selective recomputation keeps the results of products and attention as well, and runs the rest again.
         """
         most = self.max_checkpoint_module_num
         share = 1.0 if most is None or not cost.num_blocks else min(1.0, most / cost.num_blocks)
-        return replace(
-            cost,
-            recompute=share,
-            recompute_keeps="nothing" if self.offload_to_cpu else "inputs",
-            comm=tuple(
-                replace(each, num_bytes=each.num_bytes * (1 + share / 2), count=each.count * (1 + share / 2))
-                if each.scales_with == "blocks"
-                else each
-                for each in cost.comm
-            ),
-        )
+        keeps: Literal["inputs", "selective", "nothing"] = "nothing" if self.offload_to_cpu else "inputs"
+        return replace(cost, recompute=share, recompute_keeps="selective" if self.selective else keeps)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """All repeated blocks, where the model has some."""
+        """All repeated blocks, where the model has some; selectively, where that leaves something to recompute."""
         if profile.blocks:
             yield cls()
+            if any(0 < _kept(block) < block.saved_bytes for block in profile.blocks):
+                yield cls(selective=True)
 
     def apply(self, ctx: Context) -> Context:
         """Checkpoint the chosen modules of every part in place."""
@@ -89,8 +93,17 @@ class Checkpoint(Method):
                 )
             _turn_off_caches(part)
             for module in list(chosen.values())[: self.max_checkpoint_module_num]:
-                checkpoint_wrapper(module, offload_to_cpu=self.offload_to_cpu, reentrant=not self.no_reentrant)
+                checkpoint_wrapper(
+                    module,
+                    offload_to_cpu=self.offload_to_cpu,
+                    reentrant=not self.no_reentrant,
+                    selective=self.selective,
+                )
         return ctx
+
+
+def _kept(block: Segment) -> float:
+    return block.inside.selective_bytes + block.outside.selective_bytes
 
 
 def _turn_off_caches(model: nn.Module) -> None:

@@ -1,13 +1,14 @@
 """ddp: every process holds the whole model and sees other samples; gradients are averaged while backward runs.
 
 Memory: parameters, gradients and optimizer states are whole everywhere. Communication per step: an all-reduce of the
-gradients over data × zero, all but the last bucket hidden behind backward.
+gradients over the processes that hold the same parameters, all but the last bucket hidden behind backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 from pydantic import Field
 from typing_extensions import Self
@@ -15,7 +16,8 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
-from atorch.cost import Comm, Cost, ModelProfile
+from atorch.cost import Cost, ModelProfile
+from atorch.cost.splits import replicate as replica_cost
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.runtime.replicate import replicate
 from atorch.units import MiB
@@ -24,6 +26,8 @@ from atorch.units import MiB
 @method("ddp", phase=Phase.SHARD, slot="data_parallel")
 class Ddp(Method):
     """Replicate the model over the processes that see different samples."""
+
+    needs_replicas: ClassVar[bool] = True
 
     find_unused_parameters: bool = False
     """Look for parameters that a forward pass did not use; also auto_accelerate's argument of this name."""
@@ -34,9 +38,7 @@ class Ddp(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """An all-reduce of the gradients by bucket, of which the last one is not hidden."""
-        num_buckets = cost.grad_bytes / (self.bucket_cap_mb * MiB) + 1
-        reduced = Comm("all_reduce", BATCH_AXES, cost.grad_bytes, count=num_buckets, overlap=1 - 1 / num_buckets)
-        return replace(cost, grads_persist=True).send(reduced)
+        return replica_cost(replace(cost, grads_persist=True), bucket_bytes=self.bucket_cap_mb * MiB)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.fsdp_precision import DTYPES, MixedPrecision
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
 from atorch.cluster import ClusterSpec
-from atorch.cost import Comm, Cost, ModelProfile
-from atorch.distributed.mesh import BATCH_AXES
+from atorch.cost import Cost, ModelProfile
+from atorch.cost.splits import REPLICA_AXES
+from atorch.cost.splits import shard as shard_cost
 from atorch.errors import StrategyError
 from atorch.runtime.fsdp import shard
 from atorch.runtime.fsdp1_arguments import knobs_of
@@ -37,6 +39,8 @@ KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 @method("fsdp", phase=Phase.SHARD, slot="data_parallel")
 class Fsdp(Method):
     """Shard parameters, gradients and optimizer states."""
+
+    needs_replicas: ClassVar[bool] = True
 
     atorch_wrap_cls: tuple[str, ...] = ()
     """Classes or names of the modules that are gathered as one, exactly these; none: the repeated blocks, the
@@ -90,6 +94,11 @@ class Fsdp(Method):
             raise ValueError(f"{self.sharding_strategy} keeps parameters for backward; leave reshard_after_forward out")
         return self
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Where the mesh has zero and data, the shards stay in zero."""
+        return ("zero",)
+
     def cost(self, cost: Cost) -> Cost:
         """Shards of everything, and the gathered parameters that are whole at one moment.
 
@@ -97,28 +106,27 @@ class Fsdp(Method):
         of blocks; the gradients of a block are whole until they are reduced, in fp32.
         """
         is_hybrid = cost.size("data") > 1 and cost.size("zero") > 1
-        axis = ("zero",) if is_hybrid else BATCH_AXES
-        shards = cost.size(*axis)
-        itemsize = cost.param_itemsize if cost.dtype == "float32" else 2.0
-        inside = sum(each.count * cost.local_params(each) for each in cost.segments if each.is_block)
-        keeps = self.reshard_after_forward is False or self.sharding_strategy in KEEPING
-        gathered, again = itemsize * cost.num_params, 0.0 if keeps else itemsize * inside
-        reduced, calls = 4.0 * cost.num_trainable, cost.num_blocks + 2
-        cost = replace(
+        gathered, reduced = self._itemsizes(cost)
+        cost = shard_cost(
             cost,
-            param_shards=cost.param_shards * shards,
-            grad_shards=cost.grad_shards * shards,
-            optim_shards=cost.optim_shards * shards,
-            gathered_itemsize=itemsize,
-            keeps_gathered=keeps,
-            cast_itemsize=0.0,  # shards are cast before they are gathered
-            cast_traffic_bytes=cost.cast_traffic_bytes / shards,
+            axes=tuple(axis for axis in REPLICA_AXES if axis != "data") if is_hybrid else REPLICA_AXES,
+            replicas=("data",) if is_hybrid else (),
+            itemsize=gathered,
+            reduced_itemsize=reduced,
+            keeps_gathered=self.reshard_after_forward is False or self.sharding_strategy in KEEPING,
         )
-        gathering = Comm("all_gather", axis, gathered + again, count=calls if keeps else 2 * calls, overlap=0.8)
-        reducing = Comm("reduce_scatter", axis, reduced, count=calls, overlap=0.8)
-        if not is_hybrid:
-            return cost.send(gathering, reducing)
-        return cost.send(gathering, reducing, Comm("all_reduce", ("data",), reduced / shards, count=calls, overlap=0.8))
+        if self.cpu_offload:
+            cost = replace(cost, param_offload=1.0, optim_offload=1.0)
+        return reduce_once(cost)
+
+    def _itemsizes(self, cost: Cost) -> tuple[float, float]:
+        """Bytes of a gathered and of a reduced element: the precision method's and fp32, unless they are given."""
+        precision = self.mixed_precision or MixedPrecision()
+        gathered = cost.param_itemsize if cost.dtype == "float32" else 2.0
+        if precision.param_dtype is not None:
+            gathered = float(DTYPES[precision.param_dtype].itemsize)
+        reduced = precision.reduce_dtype or precision.param_dtype
+        return gathered, 4.0 if reduced is None else float(DTYPES[reduced].itemsize)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

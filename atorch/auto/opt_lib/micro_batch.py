@@ -17,12 +17,16 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.accumulation import reduce_once
+from atorch.auto.opt_lib.pipeline_parallel import uneven
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import StrategyError
 from atorch.runtime.micro_batch import MicroBatched
 
+LARGEST = 256
+"""Rows of the largest micro-batch that the search tries."""
 _ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
@@ -44,32 +48,36 @@ class MicroBatch(Method):
             raise ValueError("size and count are both given; give one of them")
         return self
 
+    def unfit(self, cost: Cost) -> str | None:
+        """Equal parts of the batch of a process, and more than one; interleaved pipelines take them in rounds."""
+        samples = f"the {cost.batch_size:g} samples of a process"
+        parts = cost.batch_size / self.size if isinstance(self.size, int) else self.count
+        if parts is None:
+            return None
+        if not 1 < parts <= cost.batch_size:
+            return f"{self} makes no parts of {samples}"
+        if parts % 1 or cost.batch_size % parts:
+            return f"{self} does not divide {samples}"
+        return uneven(cost.stages, cost.schedule, parts)
+
     def cost(self, cost: Cost) -> Cost:
         """Activations of the largest micro-batch; launches, casts of weights, and fsdp's gathers for each of them."""
-        rows = cost.batch_size  # of the largest micro-batch
+        rows: float  # of the largest micro-batch
         if self.count is not None:
-            rows = math.ceil(rows / self.count)
+            rows = math.ceil(cost.batch_size / self.count)
         elif self.size != "auto":
-            rows = min(rows, self.size)
+            rows = min(cost.batch_size, self.size)
+        else:
+            return cost
         count = float(math.ceil(cost.batch_size / rows))
-        gathers = tuple(
-            replace(each, num_bytes=count * each.num_bytes, count=count * each.count)
-            if each.kind == "all_gather" and each.scales_with == "parameters"
-            else each
-            for each in cost.comm
-        )
-        return replace(cost, num_micro_batches=count, batch_size=count * rows, comm=gathers)
+        return reduce_once(replace(cost, num_micro_batches=count, batch_size=count * rows))
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Two and four, up to 16 where memory is tight; none where modules look across the samples of a batch."""
-        samples = profile.batch_size
-        is_tight = profile.activation_bytes + 4 * profile.param_bytes > cluster.device.memory_bytes / 2
-        if any("BatchNorm" in name for name in profile.module_classes):
-            return
-        for count in (2, 4, 8, 16) if is_tight else (2, 4):
-            if samples % count == 0:
-                yield cls(count=count)
+        """Powers of two, of which a batch takes those that are parts of it; none where modules look across samples."""
+        if not any("BatchNorm" in name for name in profile.module_classes):
+            for power in range(LARGEST.bit_length()):
+                yield cls(size=2**power)
 
     def apply(self, ctx: Context) -> Context:
         """Let the model defer its output to a loss function that runs micro-batches."""

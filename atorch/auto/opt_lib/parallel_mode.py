@@ -15,6 +15,7 @@ from pydantic import field_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.meshes import meshes
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -95,6 +96,13 @@ class ParallelMode(Method):
             )
         return self.model_copy(update={"slices": slices})
 
+    def unfit(self, cost: Cost) -> str | None:
+        """Every process that sees samples of its own gets as many."""
+        ranks = self.size(*BATCH_AXES)
+        if cost.batch_size % ranks:
+            return f"{cost.batch_size:g} samples are not shared out evenly over {ranks} processes"
+        return None
+
     def cost(self, cost: Cost) -> Cost:
         """The axes; a device has the samples of its place along data and zero alone."""
         cost = replace(cost, axes=dict(self.slices))
@@ -102,9 +110,10 @@ class ParallelMode(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """All processes see different samples."""
+        """Sizes by which the model can be divided, tensor and sequence inside a node."""
         if cluster.world_size > 1:
-            yield cls(slices=(("data", cluster.world_size),))
+            for slices in meshes(profile, cluster):
+                yield cls(slices=slices)
 
     def apply(self, ctx: Context) -> Context:
         """Make the mesh, and make it the current one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
@@ -16,16 +16,18 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, named, need
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
-from atorch.cost import Comm, Cost, ModelProfile
+from atorch.cost import Cost, ModelProfile
+from atorch.cost.splits import shard_optimizer
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.runtime.replicate import replicate
 from atorch.runtime.zero import ShardedOptimizer
-from atorch.units import MiB
 
 
 @method("zero1", phase=Phase.SHARD, slot="data_parallel")
 class Zero1(Method):
     """Shard optimizer states over the processes that see different samples."""
+
+    needs_replicas: ClassVar[bool] = True
 
     backend: Literal["torch", "fairscale", "deepspeed"] = "torch"
     """Whose implementation: this package's, FairScale's OSS, or DeepSpeed's stage 1."""
@@ -42,11 +44,8 @@ class Zero1(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """The optimizer's share of this device; ddp's all-reduce, and every parameter once from its owner."""
-        shards, num_buckets = cost.size(*BATCH_AXES), cost.grad_bytes / (25 * MiB) + 1
-        return replace(cost, optim_shards=cost.optim_shards * shards, grads_persist=True).send(
-            Comm("all_reduce", BATCH_AXES, cost.grad_bytes, count=num_buckets, overlap=1 - 1 / num_buckets),
-            Comm("broadcast", BATCH_AXES, cost.param_bytes, count=shards),
-        )
+        cost = replace(cost, grads_persist=True)
+        return shard_optimizer(cost, reduces="all_reduce", gathers="broadcast")
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -8,6 +8,7 @@ one process.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -18,6 +19,8 @@ from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_gradients, named, need
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster import ClusterSpec
+from atorch.cost import Cost
+from atorch.cost.splits import REPLICA_AXES, shard_optimizer
 from atorch.distributed.mesh import BATCH_AXES
 
 
@@ -49,6 +52,13 @@ class Zero2(Fsdp):
         """Nothing: it runs everywhere, where its backend is installed."""
         need(self.backend)
         return None
+
+    def cost(self, cost: Cost) -> Cost:
+        """fsdp's with kept parameters; other backends keep whole ones, and reduce each gradient to its owner."""
+        if self.backend == "fsdp":
+            return super().cost(cost)
+        cost = shard_optimizer(cost, gathers="broadcast" if self.backend == "fairscale" else "all_gather")
+        return replace(cost, grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
 
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place, or leave model and optimizer to the backend once they are built."""

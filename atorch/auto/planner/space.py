@@ -1,28 +1,147 @@
-"""Every legal composition of methods for a model and a machine, with what the user excludes, includes or fixes."""
+"""The tree of legal compositions of methods for a model and a machine, with what the user excludes, includes or fixes.
+
+One level a method, in the order in which methods apply: a composition takes one of its choices or goes without. A path
+from the root is a strategy, and folds its cost on the way, so that what strategies begin with in common is folded once.
+Branches in which nothing legal is left end early; what is legal is said by the methods and their `agreement`.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from atorch.auto.opt_lib.agreement import disagreement
 from atorch.auto.opt_lib.completion import SLOT as DATA_PARALLEL
 from atorch.auto.strategy import METHODS, Method, Strategy
 from atorch.cluster import ClusterSpec
-from atorch.cost import ModelProfile
+from atorch.cost import Cost, ModelProfile
+from atorch.cost.splits import REPLICA_AXES
 from atorch.errors import CapabilityError, StrategyError
 
-Options = dict[str, list[Method | None]]  # slot → what may stand in it; None leaves it empty
+MESH = "parallel_mode"  # the slot that several processes need
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A method in one setting, with what the tree asks of it at every node."""
+
+    method: Method
+    splits: frozenset[str]
+    is_given: bool = False  # by the user, who is trusted to know that it fits
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What may be chosen of one method, or in a slot that is closed."""
+
+    kind: type[Method]
+    choices: tuple[Choice, ...]
+    is_needed: bool = False  # whether no composition goes without it
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A composition so far: its methods in order, and what they make of the cost."""
+
+    depth: int
+    methods: tuple[Method, ...]
+    cost: Cost
+    slots: frozenset[str] = frozenset()
+    large: frozenset[str] = frozenset()  # axes of the mesh with several processes
+    split: frozenset[str] = frozenset()  # of those, the ones that a method splits over
 
 
 @dataclass(frozen=True)
 class Space:
-    """The compositions, and the methods that this machine cannot run, with the reason."""
+    """The tree's levels, and the methods that this machine cannot run, with the reason."""
 
-    strategies: tuple[Strategy, ...]
+    levels: tuple[Level, ...]
+    world_size: int = 1
     unmet: tuple[tuple[Method, str], ...] = ()
+    is_checked: bool = True  # off for a strategy that is kept as the user gave it
+    refused: Counter[str] = field(default_factory=Counter, compare=False)  # why branches ended, as far as they were met
+
+    def __post_init__(self) -> None:
+        later: list[frozenset[str]] = [frozenset()]
+        for level in reversed(self.levels):
+            later.append(later[-1].union(*(choice.splits for choice in level.choices)))
+        object.__setattr__(self, "_later", later[::-1])  # depth → axes that are yet to be split
+        matter = [
+            depth
+            for depth, level in enumerate(self.levels)
+            if level.kind.slot in (DATA_PARALLEL, MESH)
+            or any(choice.splits or choice.method.needs for choice in level.choices)
+        ]
+        object.__setattr__(self, "_settled", max(matter, default=-1) + 1)  # no later method is party to the agreement
+
+    def root(self, cost: Cost) -> Node:
+        """No method yet."""
+        return Node(0, (), cost)
+
+    def leaves(self, node: Node) -> Iterator[Node]:
+        """All whole compositions below a node."""
+        return self.descend(node, len(self.levels))
+
+    def descend(self, node: Node, depth: int) -> Iterator[Node]:
+        """All compositions below a node that are decided down to `depth`."""
+        if node.depth == depth:
+            yield node
+            return
+        for child in self.children(node):
+            yield from self.descend(child, depth)
+
+    def children(self, node: Node) -> Iterator[Node]:
+        """What the next level makes of a node: with each of its choices, and without."""
+        level = self.levels[node.depth]
+        if level.kind.slot not in node.slots:
+            for choice in level.choices:
+                taken = self._taken(node, level, choice)
+                if taken is not None and self._is_open(taken):
+                    yield taken
+        if not level.is_needed:
+            without = Node(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split)
+            if self._is_open(without):
+                yield without
+
+    def _taken(self, node: Node, level: Level, choice: Choice) -> Node | None:
+        """The node with a choice, or None where it has nothing to do or cannot be."""
+        kind, cost = level.kind, node.cost
+        if self.is_checked:
+            if kind.slot == DATA_PARALLEL:
+                if kind.needs_replicas and node.large.isdisjoint(REPLICA_AXES):
+                    return None
+            elif choice.splits and node.large.isdisjoint(choice.splits):
+                return None
+        if self.is_checked or not choice.is_given:
+            reason = choice.method.unfit(cost)
+            if reason is not None:
+                self.refused[reason] += 1
+                return None
+        folded = choice.method.cost(cost)
+        large = node.large
+        if folded.axes is not cost.axes:
+            large = frozenset(name for name, size in folded.axes.items() if size > 1)
+        split = node.split | choice.splits if choice.splits else node.split
+        return Node(node.depth + 1, (*node.methods, choice.method), folded, node.slots | {kind.slot}, large, split)
+
+    def _is_open(self, node: Node) -> bool:
+        """Whether something legal may be below."""
+        if not self.is_checked:
+            return True
+        later: frozenset[str] = self._later[node.depth]  # type: ignore[attr-defined]
+        if node.large and not node.large <= node.split | later | {"data"}:
+            return False
+        if node.depth != self._settled:  # type: ignore[attr-defined]
+            return True
+        reason = disagreement(node.methods, node.cost.axes)
+        if reason is None and self.world_size > 1 and MESH not in node.slots:
+            reason = f"{self.world_size} processes need a mesh"
+        if reason is not None:
+            self.refused[reason] += 1
+        return reason is None
 
 
 def compositions(
@@ -33,7 +152,7 @@ def compositions(
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
 ) -> Space:
-    """What the search may try.
+    """What may be tried on devices: of methods that can be applied.
 
     Args:
         excluded: methods that no composition has.
@@ -41,16 +160,131 @@ def compositions(
         fixed: every composition has exactly these methods, with the knobs that were set; knobs left unset vary.
 
     Raises:
+        CapabilityError: an included method cannot be applied yet.
         StrategyError: an unknown name, one that is both excluded and included, two included ones of one slot, or an
             included one that this machine cannot run.
     """
     barred, needed = _names(excluded, "excluded"), _names(included, "included")
     if fixed is not None:
         _check_fixed(fixed, barred, needed)
-        return Space(tuple(_composed([_variants(each, profile, cluster) for each in fixed])))
+        levels = tuple(_fixed_level(each, profile, cluster) for each in fixed)
+        return Space(levels, cluster.world_size, is_checked=False)
+    for name in needed:
+        if not METHODS[name].can_apply():
+            raise METHODS[name].not_yet()
+    planned = _not_applicable()
+    space = _space(profile, cluster, (*barred, *planned), needed, ())
+    for slot in (MESH, DATA_PARALLEL) if cluster.world_size > 1 else ():
+        if not any(level.choices for level in space.levels if level.kind.slot == slot):
+            names = [name for name in METHODS if METHODS[name].slot == slot and METHODS[name].can_apply()]
+            raise StrategyError(
+                f"everything for the slot {slot} is excluded, but {cluster.world_size} processes need one of "
+                f"{', '.join(names)}"
+            )
+    return space
+
+
+def plannable(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    *,
+    excluded: Iterable[str] | None = None,
+    included: Iterable[str] | None = None,
+    fixed: Strategy | None = None,
+    applicable: bool = False,
+) -> Space:
+    """What may be planned for a cluster: of all methods, also those that can only be planned for yet.
+
+    Args:
+        excluded, included: as for `compositions`.
+        fixed: methods that every composition has with the knobs that were set; knobs left unset vary, and so does what
+            is beside them.
+        applicable: leave out what cannot be applied yet.
+
+    Raises:
+        StrategyError: as `compositions`.
+    """
+    barred, needed = _names(excluded, "excluded"), _names(included, "included")
+    given = () if fixed is None else fixed.methods
+    for each in given:
+        if each.name in barred:
+            raise StrategyError(f"{each.name} is both excluded and fixed; leave it out of one of them")
+    if applicable:
+        barred = (*barred, *(name for name in _not_applicable() if name not in needed))
+    return _space(profile, cluster, barred, needed, given)
+
+
+def _space(
+    profile: ModelProfile, cluster: ClusterSpec, barred: Sequence[str], needed: Sequence[str], given: Sequence[Method]
+) -> Space:
     _check_names(barred, needed)
-    options, unmet = _options(profile, cluster, barred, needed)
-    return Space(tuple(_composed(_closed(options, cluster.world_size).values())), tuple(unmet))
+    held = {each.slot: each.name for each in given}
+    for name in needed:
+        other = held.setdefault(METHODS[name].slot, name)
+        if other != name:
+            raise StrategyError(f"{other} is fixed and {name} included, but they exclude each other; give one of them")
+    unmet: list[tuple[Method, str]] = []
+    levels = [_fixed_level(each, profile, cluster) for each in given]
+    for name in METHODS:
+        kind = METHODS[name]
+        if name in barred or kind in map(type, given) or held.get(kind.slot, name) != name:
+            continue
+        level = _level(kind, profile, cluster, unmet, is_needed=name in needed)
+        if level is not None:
+            levels.append(level)
+    levels.sort(key=lambda level: (level.kind.phase, level.kind.name))
+    return Space(tuple(levels), cluster.world_size, tuple(unmet))
+
+
+def _level(
+    kind: type[Method],
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    unmet: list[tuple[Method, str]],
+    *,
+    is_needed: bool,
+) -> Level | None:
+    """A kind's choices that the machine can run; the others go to `unmet`. None where there is no choice."""
+    choices = list(kind.choices(profile, cluster))
+    if is_needed and not choices:
+        choices = [kind.of()]
+    able: list[Choice] = []
+    for method in choices:
+        reason = _why_not(method, cluster)
+        if reason is None:
+            able.append(_choice(method))
+        else:
+            unmet.append((method, reason))
+    if is_needed and not able:
+        raise StrategyError(f"{kind.name} is included, but this machine cannot run it: {unmet[-1][1]}")
+    return Level(kind, tuple(able), is_needed) if able else None
+
+
+def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> Level:
+    """The given method, and its kind's choices with the knobs that were given."""
+    variants: list[Method] = [given]
+    for choice in type(given).choices(profile, cluster):
+        variant = _with_knobs_of(given, choice)
+        if variant is not None and variant not in variants and _why_not(variant, cluster) is None:
+            variants.append(variant)
+    return Level(type(given), tuple(_choice(each, is_given=each is given) for each in variants), is_needed=True)
+
+
+def _choice(method: Method, *, is_given: bool = False) -> Choice:
+    return Choice(method, frozenset(method.splits), is_given)
+
+
+def _with_knobs_of(given: Method, choice: Method) -> Method | None:
+    """The choice under the knobs that were set; None where it contradicts them, as a count does a set size."""
+    knobs = {knob: getattr(each, knob) for each in (choice, given) for knob in each.model_fields_set}
+    try:
+        return type(given)(**knobs)
+    except ValidationError:
+        return None
+
+
+def _not_applicable() -> tuple[str, ...]:
+    return tuple(name for name in METHODS if not METHODS[name].can_apply())
 
 
 def _names(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
@@ -83,72 +317,8 @@ def _check_fixed(fixed: Strategy, barred: Sequence[str], needed: Sequence[str]) 
             raise StrategyError(f"{name} is included, but tuning a strategy keeps its methods; add {name} to it")
 
 
-def _options(
-    profile: ModelProfile, cluster: ClusterSpec, barred: Sequence[str], needed: Sequence[str]
-) -> tuple[Options, list[tuple[Method, str]]]:
-    options: Options = {}
-    unmet: list[tuple[Method, str]] = []
-    for name in METHODS:
-        if name in barred:
-            continue
-        kind = METHODS[name]
-        choices = list(kind.choices(profile, cluster))
-        if name in needed:
-            options[kind.slot] = []
-            choices = choices or [kind.of()]
-        elif any(METHODS[other].slot == kind.slot for other in needed):
-            continue
-        for choice in choices:
-            reason = _why_not(choice, cluster)
-            if reason is None:
-                options.setdefault(kind.slot, [None]).append(choice)
-            else:
-                unmet.append((choice, reason))
-        if name in needed and not options[kind.slot]:
-            raise StrategyError(f"{name} is included, but this machine cannot run it: {unmet[-1][1]}")
-    return options, unmet
-
-
 def _why_not(choice: Method, cluster: ClusterSpec) -> str | None:
     try:
         return choice.unmet(cluster)
     except CapabilityError as error:
         return str(error)
-
-
-def _closed(options: Options, world_size: int) -> Options:
-    """Several processes need a mesh and a data-parallel method: these slots are not left empty."""
-    if world_size > 1:
-        for slot in ("parallel_mode", DATA_PARALLEL):
-            held = [each for each in options.get(slot, ()) if each is not None]
-            if not held:
-                raise StrategyError(
-                    f"everything for the slot {slot} is excluded, but {world_size} processes need one of "
-                    f"{', '.join(name for name in METHODS if METHODS[name].slot == slot)}"
-                )
-            options[slot] = list(held)
-    return options
-
-
-def _composed(slots: Iterable[Sequence[Method | None]]) -> Iterable[Strategy]:
-    for combination in itertools.product(*slots):
-        yield Strategy(tuple(each for each in combination if each is not None))
-
-
-def _variants(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> list[Method | None]:
-    """The given method, and its kind's choices with the knobs that were given."""
-    variants: list[Method | None] = [given]
-    for choice in type(given).choices(profile, cluster):
-        variant = _with_knobs_of(given, choice)
-        if variant is not None and variant not in variants and _why_not(variant, cluster) is None:
-            variants.append(variant)
-    return variants
-
-
-def _with_knobs_of(given: Method, choice: Method) -> Method | None:
-    """The choice under the knobs that were set; None where it contradicts them, as a count does a set size."""
-    knobs = {knob: getattr(each, knob) for each in (choice, given) for knob in each.model_fields_set}
-    try:
-        return type(given)(**knobs)
-    except ValidationError:
-        return None

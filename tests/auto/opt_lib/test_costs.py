@@ -8,6 +8,7 @@ import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
+from atorch.cost.splits import REPLICA_AXES
 
 ENDS = Segment(
     name="", num_params=200, num_trainable=200, outside=Region(saved_bytes=100, traffic_bytes=400), num_ops=10,
@@ -76,7 +77,7 @@ def test_fsdp_never_gathers_more_than_there_is():
 def test_zero2_gathers_once_and_keeps():
     found = cost(MESH, "zero2")
     assert peak_memory(found).transient == 4000 + 2 * 400
-    assert found.comm[0] == Comm("all_gather", ("data", "zero"), 4000, count=10, overlap=0.8)
+    assert found.comm[0] == Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, each_micro_batch=True)
 
 
 def test_fsdp_gathers_in_the_precision_of_the_matmuls():
@@ -89,7 +90,7 @@ def test_fsdp_gathers_in_the_precision_of_the_matmuls():
 def test_hybrid_sharding_reduces_shards_over_the_replicas():
     found = cost(("parallel_mode", ([("zero", 4), ("data", 2)], None)), "fsdp")
     assert found.param_bytes == 1000
-    assert [comm.axis for comm in found.comm] == [("zero",), ("zero",), ("data",)]
+    assert [comm.axis[0] for comm in found.comm] == ["zero", "zero", "data"]
     assert found.comm[2].num_bytes == 1000
 
 
@@ -128,8 +129,10 @@ def test_micro_batches_divide_activations_and_gather_again():
     whole = cost(MESH, "fsdp")
     assert activations(found) == activations(whole) / 2
     assert step_time(found, CPU).launch_s == 2 * step_time(whole, CPU).launch_s
-    assert found.comm[0].num_bytes == 2 * whole.comm[0].num_bytes
-    assert found.comm[1] == whole.comm[1]
+    gathering, reducing = found.comm
+    assert (gathering, gathering.each_micro_batch) == (whole.comm[0], True)
+    assert reducing == replace(whole.comm[1], each_micro_batch=False)
+    assert (found.grad_bytes, whole.grad_bytes) == (4000, 1000), "whole until the last micro-batch"
     assert cost(MESH, "ddp", ("micro_batch", {"size": 2})).num_micro_batches == 2  # of four samples a device
 
 

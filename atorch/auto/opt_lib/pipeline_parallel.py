@@ -1,0 +1,104 @@
+"""pipeline_parallel: each process has consecutive blocks of the model, and micro-batches pass through them.
+
+Memory: parameters, gradients and optimizer states / stages, the embedding and the head on the first and the last;
+activations of as many micro-batches as a stage has under way. Work: while the pipeline fills and drains, stages wait,
+(stages − 1) micro-batches long under 1F1B, less with several pieces a process (Narayanan et al. 2021, arXiv 2104.04473)
+or where gradients of weights wait for the gaps (Qi et al. 2023, arXiv 2401.10241). Communication: the activations
+between stages alone, so the axis belongs between nodes. Planned for, and not applied yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.cost.splits import accumulate, split_pipeline
+
+PER_STAGE = 4
+"""Micro-batches for each stage at which waiting is small: Huang et al. 2018, arXiv 1811.06965, section 2.3."""
+
+
+@method("pipeline_parallel", phase=Phase.SPLIT)
+class PipelineParallel(Method):
+    """Split the model's blocks over the axis `pipeline`."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """In which order a stage runs forward and backward of micro-batches."""
+    micro_batches: Annotated[int, Field(ge=1)] | None = None
+    """Parts of the batch of a step; None: those of micro_batch, without it the most that divide the batch, up to four a
+    stage."""
+    split_points: tuple[str, ...] = ()
+    """Names of the modules that begin a stage, but for the first; none: blocks are cut evenly."""
+    interleave: Annotated[int, Field(ge=2)] | None = None
+    """interleaved: pieces of the model that each process has; None: 2."""
+    loss_weight: str = "auto"
+    """How micro-batches' losses make the batch's, as for micro_batch."""
+    backend: Literal["torch", "deepspeed"] = "torch"
+    """Whose schedules: torch.distributed.pipelining's, or DeepSpeed's 1F1B."""
+
+    @model_validator(mode="after")
+    def _hold(self) -> Self:
+        if self.interleave is not None and self.schedule != "interleaved":
+            raise ValueError(f"interleave is for the schedule interleaved; {self.schedule} has one piece a process")
+        if self.backend == "deepspeed" and self.schedule != "1f1b":
+            raise ValueError(f"the deepspeed backend has the schedule 1f1b alone; {self.schedule} is torch's")
+        if len(set(self.split_points)) < len(self.split_points):
+            raise ValueError("split_points names a module twice; a module begins one stage")
+        return self
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the model that each process has."""
+        return (self.interleave or 2) if self.schedule == "interleaved" else 1
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The axis pipeline."""
+        return ("pipeline",)
+
+    def unfit(self, cost: Cost) -> str | None:
+        """A piece has at least one block, and a micro-batch at least one sample."""
+        stages = cost.size("pipeline") * self.pieces
+        if stages > cost.num_blocks:
+            return f"a pipeline of {stages} pieces needs as many repeated blocks; the model has {cost.num_blocks}"
+        if self.split_points and len(self.split_points) != stages - 1:
+            return f"split_points has {len(self.split_points)} modules; {stages} pieces begin at {stages - 1}"
+        if self.micro_batches is not None and cost.batch_size % self.micro_batches:
+            return f"{self.micro_batches} micro-batches do not divide the {cost.batch_size:g} samples of a process"
+        return uneven(cost.size("pipeline"), self.schedule, self.micro_batches)
+
+    def cost(self, cost: Cost) -> Cost:
+        """Stages and schedule; micro_batch, which comes later, sets another number of parts."""
+        cost = split_pipeline(cost, schedule=self.schedule, interleave=self.pieces)
+        if cost.stages == 1 and self.micro_batches is None:
+            return cost
+        return accumulate(cost, self.micro_batches or _most_parts(cost.batch_size, PER_STAGE * cost.stages))
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """1F1B, two and four pieces a process, and zero-bubble; gpipe waits as long as 1F1B and holds more."""
+        if cluster.world_size == 1 or profile.num_blocks < 2:
+            return
+        yield cls()
+        for pieces in (2, 4):
+            if 2 * pieces <= profile.num_blocks:
+                yield cls(schedule="interleaved", interleave=pieces)
+        yield cls(schedule="zero_bubble")
+
+
+def uneven(stages: int, schedule: str, micro_batches: float | None) -> str | None:
+    """Why so many micro-batches do not go with a schedule, or None: interleaving takes them in rounds of stages."""
+    if schedule == "interleaved" and micro_batches is not None and micro_batches % stages:
+        return f"interleaving takes micro-batches {stages} at a time, which does not divide {micro_batches:g}"
+    return None
+
+
+def _most_parts(batch_size: float, limit: int) -> int:
+    """The largest number up to `limit` that divides the batch."""
+    return max((count for count in range(1, limit + 1) if batch_size % count == 0), default=1)

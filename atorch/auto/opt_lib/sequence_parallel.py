@@ -1,0 +1,60 @@
+"""sequence_parallel: each process has a part of every sequence, and attention sees all of it.
+
+ulysses, over an axis of its own: tokens are split everywhere, and exchanged for heads around attention by four
+all-to-alls in forward and in backward (Jacobs et al. 2023, arXiv 2309.14509). Activations / sequence; whole parameters.
+megatron, over the axis of tensor_parallel: norms and residual streams, which that leaves whole, are split by tokens,
+and its all-reduces become reduce-scatters and all-gathers (Korthikanti et al. 2022, arXiv 2205.05198).
+Planned for, and not applied yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from typing_extensions import Self
+
+from atorch.auto.opt_lib.divisible import indivisible, uncuttable
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.cost.splits import split_sequence
+
+
+@method("sequence_parallel", phase=Phase.TENSOR)
+class SequenceParallel(Method):
+    """Split activations by tokens."""
+
+    mode: Literal["ulysses", "megatron"] = "ulysses"
+    """ulysses splits over the axis sequence, for any model; megatron over tensor, what tensor_parallel leaves whole."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The axis sequence, or none of its own."""
+        return ("sequence",) if self.mode == "ulysses" else ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """megatron completes tensor_parallel."""
+        return () if self.mode == "ulysses" else ("tensor_parallel",)
+
+    def unfit(self, cost: Cost) -> str | None:
+        """Tokens are shared out evenly, and under ulysses heads as well, beside those of tensor."""
+        if self.mode == "megatron":
+            return uncuttable(cost.segments, cost.size("tensor", "context"), str(self))
+        heads = indivisible(cost.segments, cost.size("tensor", "sequence"), "tensor × sequence")
+        return heads or uncuttable(cost.segments, cost.size("sequence", "context"), self.name)
+
+    def cost(self, cost: Cost) -> Cost:
+        """The split; what it sends follows from the products and the attention."""
+        if self.mode == "megatron":
+            return replace(cost, splits_norms=cost.size("tensor") > 1)
+        return split_sequence(cost)
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """Both, where the model has heads to exchange or to split and several devices share it."""
+        if cluster.world_size > 1 and any(block.num_heads > 1 for block in profile.blocks):
+            yield cls(mode="ulysses")
+            yield cls(mode="megatron")
