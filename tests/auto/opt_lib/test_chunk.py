@@ -1,0 +1,73 @@
+"""chunk: a budget that holds, worked by hand, and what does not hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from atorch.auto.opt_lib.chunk import Chunk
+from atorch.cost import peak_memory, plain_cost
+from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
+
+WHOLE = peak_memory(cost_of({"data": 2}, "fsdp"))
+STATES, STEPS = WHOLE.parameters + WHOLE.gradients, WHOLE.optimizer
+
+
+def under(budget, **knobs):
+    return peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": int(budget), **knobs})))
+
+
+def test_a_budget_that_is_never_reached_is_fsdp():
+    assert under(WHOLE.total) == WHOLE
+
+
+def test_optimizer_states_make_way_and_then_parameters_and_gradients():
+    memory = under(WHOLE.total - STEPS / 2)
+    assert (memory.optimizer, memory.parameters + memory.gradients) == (pytest.approx(STEPS / 2), STATES)
+    memory = under(WHOLE.total - STEPS - STATES / 4)
+    assert memory.optimizer == pytest.approx(0)
+    assert memory.parameters + memory.gradients == pytest.approx(STATES * 3 / 4)
+    assert memory.total == pytest.approx(WHOLE.total - STEPS - STATES / 4)
+    assert memory.on_host == pytest.approx(STEPS + STATES / 4)
+
+
+def test_activations_do_not_make_way():
+    memory = under(1)
+    assert memory.activations == WHOLE.activations
+    assert memory.total > 1
+
+
+def test_without_hybrid_the_host_steps_everything():
+    memory = under(WHOLE.total, hybrid=False)
+    assert (memory.optimizer, memory.parameters) == (0, WHOLE.parameters)
+
+
+@pytest.mark.parametrize(("knobs", "fraction"), [({}, 0.9), ({"budget_fraction": 0.5}, 0.5)])
+def test_a_fraction_is_of_the_device(knobs, fraction):
+    start = replace(plain_cost(PROFILE), device_bytes=1000.0)
+    assert Chunk(**knobs).cost(start).budget_bytes == fraction * 1000
+    assert peak_memory(Chunk(**knobs).cost(plain_cost(PROFILE))).on_host == 0, "the device is not known"
+
+
+def test_what_is_not_prefetched_hides_behind_nothing():
+    ahead, late = (cost_of({"data": 2}, ("chunk", {"prefetch": chunks})) for chunks in (1, 0))
+    assert {comm.overlap for comm in ahead.comm} == {0.8}
+    assert {comm.overlap for comm in late.comm} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"budget_bytes": 1, "budget_fraction": 0.5}, "both given"),
+        ({"budget_fraction": 0.0}, "greater than 0"),
+        ({"prefetch": -1}, "prefetch"),
+    ],
+)
+def test_what_does_not_hold_is_refused(config, message):
+    with pytest.raises(StrategyError, match=message):
+        Chunk.of(config)
+
+
+def test_it_is_tried_where_the_host_has_memory_of_its_own():
+    assert list(Chunk.choices(PROFILE, cluster(devices=1))) == [Chunk(), Chunk(hybrid=False)]
+    assert not list(Chunk.choices(PROFILE, cluster(kind="cpu")))

@@ -1,0 +1,54 @@
+"""offload: what it leaves on the device, worked by hand, and what does not hold."""
+
+import pytest
+
+from atorch.auto.opt_lib.offload import Offload
+from atorch.cost import peak_memory
+from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
+
+
+def held(**shares):
+    memory = peak_memory(cost_of({"data": 2}, "ddp", ("offload", shares)))
+    return memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.on_host
+
+
+ACTIVATIONS = 8 / 2 * (800 + 8 * 5000)
+
+
+def test_shares_wait_on_the_host():
+    assert held() == (54_400, 54_400, 0, ACTIVATIONS, 108_800)
+    assert held(parameters=0.5) == (27_200, 27_200, 0, ACTIVATIONS, 108_800 + 54_400)
+    assert held(optimizer=0.0, activations=0.25) == (54_400, 54_400, 108_800, 0.75 * ACTIVATIONS, 0.25 * ACTIVATIONS)
+
+
+def test_shards_wait_as_shards():
+    memory = peak_memory(cost_of({"data": 2}, "zero1", ("offload", {"optimizer": 1.0})))
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (54_400, 54_400, 0)
+    assert memory.on_host == 2 * 54_400 / 2
+
+
+def test_nothing_of_fsdp_is_left_but_what_is_gathered():
+    memory = peak_memory(cost_of({"data": 2}, "fsdp", ("offload", {"parameters": 1.0})))
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (0, 0, 0)
+    assert memory.transient > 0
+    assert memory == peak_memory(cost_of({"data": 2}, ("fsdp", {"cpu_offload": True})))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"parameters": 1.0, "optimizer": 0.5}, "parameters is 1 and optimizer 0.5"),
+        ({"optimizer": 0.0}, "all shares are 0"),
+        ({"activations": 1.5}, "less than or equal to 1"),
+    ],
+)
+def test_what_does_not_hold_is_refused(config, message):
+    with pytest.raises(StrategyError, match=message):
+        Offload.of(config)
+
+
+def test_it_is_tried_where_the_host_has_memory_of_its_own():
+    shares = [(each.parameters, each.optimizer, each.activations) for each in Offload.choices(PROFILE, cluster())]
+    assert shares == [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)]
+    assert not list(Offload.choices(PROFILE, cluster(kind="cpu")))

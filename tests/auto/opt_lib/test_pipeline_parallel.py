@@ -1,0 +1,87 @@
+"""pipeline_parallel: stages, schedules and micro-batches, worked by hand, and what does not go together."""
+
+import pytest
+
+from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
+from atorch.cost import peak_memory
+from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of, on_mesh
+
+AXES = {"pipeline": 4}
+
+
+def interleaved(pieces=None, **knobs):
+    return PipelineParallel(schedule="interleaved", interleave=pieces, **knobs)
+
+
+def test_a_stage_holds_its_blocks_and_the_micro_batches_under_way():
+    cost = cost_of(AXES, ("pipeline_parallel", {"micro_batches": 16}))
+    assert (cost.stages, cost.schedule, cost.interleave, cost.num_micro_batches) == (4, "1f1b", 1, 16)
+    memory = peak_memory(cost)  # the first stage: embedding and two blocks, four micro-batches of one sample
+    assert memory.parameters == 4 * (4000 + 2 * 1200)
+    assert memory.activations == 4 * (800 + 2 * 5000) / 2
+
+
+def test_interleaving_holds_more():
+    cost = cost_of(AXES, interleaved(2, micro_batches=16))
+    assert (cost.schedule, cost.interleave) == ("interleaved", 2)
+    held = (2 * 3 + 4 + 1) / 2  # pieces of half a stage
+    assert peak_memory(cost).activations == held * (800 + 2 * 5000) / 2
+
+
+@pytest.mark.parametrize(("batch_size", "parts"), [(16, 16), (64, 16), (24, 12), (7, 7), (34, 2)])
+def test_micro_batches_are_as_many_as_divide_the_batch_up_to_four_a_stage(batch_size, parts):
+    assert cost_of(AXES, "pipeline_parallel", batch_size=batch_size).num_micro_batches == parts
+
+
+def test_micro_batch_has_the_last_word():
+    assert cost_of(AXES, "pipeline_parallel", ("micro_batch", {"size": 2})).num_micro_batches == 8
+    assert cost_of(AXES, "pipeline_parallel", "micro_batch").num_micro_batches == 16
+    assert cost_of({"data": 4}, "pipeline_parallel", "ddp").num_micro_batches == 1  # no stages, no parts
+
+
+def test_sharded_gradients_are_whole_until_the_last_micro_batch():
+    cost = cost_of({"data": 2, "pipeline": 4}, "pipeline_parallel", "fsdp")
+    assert (cost.param_shards, cost.grad_shards) == (2, 1)
+    assert [comm.each_micro_batch for comm in cost.comm] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("method", "axes", "reason"),
+    [
+        (PipelineParallel(), {"pipeline": 8}, None),
+        (PipelineParallel(), {"pipeline": 16}, "of 16 pieces needs as many repeated blocks; the model has 8"),
+        (interleaved(2), {"pipeline": 4}, None),
+        (interleaved(), {"pipeline": 8}, "of 16 pieces"),
+        (PipelineParallel(split_points=("a", "b", "c")), {"pipeline": 4}, None),
+        (PipelineParallel(split_points=("a", "b")), {"pipeline": 4}, "split_points has 2 modules; 4 pieces begin at 3"),
+        (PipelineParallel(micro_batches=5), {"pipeline": 4}, "5 micro-batches do not divide the 16 samples"),
+        (interleaved(2, micro_batches=8), {"pipeline": 4}, None),
+        (interleaved(2, micro_batches=2), {"pipeline": 4}, "4 at a time, which does not divide 2"),
+    ],
+)
+def test_what_cannot_be_cut(method, axes, reason):
+    found = method.unfit(on_mesh(axes))
+    assert (found is None) if reason is None else (reason in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"interleave": 2}, "interleave is for the schedule interleaved"),
+        ({"schedule": "interleaved", "interleave": 1}, "greater than or equal to 2"),
+        ({"schedule": "zero_bubble", "backend": "deepspeed"}, "deepspeed backend has the schedule 1f1b alone"),
+        ({"split_points": ["a", "a"]}, "names a module twice"),
+        ({"schedule": "2f2b"}, "schedule"),
+        ({"micro_batches": 0}, "micro_batches"),
+    ],
+)
+def test_what_does_not_hold_is_refused(config, message):
+    with pytest.raises(StrategyError, match=message):
+        PipelineParallel.of(config)
+
+
+def test_what_is_tried():
+    schedules = [(each.schedule, each.pieces) for each in PipelineParallel.choices(PROFILE, cluster())]
+    assert schedules == [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1)]
+    assert not list(PipelineParallel.choices(PROFILE, cluster(devices=1)))
