@@ -70,3 +70,20 @@ def test_autocast_on_the_device_holds_in_the_recompute():
         loss.backward()
     for got, wanted in zip(twin.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_selective_recomputation_draws_the_same_random_numbers_behind_fused_attention(dropout: float) -> None:
+    from tests.runtime.test_selective import Block, inputs
+
+    torch.manual_seed(0)
+    plain = Block(dropout).cuda().half()
+    twin = checkpoint_wrapper(copy.deepcopy(plain), selective=True)
+    grads = []
+    for module in (plain, twin):
+        torch.manual_seed(5)
+        x = inputs().detach().cuda().half()
+        module(x.requires_grad_()).float().square().sum().backward()
+        grads.append([x.grad, *(p.grad for p in module.parameters())])
+    for wanted, got in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)

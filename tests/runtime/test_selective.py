@@ -158,6 +158,12 @@ def test_backward_runs_once() -> None:
         loss.backward()
 
 
+def test_gradients_of_chosen_tensors() -> None:
+    plain, twin = pair()
+    got, wanted = (torch.autograd.grad(m(x).square().sum(), x)[0] for m, x in ((twin, inputs()), (plain, inputs())))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
 def test_what_is_kept_must_not_be_changed_in_place() -> None:
     module = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), selective=True)
     loss = module(torch.randn(2, 4, requires_grad=True)).sum()
