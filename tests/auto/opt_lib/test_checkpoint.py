@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.checkpoint import Checkpoint
+from atorch.cost import Region
 from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import BLOCK, EMBEDDING, PROFILE, cluster
 
 
 def make_model() -> nn.Module:
@@ -36,6 +39,7 @@ def wrapped(config: Any) -> list[str]:
         (transformers.models.gpt2.modeling_gpt2.GPT2Block, ["GPT2Block"] * 3),
         ({"wrap_class": ("GPT2Block",), "max_checkpoint_module_num": 2}, ["GPT2Block"] * 2),
         ({"no_reentrant": False}, ["GPT2Block"] * 3),
+        ({"selective": True}, ["GPT2Block"] * 3),
     ],
 )
 def test_a_configuration_wraps_what_it_names(config: Any, expected: list[str]) -> None:
@@ -49,6 +53,8 @@ def test_a_configuration_wraps_what_it_names(config: Any, expected: list[str]) -
         ({"wrap_class": (3,)}, "wrap_class has 3"),
         ({"wrap_clas": "GPT2Block"}, "did you mean 'wrap_class'"),
         ({"max_checkpoint_module_num": 0}, "max_checkpoint_module_num"),
+        ({"selective": True, "no_reentrant": False}, "selective needs a forward that is not reentrant"),
+        ({"selective": True, "offload_to_cpu": True}, "give one of them"),
         (3, "give module classes or names"),
     ],
 )
@@ -75,3 +81,10 @@ def test_the_cache_of_a_language_model_is_not_filled_twice(no_reentrant: bool) -
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert model.generation_config.use_cache
+
+
+def test_what_is_tried() -> None:
+    assert list(Checkpoint.choices(PROFILE, cluster())) == [Checkpoint(), Checkpoint(selective=True)]
+    kept = replace(BLOCK, outside=Region(), inside=Region(saved_bytes=100, selective_bytes=100))
+    assert list(Checkpoint.choices(replace(PROFILE, segments=(kept,)), cluster())) == [Checkpoint()]
+    assert not list(Checkpoint.choices(replace(PROFILE, segments=(EMBEDDING,)), cluster()))

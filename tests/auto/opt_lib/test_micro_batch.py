@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import PROFILE, cluster, on_mesh
 from tests.contract.job import deviation
 from tests.pool import Pool
 
@@ -107,3 +109,35 @@ def test_two_ranks_train_as_one(pool: Pool, sharding: str) -> None:
     for update_error, loss_error in pool.run(deviation, [sharding, ("micro_batch", {"size": 3})]):
         assert update_error < 1e-4
         assert loss_error < 1e-5
+
+
+INTERLEAVED = {"stages": 4, "schedule": "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "reason"),
+    [
+        ({"size": 2}, {}, None),
+        ({"size": 1}, {}, None),
+        ({"size": 16}, {}, "makes no parts of the 16 samples"),
+        ({"size": 32}, {}, "makes no parts"),
+        ({"size": 3}, {}, "does not divide"),
+        ({"count": 4}, {}, None),
+        ({"count": 1}, {}, "makes no parts"),
+        ({"count": 5}, {}, "does not divide"),
+        ({"count": 32}, {}, "makes no parts"),
+        ({}, {}, None),
+        ({"size": 2}, INTERLEAVED, None),
+        ({"size": 8}, INTERLEAVED, "interleaving takes micro-batches 4 at a time, which does not divide 2"),
+        ({"size": 8}, {"stages": 4}, None),
+    ],
+)
+def test_what_is_no_part_of_a_batch(config: Any, changes: Any, reason: str | None) -> None:
+    found = MicroBatch.of(config).unfit(on_mesh({"pipeline": 4}, **changes))
+    assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def test_powers_of_two_are_tried_where_samples_are_apart() -> None:
+    assert [each.size for each in MicroBatch.choices(PROFILE, cluster())] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    together = replace(PROFILE, module_classes=frozenset({"BatchNorm1d"}))
+    assert not list(MicroBatch.choices(together, cluster()))

@@ -9,8 +9,10 @@ import pytest
 from atorch.auto.opt_lib.completion import complete, idle_axes
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.strategy import Strategy
+from atorch.cost import plain_cost
 from atorch.distributed import parallel_group_size, parallel_rank
 from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import PROFILE
 from tests.pool import Pool
 
 
@@ -106,3 +108,9 @@ def test_axes_that_nothing_splits_over_are_named() -> None:
     strategy = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)]), "ddp"])
     assert idle_axes(strategy) == [("tensor", 2)]
     assert idle_axes(Strategy.of([("parallel_mode", [("zero", 2)]), "fsdp"])) == []
+
+
+def test_samples_are_shared_out_evenly() -> None:
+    mode = ParallelMode.of([("tensor", 2), ("zero", 2), ("data", 4)])
+    assert mode.unfit(plain_cost(PROFILE, 16)) is None
+    assert mode.unfit(plain_cost(PROFILE, 12)) == "12 samples are not shared out evenly over 8 processes"
