@@ -133,7 +133,7 @@ frame.onload = () => {
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   told.colours = new Set(new Uint32Array(pixels.buffer)).size;
   told.all = by("count").textContent;
-  told.fastest = by("matches").rows[0].cells[0].textContent;
+  told.fastest = by("matches").tBodies[0].rows[0].cells[0].textContent;
   canvas.dispatchEvent(new view.KeyboardEvent("keydown", { key: "ArrowRight" }));
   const mark = by("tip"), x = parseFloat(mark.style.left), y = parseFloat(mark.style.top);
   told.keyed = mark.firstChild.textContent;
@@ -146,7 +146,7 @@ frame.onload = () => {
   by("filter").value = "tensor 8 + fsdp";
   by("filter").dispatchEvent(new view.Event("input"));
   told.filtered = by("count").textContent;
-  told.rows = [...by("matches").rows].map((row) => row.cells[0].textContent);
+  told.rows = [...by("matches").tBodies[0].rows].map((row) => row.cells[0].textContent);
   told.reasons = page.querySelectorAll("#why-not tbody tr:not([hidden])").length;
   by("kinds").querySelector("input").click();
   told.boxed = by("count").textContent;

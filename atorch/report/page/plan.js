@@ -51,7 +51,7 @@
   }
 
   function list() {
-    const body = byId("matches");
+    const body = byId("matches").tBodies[0];
     body.replaceChildren();
     for (let at = 0; at < number && body.childElementCount < LISTED; at++) {
       const i = order[at];

@@ -1,0 +1,43 @@
+"""Elements of a page, built as a tree: whatever is put in as text comes out as text, and never as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from xml.etree.ElementTree import Element
+
+Node = Element | str
+
+
+def element(tag: str, *content: Node, **attributes: str) -> Element:
+    """An element with text and elements in it; a keyword's underscores stand for what Python's names cannot have."""
+    made = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
+    for each in content:
+        if isinstance(each, Element):
+            made.append(each)
+        elif len(made):
+            made[-1].tail = (made[-1].tail or "") + each
+        else:
+            made.text = (made.text or "") + each
+    return made
+
+
+def section(heading: str, *content: Node, is_long: bool = False) -> Element:
+    """A part of the page under a heading; a long one may be cut where paper ends."""
+    return element("section", element("h2", heading), *content, class_="long" if is_long else "short")
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[Node]], numbers: Iterable[int] = (), **attributes: str
+) -> Element:
+    """A table; `numbers` are the columns that hold figures."""
+    figures = frozenset(numbers)
+    body = element("tbody", *(row(cells, figures) for cells in rows))
+    return element("table", element("thead", row(head, figures, "th")), body, **attributes)
+
+
+def row(cells: Sequence[Node], numbers: Iterable[int] = (), tag: str = "td") -> Element:
+    """A row of a table."""
+    made = [element(tag, cell) for cell in cells]
+    for index in numbers:
+        made[index].set("class", "number")
+    return element("tr", *made)
