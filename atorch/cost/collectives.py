@@ -35,14 +35,18 @@ class Group:
         if kind == "send":
             hop = self.outer_latency_s if self.num_nodes > 1 else self.inner_latency_s
             return count * hop + num_bytes / self.bandwidth
-        rounds = 2.0 if kind == "all_reduce" else 1.0
+        rounds = rounds_of(kind)
         inner, outer = self.size / self.num_nodes - 1, self.num_nodes - 1
-        ring = self.inner_latency_s * (self.size - self.num_nodes) + self.outer_latency_s * outer
-        latency = rounds * ring
-        if kind in ("all_reduce", "broadcast"):
-            depth = math.log2(self.num_nodes)
-            latency = min(latency, rounds * (self.inner_latency_s * inner + self.outer_latency_s * depth))
+        latency = self.inner_latency_s * (self.size - self.num_nodes) + self.outer_latency_s * outer
+        if kind == "all_reduce":
+            tree = self.inner_latency_s * inner + self.outer_latency_s * math.log2(self.num_nodes)
+            latency = rounds * min(latency, tree)
         return count * latency + rounds * (1 - 1 / self.size) * num_bytes / self.bandwidth
+
+
+def rounds_of(kind: Collective) -> float:
+    """How often a ring of ranks is gone round."""
+    return 2.0 if kind == "all_reduce" else 1.0
 
 
 def comm_seconds(comm: Comm, axes: Mapping[str, int], cluster: ClusterSpec) -> float:

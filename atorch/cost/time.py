@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from atorch.cluster import ClusterSpec
-from atorch.cost.collectives import Group, comm_seconds, group_of, group_of_neighbours
+from atorch.cost.collectives import Group, comm_seconds, group_of, group_of_neighbours, rounds_of
 from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
-from atorch.cost.offload import host_seconds
-from atorch.cost.operations import Computed, seconds_of_copy
+from atorch.cost.offload import host_seconds, uses_host
+from atorch.cost.operations import seconds_of_copy
 from atorch.cost.profile import Segment
 from atorch.cost.stages import Stage, stages_of
 from atorch.cost.state import Comm, Cost
@@ -18,8 +18,7 @@ SHARPNESS = 6.0  # of the knee between being bound by launches and by work: wher
 COLLECTIVE_LAUNCHES = 4.0  # a collective is launched as slowly as so many other operations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Where a step's seconds go, on a device of the slowest pipeline stage."""
 
     matmul_s: float
@@ -33,19 +32,37 @@ class StepTime:
     total_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _MicroBatch:
-    """A stage's seconds for one micro-batch, forward and backward."""
+class _Copy(NamedTuple):
+    """One copy of a segment for a micro-batch: what it computes, and what it sends that nothing or computing hides."""
+
+    matmul_s: float
+    traffic_s: float
+    launch_s: float
+    exposed_s: float
+    hidden_s: float
+    params: float
+    trainable: float
+
+
+class _MicroBatch(NamedTuple):
+    """A stage's seconds for one micro-batch, forward and backward, and its elements."""
 
     matmul_s: float
     traffic_s: float
     launch_s: float
     computing_s: float
-    comm_s: float  # not hidden
+    exposed_s: float
+    total_s: float
+    params: float
+    trainable: float
 
-    @property
-    def total_s(self) -> float:
-        return self.computing_s + self.comm_s
+
+class _Sent(NamedTuple):
+    """Seconds of what the whole model sends: nothing hides the first of two, computing can hide the second."""
+
+    once: tuple[float, float]
+    by_parameters: tuple[float, float]  # in every micro-batch
+    by_blocks: tuple[float, float]  # in every micro-batch
 
 
 def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
@@ -54,18 +71,17 @@ def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
     A pipeline of p stages is filled and drained while all but one stage wait (Narayanan et al. 2021, arXiv 2104.04473,
     section 2.2); in between, the slowest stage sets the pace, and waits for what its neighbours send.
     """
-    stages = stages_of(cost)
-    segments = {id(segment): segment for stage in stages for segment, _ in stage.parts}
-    copies = {key: _of_copy(cost, segment, cluster) for key, segment in segments.items()}
-    micro = [_micro_batch(cost, stage, copies, cluster) for stage in stages]
+    stages, sent = stages_of(cost), _sent(cost, cluster)
+    micro = _micro_batches(cost, stages, sent, cluster)
     slowest = max(micro, key=lambda each: each.total_s)
     times, sending = cost.num_micro_batches, _sending_seconds(cost, cluster)
-    bubble = _bubble(cost, micro) + 2.0 * (cost.stages - 1) * sending
-    once, optimizer = _ending(cost, stages, micro, cluster)
-    offload = max(
-        host_seconds(cost, stage, cluster, times * each.computing_s) for stage, each in zip(stages, micro, strict=True)
-    )
-    exposed = times * slowest.comm_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
+    bubble = _bubble(cost, micro, slowest) + 2.0 * (cost.stages - 1) * sending
+    once, optimizer = _ending(cost, micro, sent.once, cluster)
+    exposed = times * slowest.exposed_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
+    offload = 0.0
+    if uses_host(cost):
+        computing = ((stage, times * each.computing_s) for stage, each in zip(stages, micro, strict=True))
+        offload = max(host_seconds(cost, stage, cluster, seconds) for stage, seconds in computing)
     return StepTime(
         matmul_s=times * slowest.matmul_s,
         traffic_s=times * slowest.traffic_s,
@@ -84,17 +100,64 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     return step_time(cost, cluster).total_s
 
 
-def _of_copy(cost: Cost, segment: Segment, cluster: ClusterSpec) -> tuple[Computed, float, float]:
-    """What one copy computes; seconds of what it sends that nothing hides, and of what computing can hide."""
-    computed = seconds_of_copy(cost, segment, cluster.device)
-    exposed = hidden = calls = 0.0
+def _sent(cost: Cost, cluster: ClusterSpec) -> _Sent:
+    once, by_parameters, by_blocks = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+    for comm in cost.comm:
+        seconds = comm_seconds(comm, cost.axes, cluster)
+        if comm.each_micro_batch:
+            into = by_parameters if comm.scales_with == "parameters" else by_blocks
+        elif comm.scales_with == "blocks":
+            into, seconds = by_blocks, seconds / cost.num_micro_batches
+        else:
+            into = once
+        into[0] += (1.0 - comm.overlap) * seconds
+        into[1] += comm.overlap * seconds
+    return _Sent((once[0], once[1]), (by_parameters[0], by_parameters[1]), (by_blocks[0], by_blocks[1]))
+
+
+def _micro_batches(cost: Cost, stages: tuple[Stage, ...], sent: _Sent, cluster: ClusterSpec) -> list[_MicroBatch]:
+    """Every stage's; of stages with equal parts the same."""
+    waiting = _waiting_seconds(cost, cluster)
+    copies: dict[int, _Copy] = {}
+    known: dict[tuple[float, ...], _MicroBatch] = {}
+    found = []
+    for stage in stages:
+        key = tuple(number for segment, count in stage.parts for number in (id(segment), count))
+        if key not in known:
+            for segment, _ in stage.parts:
+                if id(segment) not in copies:
+                    copies[id(segment)] = _of_copy(cost, segment, waiting, cluster)
+            known[key] = _micro_batch(cost, stage, copies, sent, cluster)
+        found.append(known[key])
+    return found
+
+
+def _of_copy(cost: Cost, segment: Segment, waiting_s: float, cluster: ClusterSpec) -> _Copy:
+    computed, exposed, hidden, calls = seconds_of_copy(cost, segment, cluster.device), 0.0, 0.0, 0.0
     for comm in of_copy(cost, segment):
-        seconds = _group(cost, comm, cluster).seconds(comm.kind, comm.count, comm.num_bytes)
+        group = _group(cost, comm, cluster)
+        seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
+        seconds += waiting_s * comm.count * rounds_of(comm.kind) * (group.size - 1)
         exposed += (1.0 - comm.overlap) * seconds
         hidden += comm.overlap * seconds
         calls += comm.count
-    launch = computed.launch_s + calls * COLLECTIVE_LAUNCHES * cluster.device.launch_s
-    return Computed(computed.matmul_s, computed.traffic_s, launch), exposed, hidden
+    return _Copy(
+        matmul_s=computed.matmul_s,
+        traffic_s=computed.traffic_s,
+        launch_s=computed.launch_s + calls * COLLECTIVE_LAUNCHES * cluster.device.launch_s,
+        exposed_s=exposed,
+        hidden_s=hidden,
+        params=cost.local_params(segment),
+        trainable=cost.local_trainable(segment),
+    )
+
+
+def _waiting_seconds(cost: Cost, cluster: ClusterSpec) -> float:
+    """What a hop of a collective waits for, in a pipeline whose stages send from node to node."""
+    contention = cluster.inter_node.contention_s
+    if not contention or cost.stages == 1 or group_of(("pipeline",), cost.axes, cluster).num_nodes == 1:
+        return 0.0
+    return contention
 
 
 def _group(cost: Cost, comm: Comm, cluster: ClusterSpec) -> Group:
@@ -103,47 +166,40 @@ def _group(cost: Cost, comm: Comm, cluster: ClusterSpec) -> Group:
     return group_of(comm.axis, cost.axes, cluster)
 
 
-def _micro_batch(
-    cost: Cost, stage: Stage, copies: dict[int, tuple[Computed, float, float]], cluster: ClusterSpec
-) -> _MicroBatch:
+def _micro_batch(cost: Cost, stage: Stage, copies: dict[int, _Copy], sent: _Sent, cluster: ClusterSpec) -> _MicroBatch:
     """A GPU runs an operation while the next ones are launched, so that the longer of both counts; a CPU does not."""
-    device = cluster.device
-    matmul = traffic = launch = exposed = hidden = 0.0
-    for segment, count in stage.parts:
-        computed, shown, behind = copies[id(segment)]
-        matmul += count * computed.matmul_s
-        traffic += count * computed.traffic_s
-        launch += count * computed.launch_s
-        exposed += count * shown
-        hidden += count * behind
-    traffic += _cast_bytes(cost, stage) / (device.memory_bandwidth * device.efficiency.traffic)
-    for comm in cost.comm:
-        if comm.each_micro_batch or comm.scales_with == "blocks":
-            share = 1.0 if comm.each_micro_batch else 1.0 / cost.num_micro_batches
-            seconds = share * _share(cost, stage, comm) * comm_seconds(comm, cost.axes, cluster)
-            exposed += (1.0 - comm.overlap) * seconds
-            hidden += comm.overlap * seconds
-    if device.type != "cuda":
-        computing = matmul + traffic + launch
-        return _MicroBatch(matmul, traffic, launch, computing, exposed + max(0.0, hidden - computing))
-    working = matmul + traffic
-    exposed += max(0.0, hidden - working)
-    busy = working + exposed
-    total = (busy**SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
-    return _MicroBatch(matmul, traffic, launch, total - exposed, exposed)
+    parts = [(copies[id(segment)], count) for segment, count in stage.parts]
+    matmul, traffic, launch, exposed, hidden, params, trainable = (
+        sum(count * copy[place] for copy, count in parts) for place in range(len(_Copy._fields))
+    )
+    traffic += _cast_bytes(cost, params, trainable) / reached_bandwidth(cluster)
+    of_parameters = params / cost.num_params if cost.stages > 1 else 1.0
+    of_blocks = stage.num_blocks / max(1, cost.num_blocks) if cost.stages > 1 else 1.0
+    exposed += of_parameters * sent.by_parameters[0] + of_blocks * sent.by_blocks[0]
+    hidden += of_parameters * sent.by_parameters[1] + of_blocks * sent.by_blocks[1]
+    if cluster.device.type != "cuda":
+        exposed += max(0.0, hidden - matmul - traffic - launch)
+        total = matmul + traffic + launch + exposed
+    else:
+        exposed += max(0.0, hidden - matmul - traffic)
+        total = ((matmul + traffic + exposed) ** SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
+    return _MicroBatch(matmul, traffic, launch, total - exposed, exposed, total, params, trainable)
 
 
-def _cast_bytes(cost: Cost, stage: Stage) -> float:
+def reached_bandwidth(cluster: ClusterSpec) -> float:
+    """Bytes a second that operations move which do little else."""
+    return cluster.device.memory_bandwidth * cluster.device.efficiency.traffic
+
+
+def _cast_bytes(cost: Cost, params: float, trainable: float) -> float:
     """Weights that are cast, and gradients that are added to those of earlier micro-batches."""
-    params = sum(copies * cost.local_params(segment) for segment, copies in stage.parts)
-    trainable = sum(copies * cost.local_trainable(segment) for segment, copies in stage.parts)
     accumulated = 3.0 * trainable * cost.grad_itemsize * (1.0 - 1.0 / cost.num_micro_batches)
     return params * cost.cast_traffic_bytes + accumulated
 
 
-def _bubble(cost: Cost, micro: list[_MicroBatch]) -> float:
+def _bubble(cost: Cost, micro: list[_MicroBatch], slowest: _MicroBatch) -> float:
     """What the slowest stage waits for the first micro-batch to arrive and the last one to return."""
-    filling = sum(each.total_s for each in micro) - max(each.total_s for each in micro)
+    filling = sum(each.total_s for each in micro) - slowest.total_s
     if cost.schedule == "zero_bubble":
         return filling / 3  # the weights' gradients, a third of the work, fill gaps: Qi et al. 2023, arXiv 2401.10241
     return filling / cost.interleave
@@ -153,47 +209,31 @@ def _sending_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     """Of one micro-batch's activations from a stage to the next."""
     if cost.stages == 1:
         return 0.0
-    group = group_of(("pipeline",), cost.axes, cluster)
-    return group.seconds("send", 1.0, boundary_bytes(cost))
+    return group_of(("pipeline",), cost.axes, cluster).seconds("send", 1.0, boundary_bytes(cost))
 
 
 def _ending(
-    cost: Cost, stages: tuple[Stage, ...], micro: list[_MicroBatch], cluster: ClusterSpec
+    cost: Cost, micro: list[_MicroBatch], sent: tuple[float, float], cluster: ClusterSpec
 ) -> tuple[float, float]:
     """Seconds of communication, then of the optimizer, that end the step on the stage that is done last.
 
     What can overlap hides behind the backward of the last micro-batch. Later stages are done with theirs earlier, while
     the first ones still wait for gradients.
     """
-    device = cluster.device
-    bandwidth = device.memory_bandwidth * device.efficiency.traffic
+    bandwidth, whole = reached_bandwidth(cluster), cost.num_params
     waited, last = 0.0, (0.0, 0.0)
-    for stage, each in zip(stages, micro, strict=True):
-        exposed = hidden = 0.0
-        for comm in cost.comm:
-            if not comm.each_micro_batch and comm.scales_with == "parameters":
-                seconds = _share(cost, stage, comm) * comm_seconds(comm, cost.axes, cluster)
-                exposed += (1.0 - comm.overlap) * seconds
-                hidden += comm.overlap * seconds
-        exposed += max(0.0, hidden - BACKWARD * each.total_s)
-        optimizer = _optimizer_bytes(cost, stage) / bandwidth
+    for stage in micro:
+        share = stage.params / whole if cost.stages > 1 else 1.0
+        backward = BACKWARD * stage.total_s
+        exposed = share * sent[0] + max(0.0, share * sent[1] - backward)
+        optimizer = _optimizer_bytes(cost, stage.trainable) / bandwidth
         if exposed + optimizer - waited > sum(last):
             last = (max(0.0, exposed - waited), optimizer)
-        waited += BACKWARD * each.total_s
+        waited += backward
     return last
 
 
-def _optimizer_bytes(cost: Cost, stage: Stage) -> float:
+def _optimizer_bytes(cost: Cost, trainable: float) -> float:
     """Parameters, gradients and state are read; parameters and state are written."""
-    trainable = sum(copies * cost.local_trainable(segment) for segment, copies in stage.parts)
     each = 2.0 * (cost.param_itemsize + cost.optim_itemsize + cost.master_itemsize) + cost.grad_itemsize
     return trainable * each / cost.optim_shards
-
-
-def _share(cost: Cost, stage: Stage, comm: Comm) -> float:
-    """The stage's part of a message of the whole model."""
-    if cost.stages == 1:
-        return 1.0
-    if comm.scales_with == "blocks":
-        return stage.num_blocks / max(1, cost.num_blocks)
-    return sum(copies * cost.local_params(segment) for segment, copies in stage.parts) / cost.num_params
