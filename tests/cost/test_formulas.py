@@ -47,7 +47,7 @@ CLUSTER = ClusterSpec(
 # Three passes move the operands and results, 4·(2·50 + 50·10 + 2·10) = 2,480 and 4·(2·50 + 50·20 + 2·20) = 4,560 bytes.
 BLOCK_S = (3 * 4e3 + 3.5 * 500) / 0.5e6 + 3 * 4560 / 1e5
 MATMUL_S = 3 * 2e3 / 0.5e6 + 3 * 2480 / 1e5 + 2 * BLOCK_S
-TRAFFIC_S, LAUNCH_S = 9e3 / 1e5, 30 * 1e-3
+TRAFFIC_S, LAUNCH_S = 2.5 * 3e3 / 1e5, 30 * 1e-3
 OPTIMIZER_S = 500 * (2 * (4 + 8) + 4) / 1e5
 
 
@@ -93,7 +93,7 @@ def test_a_pipeline_holds_stages_and_micro_batches_in_flight():
     assert gpipe.activations == 4 * (200 + 300)
     time = step_time(cost, CLUSTER)
     accumulated = 3 * 150 * 4 * 3 / 4 / 1e5  # three of four micro-batches add to gradients that are there
-    second = BLOCK_S + 3 * 1e3 / 1e5 + 9e-3 + accumulated
+    second = BLOCK_S + 2.5 * 1e3 / 1e5 + 9e-3 + accumulated
     sent = 1e-2 + 20 / 1e4
     assert time.bubble_s == pytest.approx(second + 2 * sent)  # the first stage waits for the other's micro-batch
     assert time.exposed_comm_s == pytest.approx(2 * 3 * sent)
