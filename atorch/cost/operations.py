@@ -25,13 +25,14 @@ def seconds_of_copy(cost: Cost, segment: Segment, device: DeviceSpec) -> Compute
     """A roofline by operation: Williams, Waterman and Patterson 2009, "Roofline".
 
     Products and attention run at what they reach of the dtype's peak, everything else at what it reaches of the
-    memory's bandwidth; every operation is launched.
+    memory's bandwidth; every operation is launched. Selective recomputation keeps the results of the former.
     """
     again = cost.recompute if segment.is_block else 0.0
+    multiplied = 0.0 if cost.recompute_keeps == "selective" else again  # whose results are kept
     peak = peak_flops(device, cost.dtype)
-    products = sum(_product_seconds(cost, each, again, peak, device) for each in segment.matmuls)
+    products = sum(_product_seconds(cost, each, multiplied, peak, device) for each in segment.matmuls)
     return Computed(
-        matmul_s=products + _attention_seconds(cost, segment, again, peak, device),
+        matmul_s=products + _attention_seconds(cost, segment, multiplied, peak, device),
         traffic_s=_traffic_bytes(cost, segment, again) / (device.memory_bandwidth * device.efficiency.traffic),
         launch_s=(3.0 + again) * segment.num_ops * cost.ops_scale * device.launch_s,
     )

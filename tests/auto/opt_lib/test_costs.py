@@ -19,7 +19,8 @@ BLOCK = Segment(
     outside=Region(saved_bytes=100, traffic_bytes=100), matmuls=(Matmul(rows=10, inner=5, columns=1),),
     attention_flops=25.0,
 )  # fmt: skip
-PLAIN = Cost(segments=(ENDS, BLOCK), traced_batch=16.0, batch_size=16.0)
+# Gradients that keep their place: the peak is at the loss, when all activations are there.
+PLAIN = Cost(segments=(ENDS, BLOCK), traced_batch=16.0, batch_size=16.0, grads_persist=True)
 CPU = ClusterSpec(
     device=DeviceSpec(type="cpu", name="toy", memory_bytes=1e6, peak_flops={"float32": 1e6}),
     intra_node=LinkSpec(bandwidth=1e4, latency_s=1e-2),
@@ -115,6 +116,15 @@ def test_checkpoint_keeps_inputs_and_runs_forward_again():
     assert peak_memory(found).working == 100
     block, plain = (step_time(each, CPU).matmul_s for each in (found, PLAIN))
     assert block / plain == pytest.approx((3 * 400 + 4 * 800 + 4.5 * 200) / (3 * 1200 + 3.5 * 200), rel=1e-4)
+
+
+def test_selective_recomputation_multiplies_once_and_moves_again():
+    found, whole = (step_time(cost(("checkpoint", {"selective": each})), CPU) for each in (True, False))
+    plain = step_time(PLAIN, CPU)
+    assert found.matmul_s == plain.matmul_s
+    assert (found.traffic_s, found.launch_s) == (whole.traffic_s, whole.launch_s)
+    assert found.traffic_s > plain.traffic_s
+    assert cost(("checkpoint", {"selective": True})).recompute_keeps == "selective"
 
 
 def test_checkpointing_some_blocks():
