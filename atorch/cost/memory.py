@@ -1,12 +1,24 @@
-"""Peak bytes of a step, by category, on the device of the pipeline stage that needs the most."""
+"""Peak bytes of a step, by category, on the device of the pipeline stage that needs the most.
+
+What lives differs from moment to moment, and so does the peak's: at the loss all activations and the logits do, but no
+gradients yet; when the last block goes backward few activations and nearly all gradients; when the optimizer steps no
+activations at all (Rajbhandari et al. 2020, arXiv 1910.02054, section 3). In between everything changes evenly from
+copy to copy of a block, so that the first and the last of each run tell.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
-from atorch.cost.profile import Region, Segment
-from atorch.cost.stages import Stage, stages_of
+from atorch.cost.profile import Matmul, Segment
+from atorch.cost.stages import Stage, heaviest_stages, stages_of
 from atorch.cost.state import Cost
+
+SLACK = 0.2
+"""Of what comes and goes in a step, the share that a caching allocator reserves beyond it. It was 0.2 to 0.4 on B200,
+0.1 to 0.4 on H100; benchmarks/published says which runs these were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +34,19 @@ class Memory:
     buffers: float
     transient: float
     working: float
+    slack: float = 0.0  # reserved beside them by the allocator, in pieces that nothing fits into
     on_host: float = 0.0  # beside them, in host memory
 
     @property
     def total(self) -> float:
-        """All categories together, on the device."""
+        """What tensors hold on the device, all categories but slack: CUDA's `max_memory_allocated`."""
         kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
         return kept + self.activations + self.transient + self.working
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator holds: CUDA's `max_memory_reserved`."""
+        return self.total + self.slack
 
     def by_category(self) -> dict[str, float]:
         """Category → bytes, the largest first, without those that hold nothing."""
@@ -36,36 +54,194 @@ class Memory:
         return {name: value for name, value in sorted(held.items(), key=lambda item: -item[1]) if value > 0}
 
 
+class _Moment(NamedTuple):
+    """What lives at one moment and not all the time."""
+
+    gradients: float
+    activations: float
+    transient: float
+    working: float
+
+
+class _Copy(NamedTuple):
+    """One copy of a segment on a device: elements, then bytes of a micro-batch."""
+
+    params: float  # whole, as they are computed with
+    stored_params: float  # what is kept of them: a shard
+    trained: float  # share of the parameters that gets gradients
+    stored_grads: float
+    stored_state: float
+    kept: float  # activations that wait for backward
+    working: float  # what backward needs beside them
+    weights: float  # elements of the weights of different shapes
+
+
 def peak_memory(cost: Cost) -> Memory:
     """The bytes at a step's peak, on the stage that needs the most."""
-    return max((stage_memory(cost, stage) for stage in stages_of(cost)), key=lambda memory: memory.total)
+    copies = {id(segment): _copy(cost, segment) for segment in cost.segments}
+    held = (_stage_memory(cost, stage, copies) for stage in heaviest_stages(cost))
+    return max(held, key=lambda memory: memory.total)
+
+
+def peak_bytes(cost: Cost) -> float:
+    """The sum of `peak_memory`."""
+    return peak_memory(cost).total
 
 
 def stage_memory(cost: Cost, stage: Stage) -> Memory:
-    """What is kept all the time, the activations, and what backward needs beside them, on a device of one stage.
-
-    The sum is an upper bound of the peaks at the end of forward (no gradients yet, after `zero_grad`) and at the end of
-    backward (no activations any more); Rajbhandari et al. 2020, arXiv 1910.02054, sections 3.1 and 3.2.
-    """
-    params = sum(copies * (cost.local_params(each) + _tied(cost, each, stage)) for each, copies in stage.parts)
-    trainable = sum(copies * (cost.local_trainable(each) + _tied(cost, each, stage)) for each, copies in stage.parts)
-    whole = Memory(
-        stage=stage.index,
-        parameters=params * cost.param_itemsize / cost.param_shards,
-        gradients=trainable * cost.grad_itemsize / cost.grad_shards,
-        optimizer=trainable * cost.optim_itemsize / cost.optim_shards,
-        masters=trainable * cost.master_itemsize / cost.optim_shards,
-        activations=stage.in_flight * sum(copies * _kept(cost, each) for each, copies in stage.parts),
-        buffers=cost.buffer_bytes,
-        transient=params * cost.cast_itemsize + _gathered(cost, stage) + cost.bucket_bytes,
-        working=max((_working(cost, each) for each, _ in stage.parts), default=0.0),
-    )
-    return _with_host(cost, whole)
+    """The bytes at the peak of one stage."""
+    return _stage_memory(cost, stage, {id(segment): _copy(cost, segment) for segment, _ in stage.parts})
 
 
 def host_bytes(cost: Cost) -> float:
     """What waits in host memory for one device, on the stage that has the most there."""
     return max(stage_memory(cost, stage).on_host for stage in stages_of(cost))
+
+
+def micro_batch_share(cost: Cost) -> float:
+    """What a micro-batch of one device is of the traced batch."""
+    return cost.batch_size / cost.num_micro_batches / cost.traced_batch
+
+
+def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
+    parts = [(segment.is_block, number, copies[id(segment)]) for segment, number in stage.parts]
+    params = sum(number * each.stored_params for _, number, each in parts)
+    state = sum(number * each.stored_state for _, number, each in parts)
+    buckets = cost.bucket_itemsize * sum(number * each.trained * each.params for _, number, each in parts)
+    peak = max(_moments(cost, stage.in_flight, parts), key=sum)
+    whole = Memory(
+        stage=stage.index,
+        parameters=params * cost.param_itemsize,
+        gradients=peak.gradients,
+        optimizer=state * cost.optim_itemsize,
+        masters=state * cost.master_itemsize,
+        activations=peak.activations,
+        buffers=cost.buffer_bytes,
+        transient=peak.transient + cost.bucket_bytes + buckets,
+        working=peak.working,
+        slack=SLACK * (peak.activations + peak.transient + peak.working) + _held_gathers(cost, stage),
+    )
+    return _with_host(cost, whole)
+
+
+def _held_gathers(cost: Cost, stage: Stage) -> float:
+    """Inputs of split products, gathered, that wait for another stream before their memory is used again."""
+    if not cost.held_gathers or not cost.splits_norms:
+        return 0.0
+    inputs = sum(copies * segment.input_bytes for segment, copies in stage.parts if segment.is_block)
+    return cost.held_gathers * inputs * _scale(cost) * (1.0 - 1.0 / cost.tensor)
+
+
+def _moments(cost: Cost, in_flight: float, parts: list[tuple[bool, float, _Copy]]) -> Iterator[_Moment]:
+    """The moments at which the peak can be, with what lives then: the loss, blocks' backwards, the optimizer's step.
+
+    Gradients that do not keep their place between steps appear one by one in the first backward; where earlier
+    micro-batches were through before the most are in flight, all are there.
+    """
+    whole = cost.grad_itemsize * sum(number * each.stored_grads for _, number, each in parts)
+    appear = not cost.grads_persist and cost.num_micro_batches <= in_flight
+    kept = sum(number * each.kept for _, number, each in parts)
+    cast = cost.cast_itemsize * sum(number * each.params for _, number, each in parts)
+    alive = in_flight * kept
+    before = 0.0 if appear else whole
+    placeholders = cost.placeholder_itemsize * max(
+        (each.weights for is_block, _, each in parts if is_block), default=0.0
+    )
+    outside = max((each.working for is_block, _, each in parts if not is_block), default=0.0)
+    yield _Moment(before, alive, cast + placeholders + _gathered(cost, parts, in_block=False), outside)
+    transient = cast + placeholders + _gathered(cost, parts, in_block=True)
+    done = 0.0  # gradient elements that this backward has made; shards where they are sharded
+    fresh = 0.0
+    for is_block, number, each in reversed(parts):
+        own = each.stored_grads
+        if is_block:
+            for turn in (1.0, number):
+                made = done + turn * own
+                grads = cost.grad_itemsize * made if appear else whole
+                new = cost.fresh_itemsize * (fresh + turn * each.trained * each.params)
+                yield _Moment(grads, alive - (turn - 1.0) * each.kept, transient + new, each.working)
+        alive = max(0.0, alive - number * each.kept)  # sums of parts round
+        done += number * own
+        fresh += number * each.trained * each.params
+        if not is_block:
+            grads = cost.grad_itemsize * done if appear else whole
+            new = cost.fresh_itemsize * fresh + cost.placeholder_itemsize * each.weights
+            yield _Moment(
+                grads, alive, cast + placeholders + _gathered(cost, parts, in_block=False) + new, each.working
+            )
+    step = cost.step_itemsize * sum(number * each.stored_state for _, number, each in parts)
+    yield _Moment(whole, (in_flight - 1.0) * kept, cost.fresh_itemsize * fresh, 0.0)
+    yield _Moment(whole, 0.0, step, 0.0)
+
+
+def _gathered(cost: Cost, parts: list[tuple[bool, float, _Copy]], *, in_block: bool) -> float:
+    """Sharded parameters that are whole at one moment: all that are kept, else two blocks and what is outside of them.
+
+    One block computes while the next is gathered, and the gradients of a block are whole until they are reduced.
+    """
+    if not cost.gathered_itemsize:
+        return 0.0
+    block = max((each.params for is_block, _, each in parts if is_block), default=0.0)
+    outside = sum(number * each.params for is_block, number, each in parts if not is_block)
+    inside = sum(number * each.params for is_block, number, each in parts if is_block)
+    two = min(2.0 * block, inside)
+    whole = outside + (inside if cost.keeps_gathered else two if in_block else 0.0)
+    return cost.gathered_itemsize * (whole + (two if in_block else 0.0))
+
+
+def _copy(cost: Cost, segment: Segment) -> _Copy:
+    """What a device has of one copy.
+
+    Experts are spread over ranks that see different samples, so that fewer of those are left to shard them further. A
+    head that is the embedding is held once more where the embedding is on another stage.
+    """
+    dense = segment.num_params - segment.split_params - segment.expert_params + segment.split_params / cost.tensor
+    if cost.stages > 1 and segment.tied_params:
+        dense += segment.tied_params / cost.tensor
+    experts = segment.expert_params / cost.expert_divisor
+    trained = segment.num_trainable / segment.num_params if segment.num_params else 1.0
+    saved = _region_bytes(cost, segment.inside.saved_bytes, segment.outside.saved_bytes)
+    kept, working = saved, _scale(cost) * segment.working_bytes / (cost.tensor if segment.split_working else 1)
+    if segment.is_block and cost.recompute:
+        kept += cost.recompute * (_kept_when_recomputed(cost, segment) - saved)
+        working += saved - _kept_when_recomputed(cost, segment)
+    return _Copy(
+        params=dense + experts,
+        stored_params=_stored(dense, experts, cost.param_shards, cost.expert),
+        trained=trained,
+        stored_grads=trained * _stored(dense, experts, cost.grad_shards, cost.expert),
+        stored_state=trained * _stored(dense, experts, cost.optim_shards, cost.expert),
+        kept=kept,
+        working=working,
+        weights=sum({(each.inner, each.columns): _weight(cost, each) for each in segment.matmuls}.values()),
+    )
+
+
+def _weight(cost: Cost, product: Matmul) -> float:
+    split = product.split != "none" and not (product.of_experts and cost.expert > 1)
+    return product.inner * product.columns / (cost.tensor if split else 1)
+
+
+def _stored(dense: float, experts: float, shards: float, expert: int) -> float:
+    return dense / shards + experts / max(1.0, shards / expert)
+
+
+def _scale(cost: Cost) -> float:
+    """Bytes of a micro-batch's activations on one device against the traced ones, outside of tensor splits."""
+    return micro_batch_share(cost) * cost.activation_scale / (cost.sequence * cost.context)
+
+
+def _region_bytes(cost: Cost, inside: float, outside: float) -> float:
+    norms = cost.tensor if cost.splits_norms else 1
+    return _scale(cost) * (inside / cost.tensor + outside / norms)
+
+
+def _kept_when_recomputed(cost: Cost, segment: Segment) -> float:
+    if cost.recompute_keeps == "nothing":
+        return 0.0
+    if cost.recompute_keeps == "selective":
+        return _region_bytes(cost, segment.inside.selective_bytes, segment.outside.selective_bytes)
+    return _region_bytes(cost, 0.0, segment.input_bytes)
 
 
 def _with_host(cost: Cost, whole: Memory) -> Memory:
@@ -90,71 +266,3 @@ def _with_host(cost: Cost, whole: Memory) -> Memory:
         activations=whole.activations - saved,
         on_host=waiting + stepped + saved,
     )
-
-
-def peak_bytes(cost: Cost) -> float:
-    """The sum of `peak_memory`."""
-    return peak_memory(cost).total
-
-
-def micro_batch_share(cost: Cost) -> float:
-    """What a micro-batch of one device is of the traced batch."""
-    return cost.batch_size / cost.num_micro_batches / cost.traced_batch
-
-
-def _scale(cost: Cost) -> float:
-    """Bytes of a micro-batch's activations on one device against the traced ones, outside of tensor splits."""
-    return micro_batch_share(cost) * cost.activation_scale / (cost.sequence * cost.context)
-
-
-def _tied(cost: Cost, segment: Segment, stage: Stage) -> float:
-    """A head that is the embedding is held once more where the embedding is on another stage."""
-    return segment.tied_params / cost.tensor if cost.stages > 1 and stage.index > 0 else 0.0
-
-
-def _region_bytes(cost: Cost, inside: float, outside: float) -> float:
-    norms = cost.tensor if cost.splits_norms else 1
-    return _scale(cost) * (inside / cost.tensor + outside / norms)
-
-
-def _saved(cost: Cost, segment: Segment) -> float:
-    return _region_bytes(cost, segment.inside.saved_bytes, segment.outside.saved_bytes)
-
-
-def _kept_when_recomputed(cost: Cost, segment: Segment) -> float:
-    inside: Region = segment.inside
-    if cost.recompute_keeps == "nothing":
-        return 0.0
-    if cost.recompute_keeps == "selective":
-        return _region_bytes(cost, inside.selective_bytes, segment.outside.selective_bytes)
-    return _region_bytes(cost, 0.0, segment.input_bytes)
-
-
-def _kept(cost: Cost, segment: Segment) -> float:
-    """Activations of one copy that wait for backward."""
-    saved = _saved(cost, segment)
-    if not segment.is_block or not cost.recompute:
-        return saved
-    return saved + cost.recompute * (_kept_when_recomputed(cost, segment) - saved)
-
-
-def _working(cost: Cost, segment: Segment) -> float:
-    """What forward or backward of one copy needs beside what is saved: the largest gradient, a block run again."""
-    working = _scale(cost) * segment.working_bytes / (cost.tensor if segment.split_working else 1)
-    if segment.is_block and cost.recompute:
-        working += _saved(cost, segment)
-    return working
-
-
-def _gathered(cost: Cost, stage: Stage) -> float:
-    """Sharded parameters that are whole at one moment: all that are kept, else two blocks and what is outside of them.
-
-    One block computes while the next is gathered, and the gradients of a block are whole until they are reduced.
-    """
-    if not cost.gathered_itemsize:
-        return 0.0
-    block = max((cost.local_params(each) for each, _ in stage.parts if each.is_block), default=0.0)
-    outside = sum(copies * cost.local_params(each) for each, copies in stage.parts if not each.is_block)
-    inside = sum(copies * cost.local_params(each) for each, copies in stage.parts if each.is_block)
-    whole = inside + outside if cost.keeps_gathered else outside + min(2 * block, inside)
-    return cost.gathered_itemsize * (whole + min(2 * block, inside))

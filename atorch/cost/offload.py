@@ -24,6 +24,7 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     """
     if not uses_host(cost):
         return 0.0
+    cost = replace(cost, grads_persist=True)  # so that all gradients and all activations are there at the peak
     whole, held = stage_memory(_all_on_device(cost), stage), stage_memory(cost, stage)
     rate = cluster.host_link.bandwidth * cluster.host_link.efficiency
     waiting, stepped = whole.parameters - held.parameters, _stepped(cost, whole, held)

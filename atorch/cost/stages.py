@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
+
+Parts = tuple[tuple[Segment, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +18,7 @@ class Stage:
     """A stage's parts as `(segment, copies)`, in order; a stage of a model that is not cut has all of them."""
 
     index: int
-    parts: tuple[tuple[Segment, float], ...]
+    parts: Parts
     in_flight: float  # micro-batches whose activations it holds at once, counted in all of its blocks
 
     @property
@@ -25,9 +28,15 @@ class Stage:
 
 
 def stages_of(cost: Cost) -> tuple[Stage, ...]:
-    """The stages of a cost's pipeline, blocks spread evenly, the first ones taking what does not divide."""
-    cut = _cut(cost.segments, cost.stages)
-    return tuple(Stage(index, parts, in_flight(cost, index)) for index, parts in enumerate(cut))
+    """The stages of a cost's pipeline, by FLOPs or by blocks: as many each, the first taking what does not divide."""
+    cut = _cut(cost.segments, cost.stages, cost.balances_flops)
+    return tuple(Stage(index, parts, in_flight(cost, index)) for index, parts in enumerate(cut.parts))
+
+
+def heaviest_stages(cost: Cost) -> tuple[Stage, ...]:
+    """Of stages with the same parts the first one, which holds the most micro-batches: one of these needs the most."""
+    cut = _cut(cost.segments, cost.stages, cost.balances_flops)
+    return tuple(Stage(index, cut.parts[index], in_flight(cost, index)) for index in cut.first_of_equals)
 
 
 def in_flight(cost: Cost, index: int) -> float:
@@ -47,23 +56,45 @@ def in_flight(cost: Cost, index: int) -> float:
     return min(float(stages - index), micro_batches)
 
 
+class _Cut(NamedTuple):
+    parts: tuple[Parts, ...]
+    first_of_equals: tuple[int, ...]
+
+
 @lru_cache(maxsize=4096)
-def _cut(segments: Sequence[Segment], stages: int) -> tuple[tuple[tuple[Segment, float], ...], ...]:
-    if stages == 1:
-        return (tuple((segment, float(segment.count)) for segment in segments),)
+def _cut(segments: Sequence[Segment], stages: int, balances_flops: bool) -> _Cut:
+    cut: list[dict[int, float]] = [{} for _ in range(stages)]
+    places = _by_flops(segments, stages) if balances_flops else _by_blocks(segments, stages)
+    for position, stage in places:
+        cut[stage][position] = cut[stage].get(position, 0.0) + 1.0
+    first: dict[tuple[tuple[int, float], ...], int] = {}
+    for stage, held in enumerate(cut):
+        first.setdefault(tuple(held.items()), stage)
+    parts = tuple(tuple((segments[position], copies) for position, copies in held.items()) for held in cut)
+    return _Cut(parts, tuple(first.values()))
+
+
+def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:
+    """`(position of the segment, stage)` of every copy: as many blocks each, what lies between them with the last."""
     blocks = sum(segment.count for segment in segments if segment.is_block)
-    shares = [blocks // stages + (index < blocks % stages) for index in range(stages)]
-    cut: list[list[tuple[Segment, float]]] = [[] for _ in shares]
-    index, room = 0, shares[0]
-    for segment in segments:
-        left = segment.count
-        if not segment.is_block:
-            cut[index].append((segment, float(left)))
-            continue
-        while left:
-            while room == 0 and index + 1 < stages:
-                index, room = index + 1, shares[index + 1]
-            taken = min(left, room)
-            cut[index].append((segment, float(taken)))
-            left, room = left - taken, room - taken
-    return tuple(map(tuple, cut))
+    larger, size = blocks % stages, blocks // stages
+    passed, stage = 0, 0
+    for position, segment in enumerate(segments):
+        for _ in range(segment.count):
+            if segment.is_block:
+                in_larger = passed < larger * (size + 1)
+                stage = passed // (size + 1) if in_larger else (passed - larger) // size
+                passed += 1
+            yield position, stage
+
+
+def _by_flops(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:
+    """As `_by_blocks`, where a stage ends with what reaches its share of all products' FLOPs."""
+    total = sum(segment.count * segment.matmul_flops for segment in segments)
+    stage, passed = 0, 0.0
+    for position, segment in enumerate(segments):
+        for _ in range(segment.count):
+            yield position, stage
+            passed += segment.matmul_flops
+            if passed >= total * (stage + 1) / stages * (1 - 1e-9) and stage + 1 < stages:
+                stage += 1

@@ -58,10 +58,17 @@ class Cost:
     grad_shards: float = 1.0
     optim_shards: float = 1.0
     grads_persist: bool = False  # gradients keep their place between steps: buckets, accumulation buffers
+    fresh_itemsize: float = 0.0  # of a micro-batch's gradients, where these are added to the others when all are there
     cast_itemsize: float = 0.0  # low-precision copies of whole parameters that live while a step computes
     gathered_itemsize: float = 0.0  # of parameters that are gathered for use; 0 where they are not sharded
     keeps_gathered: bool = False  # gathered once and kept until backward is done
     bucket_bytes: float = 0.0  # communication buffers
+    bucket_itemsize: float = 0.0  # those that are as large as all gradients together, an element
+    step_itemsize: float = 0.0  # temporaries of the optimizer's step, sharded as its state is
+    placeholder_itemsize: float = (
+        0.0  # of one gradient for every shape of weight: autograd's, where kernels add their own
+    )
+    held_gathers: float = 0.0  # inputs of a block, gathered along the sequence, whose memory is not used again at once
     param_offload: float = 0.0  # shares that wait in host memory
     optim_offload: float = 0.0
     activation_offload: float = 0.0
@@ -75,11 +82,13 @@ class Cost:
     expert: int = 1
     stages: int = 1
     interleave: int = 1  # pieces of the model a stage has
+    balances_flops: bool = False  # stages have as many FLOPs of products each, not as many blocks
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
 
     # How it computes.
     dtype: str = "float32"  # of the matmuls
     activation_scale: float = 1.0  # bytes of activations against those traced
+    attention_scale: float = 1.0  # seconds of attention against those of the device's fused kernel
     traffic_scale: float = 1.0  # bytes moved by operations that are no matmuls, against those traced
     ops_scale: float = 1.0  # operations launched, against those traced
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch

@@ -222,7 +222,7 @@ class _Build:
         """Grouped queries: Ainslie et al. 2023, arXiv 2305.13245; as many keys as queries are the usual attention."""
         shape = self.shape
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        core = self._core(query, key, query, key)
+        core = self._core(query, key, key, query)
         weights = float(shape.hidden * (2 * query + 2 * key))
         columns = float(query + 2 * key) if shape.bias else 0.0
         matmuls = (
@@ -248,7 +248,7 @@ class _Build:
         up_from = latent.query_rank or shape.hidden
         up_kv = shape.heads * (latent.nope_dim + latent.value_dim)
         norms = [self.norm(rank) for rank in (latent.query_rank, latent.kv_rank) if rank]
-        core = self._core(query, key, value, key)
+        core = self._core(query, key, value, value)
         split = float(up_from * query + latent.kv_rank * up_kv + value * shape.hidden)
         shared_keys = self.tokens * latent.rope_dim * keep.itemsize
         return _Part(
@@ -267,32 +267,30 @@ class _Build:
             num_ops=core.num_ops + 8.0,
         )
 
-    def _core(self, query: int, key: int, value: int, rotated_key: int) -> _Part:
-        """Queries, keys, values and the result are kept, scores only where they are written out; all per head."""
+    def _core(self, query: int, key: int, value: int, result: int) -> _Part:
+        """Queries, keys, values and the result are kept, scores only where they are written out."""
         shape, keep = self.shape, self.keep
-        width = query + key + value
-        results = self.tokens * (width + value) * keep.itemsize
-        unrotated = self.tokens * (query + rotated_key) * keep.itemsize if keep.packed_values else 0.0
-        flops = 2.0 * self.tokens * shape.seq_len * (query + value)
-        rotation = 0.0 if shape.learned_positions else 2.0 * self.tokens * (query + rotated_key) * keep.itemsize
+        unrotated = query + key if keep.packed_values else 0
+        kept = self.tokens * (query + key + value + result + unrotated) * keep.itemsize
+        flops = 2.0 * self.tokens * shape.seq_len * (query + result)
+        rotated = 0.0 if shape.learned_positions else 2.0 * self.tokens * (query + key) * keep.itemsize
         if keep.flash_attention:
-            statistics = 4.0 * self.tokens * shape.heads
-            region = Region(
-                saved_bytes=results + unrotated + statistics,
-                selective_bytes=results + unrotated + statistics,
-                traffic_bytes=rotation,
-            )
-            working = self.tokens * (width + value) * keep.itemsize
+            kept += 4.0 * self.tokens * shape.heads  # a statistic of every row of scores
+            gradients = self.tokens * (query + key + value + result) * keep.itemsize
             return _Part(
-                attention_flops=flops / 2 if keep.causal else flops, inside=region, working_bytes=working, num_ops=3.0
+                attention_flops=flops / 2 if keep.causal else flops,
+                inside=Region(saved_bytes=kept, selective_bytes=kept, traffic_bytes=rotated),
+                working_bytes=gradients,
+                num_ops=3.0,
             )
-        # Probabilities, and with dropout what is left of them and its mask: 5 bytes a score in 16 bits.
+        # Probabilities, and with dropout what is left of them and a mask: 5 bytes a score in 16 bits.
         scores = self.tokens * shape.seq_len * shape.heads
         written = (2.0 * keep.itemsize + 1.0 if keep.dropout else keep.itemsize) * scores
+        passes = 6.0 if keep.dropout else 4.0
         region = Region(
-            saved_bytes=results + unrotated + written,
-            selective_bytes=results + unrotated,
-            traffic_bytes=rotation + (6.0 if keep.dropout else 4.0) * keep.itemsize * scores,
+            saved_bytes=kept + written,
+            selective_bytes=kept,
+            traffic_bytes=rotated + passes * keep.itemsize * scores,
         )
         return _Part(attention_flops=flops, inside=region, working_bytes=2.0 * keep.itemsize * scores, num_ops=6.0)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atorch.cost.transformer import Implementation
+from atorch.units import MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,20 +20,42 @@ class Framework:
     keeps_masters: bool = True  # 16-bit parameters beside fp32 masters; else fp32 parameters that are cast for use
     grad_itemsize: float = 4.0
     grads_persist: bool = True  # gradients keep their place between steps
+    fresh_itemsize: float = 0.0  # of gradients that wait until backward is through before they are added
+    bucket_itemsize: float = 0.0  # of communication buffers for all gradients, where several replicas share them
+    placeholder_itemsize: float = 0.0
+    held_gathers: float = 0.0
+    reports_first: bool = False  # the memory it logs is that of the first device
+    balances_flops: bool = False  # stages of a pipeline
     overlaps: bool = True  # reductions run behind backward
+    bucket_bytes: float = 25 * MiB  # of gradients that are reduced together
+    broadcasts: bool = False  # what a rank stepped is sent by broadcasts of every rank, not gathered
+    attention_scale: float = 1.0  # seconds of attention against those of FlashAttention-2
+    launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
 
 
+# Probabilities in fp32; the logits, then their gradient, in 16 bits.
+_MEGATRON = Implementation(loss_bytes=2.0)
+# The sum of two copies in fp32, one of which is kept as probabilities.
+_NANOTRON = Implementation(loss_bytes=4.0, fused_activation=False)
 _UNFUSED = Implementation(fused_norm=False, fused_activation=False)
 
 _KNOWN: Mapping[str, Framework] = {
     # A part of the name in lower case; the first that is found counts.
-    "nanotron": Framework(),
+    "nanotron": Framework(
+        implementation=_NANOTRON,
+        fresh_itemsize=2.0,
+        bucket_itemsize=2.0,
+        balances_flops=True,
+        bucket_bytes=100 * MiB,
+        launches=22.0,
+    ),
     "megatron-deepspeed": Framework(implementation=Implementation(dropout=True), overlaps=False),
     "megatron-lm (may 2021)": Framework(implementation=Implementation(dropout=True), grad_itemsize=2.0, overlaps=False),
-    "megatron": Framework(),
-    "internevo": Framework(grad_itemsize=2.0, grads_persist=False),
+    "megatron": Framework(implementation=_MEGATRON, placeholder_itemsize=2.0),
+    "internevo": Framework(grad_itemsize=2.0, grads_persist=False, bucket_bytes=512 * MiB, broadcasts=True),
     "oneflow": Framework(implementation=Implementation(dropout=True), keeps_masters=False),
-    "composer": Framework(keeps_masters=False, grads_persist=False),
+    # FlashAttention-2 doubles the first version's speed: Dao 2023, arXiv 2307.08691.
+    "composer": Framework(keeps_masters=False, grads_persist=False, attention_scale=2.0),
     "atorch": Framework(implementation=_UNFUSED, keeps_masters=False, grads_persist=False),
     "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, grads_persist=False),
     "torchtitan": Framework(keeps_masters=False, grads_persist=False),

@@ -181,6 +181,7 @@ def shape_of(row: Row) -> TransformerShape:
         ArgumentError: a dimension is missing that neither the name nor the number of parameters tells.
     """
     known = dict(known_dimensions(row.given["model"]))
+    _reduce(known, row.number("layers"))
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"):
         if row.number(name) is not None:
             known[name] = int(row.number(name) or 0)
@@ -197,6 +198,14 @@ def shape_of(row: Row) -> TransformerShape:
     if style.get("latent") is not None and "mla" not in row.text("arch") and row.text("arch"):
         style["latent"] = None
     return TransformerShape(**style)
+
+
+def _reduce(known: dict[str, Any], layers: float | None) -> None:
+    """A model that is run with fewer layers keeps the share of those without experts, at least one."""
+    experts = known.get("experts")
+    if layers and experts is not None and experts.dense_layers and layers < known["layers"]:
+        dense = max(1, round(experts.dense_layers * layers / known["layers"]))
+        known["experts"] = replace(experts, dense_layers=dense)
 
 
 def _style(row: Row) -> dict[str, Any]:
@@ -265,7 +274,9 @@ def cost_of(row: Row) -> Cost:
     profile, dtype = profile_of(row), dtype_of(row)
     axes = {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "pipeline": layout.pipeline}
     cost = arrange(plain_cost(profile, int(layout.global_batch)), axes)
-    cost = _precision(cost, framework, dtype)
+    cost = replace(
+        _precision(cost, framework, dtype), ops_scale=framework.launches, attention_scale=framework.attention_scale
+    )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(
         split_experts(cost, layout.expert),
@@ -278,7 +289,15 @@ def cost_of(row: Row) -> Cost:
 
 def _precision(cost: Cost, framework: Framework, dtype: str) -> Cost:
     """Bytes an element, as the framework mixes precisions; in fp32 nothing is mixed."""
-    cost = replace(cost, dtype=dtype, grads_persist=framework.grads_persist, optim_itemsize=8.0)
+    cost = replace(
+        cost,
+        dtype=dtype,
+        grads_persist=framework.grads_persist,
+        fresh_itemsize=framework.fresh_itemsize,
+        placeholder_itemsize=framework.placeholder_itemsize,
+        balances_flops=framework.balances_flops,
+        optim_itemsize=8.0,
+    )
     if dtype == "float32":
         return replace(cost, param_itemsize=4.0, grad_itemsize=4.0)
     if framework.keeps_masters:
@@ -297,9 +316,16 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework) -> Cost:
     if layout.zero == 3 or layout.keeps_gathered:
         itemsize = 4.0 if cost.dtype == "float32" else 2.0
         return shard(cost, itemsize=itemsize, keeps_gathered=layout.keeps_gathered)
+    if layout.data > 1:
+        cost = replace(cost, bucket_itemsize=framework.bucket_itemsize)
     if layout.zero == 0:
-        return replicate(cost, overlaps=framework.overlaps)
-    cost = shard_optimizer(cost, overlaps=framework.overlaps)
+        return replicate(cost, overlaps=framework.overlaps, bucket_bytes=framework.bucket_bytes)
+    cost = shard_optimizer(
+        cost,
+        overlaps=framework.overlaps,
+        bucket_bytes=framework.bucket_bytes,
+        gathers="broadcast" if framework.broadcasts else "all_gather",
+    )
     if layout.zero == 2:
         return replace(cost, grad_shards=cost.optim_shards)
     return cost

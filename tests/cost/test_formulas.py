@@ -17,6 +17,7 @@ from atorch.cost import (
     step_time,
 )
 from atorch.cost.collectives import Group
+from atorch.cost.memory import SLACK
 
 ENDS = Segment(
     name="", num_params=400, num_trainable=200, matmuls=(Matmul(rows=2, inner=50, columns=10),), num_ops=4,
@@ -57,18 +58,34 @@ def test_a_profile_sums_its_segments():
     assert plain_cost(PROFILE).block_share == pytest.approx(9 / 11)
 
 
+PERSISTENT = replace(plain_cost(PROFILE), grads_persist=True)  # the peak is at the loss, when all activations are there
+
+
 def test_peak_memory_by_hand():
-    memory = peak_memory(plain_cost(PROFILE))
+    memory = peak_memory(PERSISTENT)
     assert memory.by_category() == {
         "parameters": 4000, "optimizer": 4000, "gradients": 2000, "activations": 800, "working": 128, "buffers": 40,
+        "slack": SLACK * 928,
     }  # fmt: skip
     assert memory.total == 10968
-    assert peak_bytes(replace(plain_cost(PROFILE), activation_scale=0.5)) == 10504
-    assert peak_memory(plain_cost(PROFILE, batch_size=4)).activations == 1600
+    assert memory.reserved == 10968 + SLACK * 928
+    assert peak_bytes(replace(PERSISTENT, activation_scale=0.5)) == 10504
+    assert peak_memory(replace(PERSISTENT, batch_size=4.0)).activations == 1600
+
+
+def test_gradients_come_as_activations_go():
+    few = peak_memory(plain_cost(PROFILE))
+    assert (few.total, few.gradients, few.activations) == (10168, 2000, 0)  # when what comes first goes backward
+    many = peak_memory(plain_cost(PROFILE, batch_size=200))
+    assert (many.gradients, many.activations, many.working) == (0, 80_000, 12_800)  # at the loss
+    # Where parameters outweigh activations, when the first block goes backward and the others' gradients are there.
+    deep = replace(plain_cost(PROFILE), segments=(replace(BLOCK, count=3, num_params=3000, num_trainable=3000),))
+    last = peak_memory(replace(deep, batch_size=20.0))
+    assert (last.gradients, last.activations) == (3 * 12_000, 3000)
 
 
 def test_a_tensor_split_divides_the_inside_and_norms_where_they_are_split_too():
-    split = replace(plain_cost(PROFILE), tensor=2)
+    split = replace(PERSISTENT, tensor=2)
     assert peak_memory(split).activations == 200 + 2 * (100 + 200 / 2)
     assert peak_memory(replace(split, splits_norms=True)).activations == 200 / 2 + 2 * (100 + 200) / 2
     moved = 3 * (2480 + 2 * 4 * (2 * 50 + 50 * 10 + 2 * 10)) / 1e5
@@ -77,14 +94,14 @@ def test_a_tensor_split_divides_the_inside_and_norms_where_they_are_split_too():
 
 @pytest.mark.parametrize(("keeps", "kept"), [("inputs", 20), ("selective", 80), ("nothing", 0)])
 def test_recomputation_keeps_little_and_runs_forward_again(keeps, kept):
-    cost = replace(plain_cost(PROFILE), recompute=1.0, recompute_keeps=keeps)
+    cost = replace(PERSISTENT, recompute=1.0, recompute_keeps=keeps)
     memory = peak_memory(cost)
     assert memory.activations == 200 + 2 * kept
-    assert memory.working == 300  # one block while it runs again
+    assert memory.working == 300 - kept  # the rest of one block while it runs again
 
 
 def test_a_pipeline_holds_stages_and_micro_batches_in_flight():
-    cost = replace(plain_cost(PROFILE, batch_size=8), stages=2, num_micro_batches=4.0)
+    cost = replace(PERSISTENT, batch_size=8.0, stages=2, num_micro_batches=4.0)
     first = peak_memory(cost)
     assert first.stage == 0
     assert first.parameters == 4 * (400 + 300)

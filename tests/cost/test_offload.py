@@ -14,7 +14,8 @@ from atorch.cost.stages import stages_of
 BLOCK = Segment(
     name="blocks.0", count=10, is_block=True, num_params=100, num_trainable=100, outside=Region(saved_bytes=50)
 )
-PLAIN = Cost(segments=(BLOCK,), traced_batch=1.0, batch_size=1.0)  # 4,000 + 4,000 + 8,000 of states, 500 activations
+# 4,000 + 4,000 + 8,000 of states, 500 activations, all of them there at the loss.
+PLAIN = Cost(segments=(BLOCK,), traced_batch=1.0, batch_size=1.0, grads_persist=True)
 CLUSTER = ClusterSpec(
     device=DeviceSpec(type="cuda", name="toy", memory_bytes=1e6),
     intra_node=LinkSpec(bandwidth=1e4, latency_s=0.0),

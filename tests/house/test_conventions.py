@@ -31,6 +31,7 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/auto/opt_lib/module_replace_optimization.py:REPLACEMENTS": "the registry of replacements",
     "atorch/auto/strategy/method.py:METHODS": "the registry of methods",
     "atorch/auto/strategy/method.py:RECIPES": "the registry of recipes",
+    "atorch/cost/stages.py:_cut": "a memory of pure results: a search cuts one model thousands of times",
     "atorch/distributed/mesh.py:_current": "the current mesh, a ContextVar: parallel_group(name) takes no mesh",
     "atorch/distributed/collectives.py:_everyone": "the group of all processes, a ContextVar set around a dry run",
     "atorch/runtime/recompute.py:_pass": "is_recomputing() takes no argument; a ContextVar, so each thread has its own",
