@@ -73,7 +73,7 @@ def _shares(title: str, values: Mapping[str, float], whole: float, form: Any) ->
     table.add_column(min_width=12)
     table.add_column(justify="right", min_width=9)
     table.add_column()
-    for name, value in values.items():
+    for name, value in sorted(values.items(), key=lambda item: -item[1]):
         share = value / whole if whole else 0.0
         bar = Text("█" * min(BAR_COLUMNS, round(share * BAR_COLUMNS)), style="cyan")
         table.add_row(Text(name.replace("_", " ")), form(value), Text.assemble(bar, f" {share:.0%}"))

@@ -1,0 +1,94 @@
+"""The job that a Hugging Face `config.json` means: its model with random weights, and the loss that comes with it.
+
+The model's class is one of transformers' own, found by the config's `model_type`; no code that a config names is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+IMAGES = "ImageClassification"
+FAMILIES = ("CausalLM", "Seq2SeqLM", "MaskedLM", IMAGES)  # of transformers' AutoModelFor…
+DEFAULT_SIZE = 224  # of images, for networks that take any
+
+
+def job_of(path: Path, seq: int | None) -> dict[str, Any]:
+    """The arguments of `atorch.plan` for training the model of a config in fp32, as precision methods expect it.
+
+    Raises:
+        ArgumentError: the file is no config, or of a model that transformers does not have, or `seq` is missing.
+        CapabilityError: transformers is not installed.
+    """
+    import torch
+
+    from atorch.errors import ArgumentError
+
+    config, auto = _found(path)
+    reads_images = auto.__name__.endswith(IMAGES)
+    if reads_images and seq is not None:
+        raise ArgumentError(f"{path} is of a model that reads images; leave --seq out")
+    if not reads_images and seq is None:
+        raise ArgumentError(f"{path} says nothing of the length of a sample; give --seq")
+    return {
+        "model": lambda: auto.from_config(config, dtype=torch.float32),
+        "sample_batch": _image(config) if reads_images else _tokens(seq or 0),
+        "model_input_format": "unpack_dict",
+        "loss_func": lambda batch, output: output.loss,
+        "optim_func": torch.optim.AdamW,
+    }
+
+
+def _found(path: Path) -> tuple[Any, Any]:
+    """The config, and the class of transformers that makes its model."""
+    from atorch.errors import ArgumentError, CapabilityError
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise CapabilityError("--model needs transformers; install atorch[hf], or give the model's shape") from error
+    data = _read(path)
+    kind = data.pop("model_type", None)
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ArgumentError(
+            f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not have"
+        )
+    config = transformers.CONFIG_MAPPING[kind].from_dict(data)
+    trained_as = "".join(data.get("architectures") or ())
+    for family in sorted(FAMILIES, key=lambda name: name not in trained_as):  # the one that it names comes first
+        auto = getattr(transformers, f"AutoModelFor{family}")
+        if type(config) in auto._model_mapping:
+            return config, auto
+    raise ArgumentError(f"{path} is of a {kind}, which is none of {', '.join(FAMILIES)}; write a job for it")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from atorch.errors import ArgumentError
+
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ArgumentError(f"{path} holds no object; give a model's config.json")
+    return {**data, "use_cache": False}
+
+
+def _tokens(seq: int) -> dict[str, Any]:
+    import torch
+
+    tokens = torch.zeros(1, seq, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _image(config: Any) -> dict[str, Any]:
+    import torch
+
+    size = getattr(config, "image_size", DEFAULT_SIZE)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return {
+        "pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width),
+        "labels": torch.zeros(1, dtype=torch.long),
+    }

@@ -1,0 +1,88 @@
+"""A job named on the command line, `FILE.py:NAME` or `package.module:NAME`: what `atorch.plan` is called with.
+
+The name is a dict of arguments of `atorch.plan`, or a function that returns one:
+
+    def job(seq=8192):
+        return {"model": lambda: Llama(seq), "sample_batch": tokens(seq), "loss_func": loss, "optim_func": AdamW}
+
+A parameter `seq` is the length of a sample, which the command line may set. Naming a file runs it, as `python FILE.py`
+would: what it raises keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FORM = "a job is FILE.py:NAME, where NAME is a dict of atorch.plan's arguments or a function that returns one"
+NEEDED = ("model", "sample_batch")
+
+
+def load(named: str) -> Any:
+    """The object that `FILE.py:NAME` or `package.module:NAME` names.
+
+    Raises:
+        ArgumentError: there is no such file, module or name.
+    """
+    from atorch.errors import ArgumentError, near_miss
+
+    home, colon, name = named.rpartition(":")
+    if not colon or not home or not name:
+        raise ArgumentError(f"the job is {named!r}; {FORM}")
+    module = _module_of(home)
+    if not hasattr(module, name):
+        known = [each for each in vars(module) if not each.startswith("_")]
+        raise ArgumentError(f"{home} has no {name!r}; {near_miss(name, known)}")
+    return getattr(module, name)
+
+
+def takes_seq(job: Any) -> bool:
+    """Whether the job is a function of the length of a sample."""
+    return callable(job) and "seq" in inspect.signature(job).parameters
+
+
+def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
+    """What the job gives `atorch.plan`.
+
+    Raises:
+        ArgumentError: it is no job, or takes no `seq` and one is given.
+    """
+    from atorch.errors import ArgumentError, shown
+
+    if seq is not None and not takes_seq(job):
+        raise ArgumentError(
+            f"--seq is given, and the job {named} takes no seq; let it be a function with a parameter seq"
+        )
+    found = job if not callable(job) else job() if seq is None else job(seq=seq)
+    if not isinstance(found, Mapping):
+        raise ArgumentError(f"the job {named} is {shown(found)}; {FORM}")
+    missing = [name for name in NEEDED if name not in found]
+    if missing:
+        raise ArgumentError(f"the job {named} has no {' and no '.join(missing)}; {FORM}")
+    return dict(found)
+
+
+def _module_of(home: str) -> ModuleType:
+    from atorch.errors import ArgumentError
+
+    if not home.endswith(".py"):
+        if importlib.util.find_spec(home.partition(".")[0]) is None:
+            raise ArgumentError(f"there is no module {home!r}; {FORM}")
+        return importlib.import_module(home)
+    path = Path(home)
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {home!r}; {FORM}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None  # of a name that ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.absolute().parent))  # its neighbours, as for a script
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

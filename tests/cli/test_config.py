@@ -1,0 +1,74 @@
+"""The jobs that configs of Hugging Face's models mean."""
+
+import json
+
+import pytest
+import torch
+
+from atorch.cli import config
+from atorch.errors import ArgumentError
+
+SMALL = {
+    "vocab_size": 100,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+}
+LLAMA = {"model_type": "llama", **SMALL, "torch_dtype": "bfloat16"}
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SMALL}
+T5 = {"model_type": "t5", "num_layers": 2, "d_model": 64, "vocab_size": 100, "decoder_start_token_id": 0}
+VIT = {"model_type": "vit", **SMALL, "image_size": 32, "patch_size": 8}
+RESNET = {"model_type": "resnet"}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that writes a config and returns its path."""
+
+    def write(data):
+        path = tmp_path / "config.json"
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("data", "seq", "name", "shape"),
+    [
+        (LLAMA, 16, "LlamaForCausalLM", (1, 16)),
+        (BERT, 16, "BertForMaskedLM", (1, 16)),
+        (T5, 16, "T5ForConditionalGeneration", (1, 16)),
+        (VIT, None, "ViTForImageClassification", (1, 3, 32, 32)),
+        (RESNET, None, "ResNetForImageClassification", (1, 3, 224, 224)),
+    ],
+)
+def test_a_config_means_a_job(data, seq, name, shape, written):
+    job = config.job_of(written(data), seq)
+    model = job["model"]()
+    assert type(model).__name__ == name
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    batch = job["sample_batch"]
+    assert next(iter(batch.values())).shape == shape
+    with torch.no_grad():
+        assert job["loss_func"](batch, model(**batch)).dim() == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "seq", "told"),
+    [
+        ("{", 16, "is no JSON file"),
+        ("[]", 16, "holds no object"),
+        ({**LLAMA, "model_type": "lamma"}, 16, "has model_type 'lamma', which transformers"),
+        ({"hidden_size": 64}, 16, "has model_type None"),
+        (LLAMA, None, "says nothing of the length of a sample; give --seq"),
+        (VIT, 16, "reads images; leave --seq out"),
+        ({"model_type": "wav2vec2"}, 16, "is of a wav2vec2, which is none of CausalLM"),
+    ],
+)
+def test_what_means_no_job_is_named(data, seq, told, written):
+    with pytest.raises(ArgumentError) as error:
+        config.job_of(written(data), seq)
+    assert told in str(error.value)
+    assert "config.json" in str(error.value)
