@@ -10,9 +10,10 @@ from atorch.cost import Cost
 def reduce_once(cost: Cost) -> Cost:
     """Gradients of gathered parameters stay whole, in fp32, until the last micro-batch, and are reduced after it alone.
 
-    That is how FSDP2 runs under micro_batch and in torch's pipelines.
+    That is how FSDP2 runs under micro_batch and in torch's pipelines. Shards that keep their place between steps are
+    added to in every micro-batch.
     """
-    if cost.num_micro_batches == 1 or not cost.gathered_itemsize:
+    if cost.num_micro_batches == 1 or not cost.gathered_itemsize or cost.grads_persist:
         return cost
     comm = (each if each.kind == "all_gather" else replace(each, each_micro_batch=False) for each in cost.comm)
     return replace(cost, grad_itemsize=4.0, grad_shards=1.0, comm=tuple(comm))

@@ -46,12 +46,12 @@ class Chunk(Method):
         return self
 
     def cost(self, cost: Cost) -> Cost:
-        """Shards as under fsdp, and a budget beyond which states wait on the host."""
+        """Shards as under fsdp, gradients among them in chunks of their own, and a budget beyond which states wait."""
         low = cost.dtype != "float32"
         cost = shard(cost, itemsize=2.0 if low else cost.param_itemsize, overlap=0.8 if self.prefetch else 0.0)
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         budget = fraction * cost.device_bytes if self.budget_bytes is None else float(self.budget_bytes)
-        return replace(cost, budget_bytes=budget, optim_offload=0.0 if self.hybrid else 1.0)
+        return replace(cost, budget_bytes=budget, optim_offload=0.0 if self.hybrid else 1.0, grads_persist=True)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

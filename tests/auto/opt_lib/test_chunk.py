@@ -9,7 +9,7 @@ from atorch.cost import peak_memory, plain_cost
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 
-WHOLE = peak_memory(cost_of({"data": 2}, "fsdp"))
+WHOLE = peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": 10**9})))
 STATES, STEPS = WHOLE.parameters + WHOLE.gradients, WHOLE.optimizer
 
 
@@ -17,8 +17,10 @@ def under(budget, **knobs):
     return peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": int(budget), **knobs})))
 
 
-def test_a_budget_that_is_never_reached_is_fsdp():
-    assert under(WHOLE.total) == WHOLE
+def test_a_budget_that_is_never_reached_keeps_all_on_the_device():
+    memory = under(2 * WHOLE.total)
+    assert memory.on_host == 0
+    assert (memory.parameters, memory.optimizer) == (WHOLE.parameters, WHOLE.optimizer)
 
 
 def test_optimizer_states_make_way_and_then_parameters_and_gradients():
@@ -38,7 +40,7 @@ def test_activations_do_not_make_way():
 
 
 def test_without_hybrid_the_host_steps_everything():
-    memory = under(WHOLE.total, hybrid=False)
+    memory = under(2 * WHOLE.total, hybrid=False)
     assert (memory.optimizer, memory.parameters) == (0, WHOLE.parameters)
 
 
@@ -47,6 +49,12 @@ def test_a_fraction_is_of_the_device(knobs, fraction):
     start = replace(plain_cost(PROFILE), device_bytes=1000.0)
     assert Chunk(**knobs).cost(start).budget_bytes == fraction * 1000
     assert peak_memory(Chunk(**knobs).cost(plain_cost(PROFILE))).on_host == 0, "the device is not known"
+
+
+def test_gradients_are_reduced_into_their_chunks_in_every_micro_batch():
+    cost = cost_of({"data": 2}, "chunk", ("micro_batch", {"size": 1}))
+    assert cost.grad_shards == 2
+    assert all(comm.each_micro_batch for comm in cost.comm)
 
 
 def test_what_is_not_prefetched_hides_behind_nothing():
