@@ -64,7 +64,6 @@ class LinkSpec:
     bandwidth: float  # bytes/s of one device, one direction
     latency_s: float  # seconds per hop
     efficiency: float = 1.0  # share of the bandwidth that collectives reach
-    contention_s: float = 0.0  # seconds that each hop of any collective waits while a pipeline sends over this link
 
 
 _HOST_LINK = LinkSpec(bandwidth=1e10, latency_s=1e-5)

@@ -41,7 +41,6 @@ _RANGES: Mapping[str, _Range] = {
     "memory_bandwidth": _Range(1e6, 1e14, "bytes/s"),
     "bandwidth": _Range(1e3, 1e14, "bytes/s"),
     "latency_s": _SECONDS,
-    "contention_s": _SECONDS,
     "launch_s": _SECONDS,
     "matmul_half_flops": _Range(0.0, 1e15, "FLOPs"),
     "num_nodes": _COUNT,

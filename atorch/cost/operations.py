@@ -67,7 +67,7 @@ def _attention_seconds(cost: Cost, segment: Segment, again: float, peak: float, 
     Dao et al. 2022, arXiv 2205.14135.
     """
     flops = tokens_share(cost) * segment.attention_flops / cost.tensor
-    return (3.5 + again) * flops / (peak * device.efficiency.attention)
+    return (3.5 + again) * cost.attention_scale * flops / (peak * device.efficiency.attention)
 
 
 def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:

@@ -90,6 +90,7 @@ class Cost:
     activation_scale: float = 1.0  # bytes of activations against those traced
     attention_scale: float = 1.0  # seconds of attention against those of the device's fused kernel
     traffic_scale: float = 1.0  # bytes moved by operations that are no matmuls, against those traced
+    hop_wait_s: float = 0.0  # what a hop of a collective waits in a pipeline whose stages send from node to node
     ops_scale: float = 1.0  # operations launched, against those traced
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
     recompute: float = 0.0  # share of the blocks that run forward again in backward

@@ -10,12 +10,13 @@ from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.offload import host_seconds, uses_host
 from atorch.cost.operations import seconds_of_copy
 from atorch.cost.profile import Segment
-from atorch.cost.stages import Stage, stages_of
+from atorch.cost.stages import Stage, heaviest_stages, stages_of
 from atorch.cost.state import Comm, Cost
 
 BACKWARD = 2 / 3  # of computing, the share that is in backward
 SHARPNESS = 6.0  # of the knee between being bound by launches and by work: where both are alike, neither hides all
-COLLECTIVE_LAUNCHES = 4.0  # a collective is launched as slowly as so many other operations
+COLLECTIVE_LAUNCHES = 1.5  # a collective is launched as slowly as so many other operations
+SEND_LAUNCHES = 12.0  # as many operations' launches are lost where a stage waits for what a neighbour sends
 
 
 class StepTime(NamedTuple):
@@ -80,7 +81,7 @@ def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
     exposed = times * slowest.exposed_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
     offload = 0.0
     if uses_host(cost):
-        computing = ((stage, times * each.computing_s) for stage, each in zip(stages, micro, strict=True))
+        computing = ((stage, times * micro[stage.index].computing_s) for stage in heaviest_stages(cost))
         offload = max(host_seconds(cost, stage, cluster, seconds) for stage, seconds in computing)
     return StepTime(
         matmul_s=times * slowest.matmul_s,
@@ -144,7 +145,7 @@ def _of_copy(cost: Cost, segment: Segment, waiting_s: float, cluster: ClusterSpe
     return _Copy(
         matmul_s=computed.matmul_s,
         traffic_s=computed.traffic_s,
-        launch_s=computed.launch_s + calls * COLLECTIVE_LAUNCHES * cluster.device.launch_s,
+        launch_s=computed.launch_s + calls * COLLECTIVE_LAUNCHES * cost.ops_scale * cluster.device.launch_s,
         exposed_s=exposed,
         hidden_s=hidden,
         params=cost.local_params(segment),
@@ -154,10 +155,9 @@ def _of_copy(cost: Cost, segment: Segment, waiting_s: float, cluster: ClusterSpe
 
 def _waiting_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     """What a hop of a collective waits for, in a pipeline whose stages send from node to node."""
-    contention = cluster.inter_node.contention_s
-    if not contention or cost.stages == 1 or group_of(("pipeline",), cost.axes, cluster).num_nodes == 1:
+    if not cost.hop_wait_s or cost.stages == 1 or group_of(("pipeline",), cost.axes, cluster).num_nodes == 1:
         return 0.0
-    return contention
+    return cost.hop_wait_s
 
 
 def _group(cost: Cost, comm: Comm, cluster: ClusterSpec) -> Group:
@@ -173,6 +173,8 @@ def _micro_batch(cost: Cost, stage: Stage, copies: dict[int, _Copy], sent: _Sent
         sum(count * copy[place] for copy, count in parts) for place in range(len(_Copy._fields))
     )
     traffic += _cast_bytes(cost, params, trainable) / reached_bandwidth(cluster)
+    if cost.stages > 1:  # activations and gradients, to and from neighbours
+        launch += 4.0 * cost.interleave * SEND_LAUNCHES * cost.ops_scale * cluster.device.launch_s
     of_parameters = params / cost.num_params if cost.stages > 1 else 1.0
     of_blocks = stage.num_blocks / max(1, cost.num_blocks) if cost.stages > 1 else 1.0
     exposed += of_parameters * sent.by_parameters[0] + of_blocks * sent.by_blocks[0]

@@ -30,6 +30,7 @@ class Framework:
     bucket_bytes: float = 25 * MiB  # of gradients that are reduced together
     broadcasts: bool = False  # what a rank stepped is sent by broadcasts of every rank, not gathered
     attention_scale: float = 1.0  # seconds of attention against those of FlashAttention-2
+    hop_wait_s: float = 0.0  # of a collective in a pipeline over nodes, while sends and receives keep the device busy
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
 
 
@@ -46,7 +47,9 @@ _KNOWN: Mapping[str, Framework] = {
         fresh_itemsize=2.0,
         bucket_itemsize=2.0,
         balances_flops=True,
+        reports_first=True,
         bucket_bytes=100 * MiB,
+        hop_wait_s=2.8e-4,
         launches=22.0,
     ),
     "megatron-deepspeed": Framework(implementation=Implementation(dropout=True), overlaps=False),

@@ -275,7 +275,10 @@ def cost_of(row: Row) -> Cost:
     axes = {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "pipeline": layout.pipeline}
     cost = arrange(plain_cost(profile, int(layout.global_batch)), axes)
     cost = replace(
-        _precision(cost, framework, dtype), ops_scale=framework.launches, attention_scale=framework.attention_scale
+        _precision(cost, framework, dtype),
+        ops_scale=framework.launches,
+        attention_scale=framework.attention_scale,
+        hop_wait_s=framework.hop_wait_s,
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(
@@ -343,6 +346,11 @@ _DEVICES = {
     r"\bl4\b": "L4",
 }
 
+_NETWORKS = {
+    # What a hardware's text says → what its network has that the cluster file has not.
+    "efa": {"inter_node.latency_s": 6e-4},  # of a hop in rings of more than one node; fitted
+}
+
 
 def cluster_of(row: Row) -> ClusterSpec:
     """The cluster that the run was on.
@@ -360,4 +368,5 @@ def cluster_of(row: Row) -> ClusterSpec:
     if name.startswith("V100") and memory > 24:
         name = "V100-32GB"
     per_node = min(int(row.number("gpus_per_node") or _NODE), layout.devices)
-    return ClusterSpec.load(name, num_nodes=-(-layout.devices // per_node), devices_per_node=per_node)
+    network = next((figures for word, figures in _NETWORKS.items() if word in words), {})
+    return ClusterSpec.load(name, -(-layout.devices // per_node), per_node, network)
