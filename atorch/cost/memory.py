@@ -125,8 +125,11 @@ def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
 
 
 def _held_gathers(cost: Cost, stage: Stage) -> float:
-    """Inputs of split products, gathered, that wait for another stream before their memory is used again."""
-    if not cost.held_gathers or not cost.splits_norms:
+    """Gathered inputs of split products, whose memory waits for another stream before it is used again.
+
+    That counts where the host runs ahead of the device; in a pipeline it waits for what neighbours send.
+    """
+    if not cost.held_gathers or not cost.splits_norms or cost.stages > 1:
         return 0.0
     inputs = sum(copies * segment.input_bytes for segment, copies in stage.parts if segment.is_block)
     return cost.held_gathers * inputs * _scale(cost) * (1.0 - 1.0 / cost.tensor)
@@ -239,9 +242,18 @@ def _region_bytes(cost: Cost, inside: float, outside: float) -> float:
 def _kept_when_recomputed(cost: Cost, segment: Segment) -> float:
     if cost.recompute_keeps == "nothing":
         return 0.0
+    selective = _region_bytes(cost, segment.inside.selective_bytes, segment.outside.selective_bytes)
     if cost.recompute_keeps == "selective":
-        return _region_bytes(cost, segment.inside.selective_bytes, segment.outside.selective_bytes)
-    return _region_bytes(cost, 0.0, segment.input_bytes)
+        return selective
+    inputs = _region_bytes(cost, 0.0, segment.input_bytes)
+    if cost.recompute_keeps == "results":
+        return selective + inputs + _scale(cost) * segment.input_bytes * _num_sums(segment)
+    return inputs
+
+
+def _num_sums(segment: Segment) -> float:
+    """Products that give the residual stream something to add, which plain backward needs nothing of."""
+    return sum(each.count for each in segment.matmuls if each.split == "rows" and not each.of_experts)
 
 
 def _with_host(cost: Cost, whole: Memory) -> Memory:

@@ -28,7 +28,7 @@ def seconds_of_copy(cost: Cost, segment: Segment, device: DeviceSpec) -> Compute
     memory's bandwidth; every operation is launched. Selective recomputation keeps the results of the former.
     """
     again = cost.recompute if segment.is_block else 0.0
-    multiplied = 0.0 if cost.recompute_keeps == "selective" else again  # whose results are kept
+    multiplied = 0.0 if cost.recompute_keeps in ("selective", "results") else again  # whose results are kept
     peak = peak_flops(device, cost.dtype)
     products = sum(_product_seconds(cost, each, multiplied, peak, device) for each in segment.matmuls)
     return Computed(

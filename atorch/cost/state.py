@@ -94,7 +94,7 @@ class Cost:
     ops_scale: float = 1.0  # operations launched, against those traced
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
     recompute: float = 0.0  # share of the blocks that run forward again in backward
-    recompute_keeps: Literal["inputs", "selective", "nothing"] = "inputs"
+    recompute_keeps: Literal["inputs", "selective", "results", "nothing"] = "inputs"  # "results": of every product
 
     comm: tuple[Comm, ...] = ()
     extra_s: float = 0.0  # seconds a method adds that nothing above expresses

@@ -64,12 +64,12 @@ class Checkpoint(Method):
     def cost(self, cost: Cost) -> Cost:
         """The blocks' inputs instead of their activations, one block's while it is recomputed, and its forward again.
 
-        Selective recomputation keeps the results of products and attention as well, and runs the rest again.
+        Selective recomputation keeps the results of all products and of attention as well, and runs the rest again.
         """
         most = self.max_checkpoint_module_num
         share = 1.0 if most is None or not cost.num_blocks else min(1.0, most / cost.num_blocks)
-        keeps: Literal["inputs", "selective", "nothing"] = "nothing" if self.offload_to_cpu else "inputs"
-        return replace(cost, recompute=share, recompute_keeps="selective" if self.selective else keeps)
+        keeps: Literal["inputs", "results", "nothing"] = "nothing" if self.offload_to_cpu else "inputs"
+        return replace(cost, recompute=share, recompute_keeps="results" if self.selective else keeps)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -12,9 +12,12 @@ from torch import nn
 
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.checkpoint import Checkpoint
-from atorch.cost import Region
+from atorch.cost import Region, peak_memory, plain_cost
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import StrategyError
-from tests.auto.opt_lib.splitting import BLOCK, EMBEDDING, PROFILE, cluster
+from atorch.runtime.recompute import checkpoint_wrapper
+from tests.auto.opt_lib.splitting import BLOCK, EMBEDDING, PROFILE, cluster, cost_of
+from tests.runtime.test_selective import Calls
 
 
 def make_model() -> nn.Module:
@@ -81,6 +84,41 @@ def test_the_cache_of_a_language_model_is_not_filled_twice(no_reentrant: bool) -
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert model.generation_config.use_cache
+
+
+def test_selective_recomputation_keeps_inputs_and_the_results_of_all_products() -> None:
+    """Also those that plain backward needs nothing of: here of the one product that is split by rows."""
+    cost = cost_of({"data": 2}, ("checkpoint", {"selective": True}))
+    kept = 3000 + 200 + 600 + 600
+    assert peak_memory(replace(cost, grad_itemsize=0.0)).activations == 8 / 2 * (800 + 8 * kept)
+
+
+def kept_bytes(num_layers: int) -> int:
+    """What lives of forward through selectively checkpointed Llama blocks, parameters apart."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.LlamaModel(config)
+    for layer in model.layers:
+        checkpoint_wrapper(layer, selective=True)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    with Calls() as calls:
+        output = model(input_ids=torch.zeros(2, 128, dtype=torch.long))
+    alive = {storage.data_ptr(): storage.nbytes() for _, ref in calls.results if (storage := ref()) is not None}
+    assert output is not None
+    return sum(size for place, size in alive.items() if place not in parameters)
+
+
+def test_a_block_keeps_what_its_cost_says() -> None:
+    shape = TransformerShape(layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64, seq_len=128, head_dim=16)
+    profile = transformer_profile(shape, 2, Implementation(itemsize=4.0))
+    half = replace(profile, segments=tuple(replace(s, count=min(s.count, 2)) for s in profile.segments))
+    said = [
+        peak_memory(replace(Checkpoint(selective=True).cost(plain_cost(each)), grad_itemsize=0.0)).activations
+        for each in (profile, half)
+    ]
+    assert (kept_bytes(4) - kept_bytes(2)) == pytest.approx(said[0] - said[1])
 
 
 def test_what_is_tried() -> None:

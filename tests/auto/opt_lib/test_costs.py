@@ -114,7 +114,9 @@ def test_half_keeps_masters():
 def test_checkpoint_keeps_inputs_and_runs_forward_again():
     found = cost("checkpoint")
     assert activations(found) == 900 - 800 + 80
-    assert peak_memory(replace(found, grads_persist=True)).working == 100 - 10  # a block run again, but for what was kept of it
+    assert (
+        peak_memory(replace(found, grads_persist=True)).working == 100 - 10
+    )  # a block run again, but for what was kept of it
     block, plain = (step_time(each, CPU).matmul_s for each in (found, PLAIN))
     assert block / plain == pytest.approx((3 * 400 + 4 * 800 + 4.5 * 200) / (3 * 1200 + 3.5 * 200), rel=1e-4)
 
@@ -125,7 +127,6 @@ def test_selective_recomputation_multiplies_once_and_moves_again():
     assert found.matmul_s == plain.matmul_s
     assert (found.traffic_s, found.launch_s) == (whole.traffic_s, whole.launch_s)
     assert found.traffic_s > plain.traffic_s
-    assert cost(("checkpoint", {"selective": True})).recompute_keeps == "selective"
 
 
 def test_checkpointing_some_blocks():
