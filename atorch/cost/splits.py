@@ -14,7 +14,7 @@ from typing import Literal
 from atorch.cost.state import Comm, Cost
 
 MiB = 2**20
-AXES = ("tensor", "sequence", "context", "data", "zero", "pipeline")
+AXES = ("tensor", "sequence", "context", "zero", "data", "pipeline")
 """The usual order of ranks, the fastest-varying first."""
 SAMPLE_AXES = ("data", "zero")
 """Axes whose ranks see different samples."""
@@ -82,6 +82,7 @@ def shard_optimizer(
     cost: Cost,
     *,
     axes: tuple[str, ...] = REPLICA_AXES,
+    over: tuple[str, ...] = REPLICA_AXES,
     itemsize: float | None = None,
     bucket_bytes: float = 25 * MiB,
     overlaps: bool = True,
@@ -90,13 +91,14 @@ def shard_optimizer(
 ) -> Cost:
     """Optimizer state sharded: gradients reduced to their owners, parameters gathered from them after the update.
 
-    Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1.
+    Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1. Gradients are reduced over `axes`, the state is sharded
+    `over` as many or fewer of them.
     """
-    shards = cost.size(*axes)
+    shards = cost.size(*over)
     calls = shards if gathers == "broadcast" else cost.param_bytes / bucket_bytes + 1
     return replace(cost, optim_shards=cost.optim_shards * shards).send(
         _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
-        Comm(gathers, axes, cost.param_bytes, count=calls),
+        Comm(gathers, over, cost.param_bytes, count=calls),
     )
 
 

@@ -11,14 +11,14 @@ from atorch.cluster import ClusterSpec, Efficiency
 from atorch.cost import Cost, peak_memory, step_seconds
 from atorch.errors import AtorchError
 from atorch.units import GiB
-from benchmarks.published.fit import FITTED_MODELS, Run, drawn, fitted, with_constants
+from benchmarks.published.fit import Run, drawn, fitted, is_fitted, with_constants
 from benchmarks.published.metrics import Result, runs_out_of_memory
 from benchmarks.published.rows import GIVEN, Row, cluster_of, cost_of
 
 Calibration = Literal["none", "shipped", "5"]
 CALIBRATIONS: tuple[Calibration, ...] = ("none", "shipped", "5")
 
-TYPICAL = Efficiency(matmul=0.7, matmul_half_flops=2e9, attention=0.4, traffic=0.7)
+TYPICAL = Efficiency(matmul=0.72, matmul_half_flops=2e9, attention=0.4, traffic=0.7)
 """What training reaches of a data sheet's figures on any GPU, as a rule; fitted to nothing."""
 FEW = 5  # rows that a cluster's constants are refitted on
 
@@ -69,14 +69,15 @@ def evaluate(rows: Sequence[Row], calibration: Calibration = "shipped") -> list[
     """The results of a table's rows, in order, without those that constants were refitted on."""
     cases = [Case.of(row) for row in rows]
     if calibration == "none":
-        cases = [_by_data_sheet(case) for case in cases]
+        cases = [by_data_sheet(case) for case in cases]
     if calibration == "5":
         cases = _refitted(cases)
     ran = _by_all_but_size(rows)
     return [_result(case, ran) for case in cases]
 
 
-def _by_data_sheet(case: Case) -> Case:
+def by_data_sheet(case: Case) -> Case:
+    """The case on a device of which its data sheet is all that is known."""
     if case.cluster is None:
         return case
     return replace(case, cluster=replace(case.cluster, device=replace(case.cluster.device, efficiency=TYPICAL)))
@@ -145,6 +146,6 @@ def _result(case: Case, ran: Sizes) -> Result:
         seen_by_driver="smi" in row.measured["mem_metric"].lower(),
         label=label_of(row, ran),
         said_to_fit=estimated is not None and estimated <= room,
-        fitted_model=row.text("model") in FITTED_MODELS,
+        fitted_model=is_fitted(row.text("model")),
         refused=case.refused,
     )

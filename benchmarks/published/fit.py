@@ -13,23 +13,30 @@ of their names from the models in `FITTED_MODELS` alone. All other models are fo
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, step_seconds
 
-FITTED_MODELS = frozenset({"llama-like 1b", "gpt h1024 l12", "mpt-1b", "mpt-760m", "gpt h1536 l16"})
+FITTED_MODELS = frozenset(
+    {"llama-like 1b", "gpt h1024 l12", "mpt-1b", "mpt-760m", "gpt h1536 l16", "llama3-70b (reduced to 12 layers)"}
+)
 SPREAD: Mapping[str, float] = {
     # The standard deviation of a constant's logarithm before anything is measured.
-    "device.efficiency.matmul": 0.1,
+    "device.efficiency.matmul": 0.2,
     "device.efficiency.attention": 0.3,
     "device.efficiency.traffic": 0.2,
-    "device.launch_s": 0.5,
+    "device.launch_s": 0.3,
     "intra_node.efficiency": 0.2,
     "intra_node.latency_s": 0.5,
     "inter_node.efficiency": 0.4,
@@ -107,3 +114,43 @@ def _scaled(spec: Any, path: Sequence[str], factor: float) -> Any:
         return replace(spec, **{name: _scaled(value, rest, factor)})
     is_share = name in ("efficiency", "matmul", "attention", "traffic")
     return replace(spec, **{name: min(1.0, value * factor) if is_share else value * factor})
+
+
+SHARE = 0.05  # of a family's rows, at most
+
+
+def main() -> None:
+    from benchmarks.published.evaluate import Case, by_data_sheet
+    from benchmarks.published.rows import read_rows
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE.csv")
+    families: dict[str, list[Case]] = defaultdict(list)
+    for path in parser.parse_args().tables:
+        for case in (by_data_sheet(Case.of(row)) for row in read_rows(path)):
+            if case.cluster is not None:
+                families[case.cluster.device.name].append(case)
+    for device, cases in families.items():
+        few = drawn([case.run for case in cases if case.run and is_fitted(case.row.text("model"))], _most(cases))
+        print(f"{device}: {len(few)} rows of {len(cases)}")
+        for name, factor in fitted(few).items():
+            print(f"    {name}: {_figure(few[0].cluster, name):.4g} × {factor:.3f}")
+
+
+def _most(cases: Sequence[Any]) -> int:
+    return int(SHARE * len(cases))
+
+
+def is_fitted(model: str) -> bool:
+    """Whether shipped constants were fitted on rows of a model."""
+    return model.lower() in FITTED_MODELS
+
+
+def _figure(spec: Any, place: str) -> float:
+    for name in place.split("."):
+        spec = getattr(spec, name)
+    return float(spec)
+
+
+if __name__ == "__main__":
+    main()

@@ -24,10 +24,16 @@ class Framework:
     bucket_itemsize: float = 0.0  # of communication buffers for all gradients, where several replicas share them
     placeholder_itemsize: float = 0.0
     held_gathers: float = 0.0
+    held_in_pipelines: float = 0.0  # as held_gathers, at most
+    step_itemsize: float = 0.0
+    zero_when_split: int = 0  # level of ZeRO under tensor or pipeline parallelism where none is named
+    split_by: str = ""  # the framework that it leaves tensor and pipeline parallelism to
+    gathered_itemsize: float = 2.0  # of parameters that are gathered for use
     reports_first: bool = False  # the memory it logs is that of the first device
     balances_flops: bool = False  # stages of a pipeline
     overlaps: bool = True  # reductions run behind backward
     bucket_bytes: float = 25 * MiB  # of gradients that are reduced together
+    optimizer_group: int = 0  # neighbours that share the optimizer's state out under ZeRO-1; 0 for all
     broadcasts: bool = False  # what a rank stepped is sent by broadcasts of every rank, not gathered
     attention_scale: float = 1.0  # seconds of attention against those of FlashAttention-2
     hop_wait_s: float = 0.0  # of a collective in a pipeline over nodes, while sends and receives keep the device busy
@@ -38,7 +44,11 @@ class Framework:
 _MEGATRON = Implementation(loss_bytes=2.0)
 # The sum of two copies in fp32, one of which is kept as probabilities.
 _NANOTRON = Implementation(loss_bytes=4.0, fused_activation=False)
+# A cross entropy that writes its gradient over the logits.
+_FUSED_LOSS = Implementation(logit_bytes=2.0, loss_bytes=2.0)
 _UNFUSED = Implementation(fused_norm=False, fused_activation=False)
+# Beside the probabilities: logits in fp32, which are returned, their shifted copy, and two gradients.
+_HUGGING_FACE = Implementation(fused_norm=False, fused_activation=False, loss_bytes=12.0)
 
 _KNOWN: Mapping[str, Framework] = {
     # A part of the name in lower case; the first that is found counts.
@@ -47,25 +57,42 @@ _KNOWN: Mapping[str, Framework] = {
         fresh_itemsize=2.0,
         bucket_itemsize=2.0,
         balances_flops=True,
+        held_gathers=1.8,
+        held_in_pipelines=0.8,
         reports_first=True,
-        bucket_bytes=100 * MiB,
+        bucket_bytes=512 * MiB,
         hop_wait_s=2.8e-4,
         launches=22.0,
     ),
     "megatron-deepspeed": Framework(implementation=Implementation(dropout=True), overlaps=False),
     "megatron-lm (may 2021)": Framework(implementation=Implementation(dropout=True), grad_itemsize=2.0, overlaps=False),
     "megatron": Framework(implementation=_MEGATRON, placeholder_itemsize=2.0),
-    "internevo": Framework(grad_itemsize=2.0, grads_persist=False, bucket_bytes=512 * MiB, broadcasts=True),
+    "internevo": Framework(
+        grad_itemsize=2.0,
+        grads_persist=False,
+        step_itemsize=12.0,
+        bucket_bytes=512 * MiB,
+        broadcasts=True,
+        optimizer_group=8,
+    ),
     "oneflow": Framework(implementation=Implementation(dropout=True), keeps_masters=False),
     # FlashAttention-2 doubles the first version's speed: Dao 2023, arXiv 2307.08691.
-    "composer": Framework(keeps_masters=False, grads_persist=False, attention_scale=2.0),
-    "atorch": Framework(implementation=_UNFUSED, keeps_masters=False, grads_persist=False),
-    "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, grads_persist=False),
+    "composer": Framework(implementation=_FUSED_LOSS, keeps_masters=False, grads_persist=False, attention_scale=2.0),
+    # Its autocast is PyTorch's, beside which FSDP gathers what it has, in fp32.
+    "atorch": Framework(
+        implementation=_HUGGING_FACE,
+        keeps_masters=False,
+        grads_persist=False,
+        gathered_itemsize=4.0,
+        split_by="deepspeed",
+    ),
+    "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1),
     "torchtitan": Framework(keeps_masters=False, grads_persist=False),
-    "transformers": Framework(implementation=_UNFUSED, keeps_masters=False, grads_persist=False),
+    "transformers": Framework(implementation=_HUGGING_FACE, keeps_masters=False, grads_persist=False),
 }
 
 
-def framework_of(name: str) -> Framework:
-    """The framework that a table names."""
-    return next((known for part, known in _KNOWN.items() if part in name.lower()), Framework())
+def framework_of(name: str, *, is_split: bool = False) -> Framework:
+    """The framework that a table names, or what does its work where the model `is_split` over devices."""
+    found = next((known for part, known in _KNOWN.items() if part in name.lower()), Framework())
+    return _KNOWN[found.split_by] if is_split and found.split_by else found

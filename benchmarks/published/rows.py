@@ -7,6 +7,7 @@ not read at all.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.cost.splits import (
+    REPLICA_AXES,
     accumulate,
     arrange,
     replicate,
@@ -31,6 +33,7 @@ from atorch.cost.transformer import Implementation, TransformerShape, transforme
 from atorch.errors import ArgumentError
 from benchmarks.published.frameworks import Framework, framework_of
 from benchmarks.published.models import known_dimensions
+from benchmarks.published.networks import network_of
 
 GIVEN = (
     *("row_id", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "arch"),
@@ -232,9 +235,15 @@ def _vocab(row: Row, without: TransformerShape) -> int:
     return max(1024, round(rest / without.hidden / (1 if without.tied else 2)))
 
 
+def framework_for(row: Row) -> Framework:
+    """What trains the run."""
+    is_split = _count(row, "tp") > 1 or _count(row, "pp") > 1
+    return framework_of(row.text("framework"), is_split=is_split)
+
+
 def profile_of(row: Row) -> ModelProfile:
     """The profile of one micro-batch of the run."""
-    return _profile(shape_of(row), _implementation(row, framework_of(row.text("framework"))))
+    return _profile(shape_of(row), _implementation(row, framework_for(row)))
 
 
 @lru_cache(maxsize=256)
@@ -270,10 +279,9 @@ def cost_of(row: Row) -> Cost:
     Raises:
         ArgumentError: the row cannot be understood; its text is the reason.
     """
-    layout, framework = layout_of(row), framework_of(row.text("framework"))
+    layout, framework = layout_of(row), framework_for(row)
     profile, dtype = profile_of(row), dtype_of(row)
-    axes = {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "pipeline": layout.pipeline}
-    cost = arrange(plain_cost(profile, int(layout.global_batch)), axes)
+    cost = arrange(plain_cost(profile, int(layout.global_batch)), _axes(layout, framework))
     cost = replace(
         _precision(cost, framework, dtype),
         ops_scale=framework.launches,
@@ -290,6 +298,18 @@ def cost_of(row: Row) -> Cost:
     return _data_parallel(cost, layout, framework)
 
 
+def _axes(layout: Layout, framework: Framework) -> dict[str, int]:
+    """Ranks that see different samples are divided where neighbours alone share the optimizer's state out."""
+    zero = math.gcd(layout.data, framework.optimizer_group) if layout.zero == 1 and framework.optimizer_group else 1
+    return {
+        "tensor": layout.tensor,
+        "context": layout.context,
+        "zero": zero,
+        "data": layout.data // zero,
+        "pipeline": layout.pipeline,
+    }
+
+
 def _precision(cost: Cost, framework: Framework, dtype: str) -> Cost:
     """Bytes an element, as the framework mixes precisions; in fp32 nothing is mixed."""
     cost = replace(
@@ -298,6 +318,8 @@ def _precision(cost: Cost, framework: Framework, dtype: str) -> Cost:
         grads_persist=framework.grads_persist,
         fresh_itemsize=framework.fresh_itemsize,
         placeholder_itemsize=framework.placeholder_itemsize,
+        held_gathers=framework.held_in_pipelines if cost.size("pipeline") > 1 else framework.held_gathers,
+        step_itemsize=framework.step_itemsize,
         balances_flops=framework.balances_flops,
         optim_itemsize=8.0,
     )
@@ -325,6 +347,8 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework) -> Cost:
         return replicate(cost, overlaps=framework.overlaps, bucket_bytes=framework.bucket_bytes)
     cost = shard_optimizer(
         cost,
+        over=("zero",) if layout.zero == 1 and framework.optimizer_group else REPLICA_AXES,
+        reduces="all_reduce" if framework.optimizer_group else "reduce_scatter",
         overlaps=framework.overlaps,
         bucket_bytes=framework.bucket_bytes,
         gathers="broadcast" if framework.broadcasts else "all_gather",
@@ -346,11 +370,6 @@ _DEVICES = {
     r"\bl4\b": "L4",
 }
 
-_NETWORKS = {
-    # What a hardware's text says → what its network has that the cluster file has not.
-    "efa": {"inter_node.latency_s": 6e-4},  # of a hop in rings of more than one node; fitted
-}
-
 
 def cluster_of(row: Row) -> ClusterSpec:
     """The cluster that the run was on.
@@ -368,5 +387,4 @@ def cluster_of(row: Row) -> ClusterSpec:
     if name.startswith("V100") and memory > 24:
         name = "V100-32GB"
     per_node = min(int(row.number("gpus_per_node") or _NODE), layout.devices)
-    network = next((figures for word, figures in _NETWORKS.items() if word in words), {})
-    return ClusterSpec.load(name, -(-layout.devices // per_node), per_node, network)
+    return ClusterSpec.load(name, -(-layout.devices // per_node), per_node, network_of(words, _NODE))
