@@ -125,14 +125,11 @@ def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
 
 
 def _held_gathers(cost: Cost, stage: Stage) -> float:
-    """Gathered inputs of split products, whose memory waits for another stream before it is used again.
-
-    That counts where the host runs ahead of the device; in a pipeline it waits for what neighbours send.
-    """
-    if not cost.held_gathers or not cost.splits_norms or cost.stages > 1:
+    """Gathered inputs of split products, whose memory waits for another stream before it is used again."""
+    if not cost.held_gathers or not cost.splits_norms:
         return 0.0
     inputs = sum(copies * segment.input_bytes for segment, copies in stage.parts if segment.is_block)
-    return cost.held_gathers * inputs * _scale(cost) * (1.0 - 1.0 / cost.tensor)
+    return cost.held_gathers * stage.in_flight * inputs * _scale(cost) * (1.0 - 1.0 / cost.tensor)
 
 
 def _moments(cost: Cost, in_flight: float, parts: list[tuple[bool, float, _Copy]]) -> Iterator[_Moment]:

@@ -66,9 +66,9 @@ class Cost:
     bucket_itemsize: float = 0.0  # those that are as large as all gradients together, an element
     step_itemsize: float = 0.0  # temporaries of the optimizer's step, sharded as its state is
     placeholder_itemsize: float = (
-        0.0  # of one gradient for every shape of weight: autograd's, where kernels add their own
+        0.0  # of a gradient for every shape of weight: autograd's, where kernels add their own
     )
-    held_gathers: float = 0.0  # inputs of a block, gathered along the sequence, whose memory is not used again at once
+    held_gathers: float = 0.0  # of a block's inputs gathered along the sequence, those whose memory is not free at once
     param_offload: float = 0.0  # shares that wait in host memory
     optim_offload: float = 0.0
     activation_offload: float = 0.0

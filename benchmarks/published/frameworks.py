@@ -21,6 +21,7 @@ class Framework:
     grad_itemsize: float = 4.0
     grads_persist: bool = True  # gradients keep their place between steps
     fresh_itemsize: float = 0.0  # of gradients that wait until backward is through before they are added
+    buffer_bytes: float = 0.0  # of communication, whatever the model
     bucket_itemsize: float = 0.0  # of communication buffers for all gradients, where several replicas share them
     placeholder_itemsize: float = 0.0
     held_gathers: float = 0.0
@@ -86,7 +87,8 @@ _KNOWN: Mapping[str, Framework] = {
         gathered_itemsize=4.0,
         split_by="deepspeed",
     ),
-    "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1),
+    # Its buckets of 5e8 elements, one to reduce and one to gather.
+    "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1, buffer_bytes=2e9),
     "torchtitan": Framework(keeps_masters=False, grads_persist=False),
     "transformers": Framework(implementation=_HUGGING_FACE, keeps_masters=False, grads_persist=False),
 }

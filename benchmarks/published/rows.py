@@ -142,6 +142,8 @@ def layout_of(row: Row) -> Layout:
     if not times or times < 1:
         raise ArgumentError(f"global_batch {whole:g} is less than dp {data:g} micro-batches of {micro:g}")
     level, keeps = _sharding(row)
+    if not level and tensor * pipeline > 1 and row.text("zero") == "" and row.text("fsdp") in _BLANK:
+        level = framework_for(row).zero_when_split
     return Layout(
         devices=int(devices),
         data=int(data),
@@ -320,6 +322,7 @@ def _precision(cost: Cost, framework: Framework, dtype: str) -> Cost:
         placeholder_itemsize=framework.placeholder_itemsize,
         held_gathers=framework.held_in_pipelines if cost.size("pipeline") > 1 else framework.held_gathers,
         step_itemsize=framework.step_itemsize,
+        bucket_bytes=framework.buffer_bytes if cost.size("data", "zero") > 1 else 0.0,
         balances_flops=framework.balances_flops,
         optim_itemsize=8.0,
     )
@@ -339,7 +342,7 @@ def _recompute(cost: Cost, words: str) -> Cost:
 
 def _data_parallel(cost: Cost, layout: Layout, framework: Framework) -> Cost:
     if layout.zero == 3 or layout.keeps_gathered:
-        itemsize = 4.0 if cost.dtype == "float32" else 2.0
+        itemsize = 4.0 if cost.dtype == "float32" else framework.gathered_itemsize
         return shard(cost, itemsize=itemsize, keeps_gathered=layout.keeps_gathered)
     if layout.data > 1:
         cost = replace(cost, bucket_itemsize=framework.bucket_itemsize)

@@ -1,0 +1,61 @@
+"""What the planner says of a run's memory: the bytes that its table measured, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from atorch.cost import Cost, Memory, peak_memory
+from atorch.cost.memory import stage_memory
+from atorch.cost.stages import stages_of
+from atorch.units import GiB
+from benchmarks.published.rows import Row, cost_of, framework_for
+
+Metric = Literal["allocated", "reserved", "driver"]
+
+CONTEXT = 1.5 * GiB
+"""What the driver's figure has beside the allocator's: CUDA's context, kernels, and buffers of NCCL."""
+RESERVE = 0.08
+"""Of a device's memory, what is kept free: the context, and what the estimate may be wrong by."""
+STUCK = 0.6
+"""Of the allocator's slack, what it cannot give back when memory runs short."""
+
+
+def metric_of(row: Row) -> Metric:
+    """What the row's figure is. Where a table names none, or two, it is taken to be what the allocator reserved."""
+    words = row.measured["mem_metric"].lower()
+    if "smi" in words:
+        return "driver"
+    return "allocated" if "allocated" in words and "reserved" not in words else "reserved"
+
+
+def predicted_memory(row: Row) -> Memory:
+    """The stage that the row's figure is of: the one that needs the most, or the first where a framework logs that.
+
+    Raises:
+        ArgumentError: the row cannot be understood.
+    """
+    return memory_of(row, cost_of(row))
+
+
+def memory_of(row: Row, cost: Cost) -> Memory:
+    """`predicted_memory` where the row's cost is known."""
+    if cost.stages > 1:
+        cost = replace(cost, held_gathers=0.0)  # as in the middle of all runs; what fits has room for the worst
+    if framework_for(row).reports_first:
+        return stage_memory(cost, stages_of(cost)[0])
+    return peak_memory(cost)
+
+
+def comparable_bytes(row: Row, cost: Cost) -> float:
+    """What the row's figure should be."""
+    memory, metric = memory_of(row, cost), metric_of(row)
+    if metric == "allocated":
+        return memory.total
+    return memory.reserved + (CONTEXT if metric == "driver" else 0.0)
+
+
+def fits(cost: Cost, device_bytes: float) -> bool:
+    """Whether the stage that needs the most has room on a device, but for the reserve."""
+    memory = peak_memory(cost)
+    return memory.total + STUCK * memory.slack <= (1.0 - RESERVE) * device_bytes
