@@ -8,6 +8,7 @@ budget. Planned for, and not applied yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated
@@ -43,6 +44,12 @@ class Offload(Method):
         if not (self.optimizer or self.activations):
             raise ValueError("all shares are 0, which offloads nothing; leave offload out")
         return self
+
+    def unfit(self, cost: Cost) -> str | None:
+        """Under chunk's budget it is chunk that decides which states wait; activations are no business of it."""
+        if cost.budget_bytes < math.inf and (self.parameters or self.optimizer):
+            return "chunk decides which states wait in host memory; offload activations alone beside it"
+        return None
 
     def cost(self, cost: Cost) -> Cost:
         """The shares; what moves follows from them."""

@@ -48,6 +48,13 @@ def test_what_does_not_hold_is_refused(config, message):
         Offload.of(config)
 
 
+def test_beside_chunk_it_has_activations_alone():
+    cost = cost_of({"data": 2}, ("chunk", {"budget_bytes": 10**9}))
+    assert "chunk decides" in Offload().unfit(cost)
+    assert Offload(optimizer=0.0, activations=1.0).unfit(cost) is None
+    assert Offload().unfit(cost_of({"data": 2}, "fsdp")) is None
+
+
 def test_it_is_tried_where_the_host_has_memory_of_its_own():
     shares = [(each.parameters, each.optimizer, each.activations) for each in Offload.choices(PROFILE, cluster())]
     assert shares == [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)]
