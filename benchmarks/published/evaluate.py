@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from atorch.cluster import ClusterSpec, Efficiency
-from atorch.cost import Cost, peak_memory, step_seconds
+from atorch.cost import Cost, step_seconds
 from atorch.errors import AtorchError
 from atorch.units import GiB
 from benchmarks.published.fit import Run, drawn, fitted, is_fitted, with_constants
+from benchmarks.published.memory import comparable_bytes, fits, metric_of
 from benchmarks.published.metrics import Result, runs_out_of_memory
 from benchmarks.published.rows import GIVEN, Row, cluster_of, cost_of
 
 Calibration = Literal["none", "shipped", "5"]
 CALIBRATIONS: tuple[Calibration, ...] = ("none", "shipped", "5")
 
-TYPICAL = Efficiency(matmul=0.72, matmul_half_flops=2e9, attention=0.4, traffic=0.7)
+TYPICAL = Efficiency(matmul=0.72, attention=0.4, traffic=0.7)
 """What training reaches of a data sheet's figures on any GPU, as a rule; fitted to nothing."""
 FEW = 5  # rows that a cluster's constants are refitted on
 
@@ -80,7 +81,9 @@ def by_data_sheet(case: Case) -> Case:
     """The case on a device of which its data sheet is all that is known."""
     if case.cluster is None:
         return case
-    return replace(case, cluster=replace(case.cluster, device=replace(case.cluster.device, efficiency=TYPICAL)))
+    device = case.cluster.device
+    typical = replace(TYPICAL, matmul_half_flops=device.efficiency.matmul_half_flops)  # told from the peak alone
+    return replace(case, cluster=replace(case.cluster, device=replace(device, efficiency=typical)))
 
 
 def _refitted(cases: Sequence[Case]) -> list[Case]:
@@ -129,10 +132,10 @@ def label_of(row: Row, ran: Sizes) -> Literal["fits", "oom"] | None:
 
 def _result(case: Case, ran: Sizes) -> Result:
     row, held = case.row, case.row.result("peak_mem_gib")
-    seconds, estimated, room = None, None, 0.0
+    seconds, estimated, said_to_fit = None, None, False
     if case.cost is not None and case.cluster is not None:
-        seconds, estimated = step_seconds(case.cost, case.cluster), peak_memory(case.cost).total
-        room = case.cluster.device.memory_bytes
+        seconds, estimated = step_seconds(case.cost, case.cluster), comparable_bytes(row, case.cost)
+        said_to_fit = fits(case.cost, case.cluster.device.memory_bytes)
     ended_well = row.measured["status"] == "ok"
     return Result(
         row_id=row.row_id,
@@ -143,9 +146,9 @@ def _result(case: Case, ran: Sizes) -> Result:
         estimated_s=seconds,
         measured_bytes=held * GiB if held is not None and ended_well else None,
         estimated_bytes=estimated,
-        seen_by_driver="smi" in row.measured["mem_metric"].lower(),
+        seen_by_driver=metric_of(row) == "driver",
         label=label_of(row, ran),
-        said_to_fit=estimated is not None and estimated <= room,
+        said_to_fit=said_to_fit,
         fitted_model=is_fitted(row.text("model")),
         refused=case.refused,
     )
