@@ -1,0 +1,84 @@
+"""Blocks that are equal by structure, found without running them.
+
+Two blocks are alike when their modules have the same classes, parameters of the same shapes and the same attributes,
+however deep. Numbers that count up with the blocks, such as the index that a layer is given for its cache, may differ.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (str, bytes, float, complex, bool, type, set, frozenset, torch.Size, torch.dtype, torch.device)
+
+
+def groups_of_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
+    """The names of blocks, those that are alike together, in the order of their first."""
+    indices = {name: _index(name, position) for position, name in enumerate(blocks)}
+    groups: list[list[str]] = []
+    for name, block in blocks.items():
+        for group in groups:
+            if _Comparison(indices[name] - indices[group[0]]).alike(blocks[group[0]], block):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
+
+
+def _index(name: str, position: int) -> int:
+    """What a block's siblings call it, where that is a number."""
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdigit() else position
+
+
+class _Comparison:
+    """Of two blocks that are `step` apart among their siblings."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._begun: set[tuple[int, int]] = set()  # pairs being compared, so that cycles end
+
+    def alike(self, one: Any, other: Any) -> bool:
+        """Whether nothing but a counting number tells the two apart."""
+        if one is other:
+            return True
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, int) and not isinstance(one, bool):
+            return bool(one == other or other - one == self.step)
+        if isinstance(one, torch.Tensor):
+            return _shape(one) == _shape(other)
+        if (id(one), id(other)) in self._begun:
+            return True
+        self._begun.add((id(one), id(other)))
+        return self._alike_inside(one, other)
+
+    def _alike_inside(self, one: Any, other: Any) -> bool:
+        if isinstance(one, types.FunctionType):
+            return one.__code__ is other.__code__
+        if isinstance(one, types.MethodType):
+            return one.__func__ is other.__func__
+        if isinstance(one, partial):
+            return self._all([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
+        if isinstance(one, Mapping):
+            # Handles of hooks are numbers that never repeat.
+            same_keys = all(isinstance(key, int) for key in (*one, *other)) or list(one) == list(other)
+            return same_keys and self._all(list(one.values()), list(other.values()))
+        if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
+            return self._all(one, other)
+        if hasattr(one, "__dict__") and not isinstance(one, type):
+            return self.alike(vars(one), vars(other))
+        return isinstance(one, _PLAIN) and bool(one == other)
+
+    def _all(self, ones: Sequence[Any], others: Sequence[Any]) -> bool:
+        return len(ones) == len(others) and all(map(self.alike, ones, others))
+
+
+def _shape(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bool]:
+    return tensor.shape, tensor.dtype, tensor.requires_grad

@@ -1,0 +1,226 @@
+"""Which products of a block tensor parallelism can split, derived from what flows into what. Imports no torch.
+
+A block's stream is what enters it and feeds its products: tokens with all their features. A product of the stream can
+be split by columns; what is computed from it element by element or by head then stays split, up to a product that
+takes it by its rows and gives sums of whole tokens again (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Where
+split values meet the stream before, are reduced over all features, or leave the block, the products they came from must
+stay whole. So products are first all taken to be splittable, and the flow is followed again until no more must be
+whole. Names play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["product", "attention", "reduction", "join", "sum", "choice", "gather", "table", "other"]
+Split = Literal["columns", "rows", "none"]
+Value = int  # a tensor's storage, by identity
+
+State = frozenset[int] | None
+"""Of a value: None for constants, else the products it is split like; none of them for the stream."""
+_STREAM: frozenset[int] = frozenset()
+_BOTTLENECK = 8  # an adapter's two products are so much narrower between them
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One operation: the values it reads and writes, weights apart."""
+
+    kind: Kind
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    is_float: bool = True
+    # Of a product: its activations, how many rows in all, and the other two sizes.
+    data: Value = 0
+    rows: float = 0.0
+    inner: int = 0
+    columns: int = 0
+    splits: bool = False
+    stacked: bool = False
+    # Of attention.
+    query: Value = 0
+    key: Value = 0
+    # Of a reduction: elements before, and after.
+    elements: int = 0
+    left: int = 0
+
+
+@dataclass(slots=True)
+class Layout:
+    """What was derived of one block; nodes by their place in the order of execution."""
+
+    splits: dict[int, Split] = field(default_factory=dict)
+    of_experts: set[int] = field(default_factory=set)
+    dispatched: set[Value] = field(default_factory=set)  # tokens as experts get them
+    inside: set[int] = field(default_factory=set)  # nodes whose results are split
+    inside_values: set[Value] = field(default_factory=set)
+    attention: int | None = None  # the first, and the products that its queries and keys are made from
+    queries: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()
+
+
+def derive(nodes: Sequence[Node], leaving: Iterable[Value] = (), vocabulary: int = 0) -> Layout:
+    """The layout of a block, or of a part between blocks.
+
+    Args:
+        leaving: values that are used after it.
+        vocabulary: rows of the embedding; a product with as many columns whose results stay here is a head, which is
+            split without another product to follow.
+    """
+    flow = _Flow(nodes)
+    while flow.follow(leaving):
+        pass
+    return flow.layout(vocabulary)
+
+
+class _Flow:
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = nodes
+        self.streams = _streams(nodes)
+        self.whole: set[int] = set()  # products that must not be split
+        self.states: dict[Value, State] = {}
+        self.results: list[State] = []
+        self.inputs: dict[int, frozenset[int]] = {}  # product by rows → the products by columns that feed it
+        self.sums: dict[Value, int] = {}  # values that are a product's by rows, scaled perhaps
+
+    def follow(self, leaving: Iterable[Value]) -> bool:
+        """Pass over the nodes once; whether more products turned out to be whole."""
+        known = len(self.whole)
+        self.states, self.results, self.inputs, self.sums = {}, [], {}, {}
+        for place, node in enumerate(self.nodes):
+            state = self._result(place, node)
+            self.results.append(state)
+            for value in node.writes:
+                self.states[value] = state
+                if node.kind != "product":
+                    self._remember_sum(node, value)
+        for value in leaving:
+            self.whole |= self._state(value) or _STREAM
+        return len(self.whole) > known
+
+    def _state(self, value: Value) -> State:
+        """Of a value before it is read: split like some products, unless they have to be whole."""
+        state = self.states.get(value, _STREAM if value in self.streams else None)
+        return state - self.whole if state else state
+
+    def _result(self, place: int, node: Node) -> State:
+        if node.kind == "product":
+            return self._product(place, node)
+        states = [self._state(value) for value in node.reads]
+        split = frozenset[int]().union(*(state for state in states if state))
+        if not split:
+            return _STREAM if _STREAM in states else None
+        if node.kind in ("attention", "join"):
+            return split
+        if node.kind == "reduction" and self._needs_all(node, split):
+            self.whole |= split
+            return _STREAM
+        if _STREAM in states:
+            return self._meet(node, split)
+        return split
+
+    def _product(self, place: int, node: Node) -> State:
+        state = self._state(node.data)
+        if state is None:
+            return None
+        if not node.splits:
+            self.whole |= state
+            return _STREAM
+        if not state:
+            return _STREAM if place in self.whole else frozenset((place,))
+        self.inputs[place] = state
+        for value in node.writes:
+            self.sums[value] = place
+        return _STREAM
+
+    def _remember_sum(self, node: Node, value: Value) -> None:
+        sums = {self.sums[read] for read in node.reads if read in self.sums}
+        self.sums.pop(value, None)
+        if len(sums) == 1 and node.kind == "other" and len(set(node.reads)) == 1:
+            self.sums[value] = sums.pop()
+
+    def _meet(self, node: Node, split: frozenset[int]) -> State:
+        """Split values meet the stream: the products that made them are whole.
+
+        Only where the stream is what an adapter adds to a product (Hu et al. 2021, arXiv 2106.09685, section 4.1), its
+        narrow first product is whole instead, so that its second can be split as the product beside it is.
+        """
+        if node.kind == "sum":
+            for read in node.reads:
+                place = self.sums.get(read)
+                if place is not None and self.nodes[place].inner * _BOTTLENECK <= self.nodes[place].columns:
+                    self.whole |= self.inputs[place]
+                    return split
+        self.whole |= split
+        return _STREAM
+
+    def _needs_all(self, node: Node, split: frozenset[int]) -> bool:
+        """Whether a reduction goes over everything that a token has; one over each head's features does not."""
+        if node.left == 1:
+            return False
+        width = node.elements / max(self.nodes[place].rows for place in split)
+        return 1 < width <= node.elements / node.left
+
+    def layout(self, vocabulary: int) -> Layout:
+        """What the last pass found."""
+        columns = frozenset[int]().union(*self.inputs.values())
+        heads = {
+            place
+            for place, node in enumerate(self.nodes)
+            if vocabulary and node.columns == vocabulary and self.results[place] == frozenset((place,))
+        }
+        split = columns | heads
+        found = Layout()
+        for place, node in enumerate(self.nodes):
+            if node.kind == "product":
+                found.splits[place] = "columns" if place in split else "rows" if place in self.inputs else "none"
+            if (self.results[place] or _STREAM) & split:
+                found.inside.add(place)
+        found.inside_values = {value for value, state in self.states.items() if (state or _STREAM) & split}
+        self._find_experts(found)
+        self._find_attention(found)
+        return found
+
+    def _find_attention(self, found: Layout) -> None:
+        for place, node in enumerate(self.nodes):
+            if node.kind == "attention" and self.results[place] is not None:
+                found.attention = place
+                found.queries, found.keys = (
+                    tuple(sorted(self.states.get(value) or ())) for value in (node.query, node.key)
+                )
+                return
+
+    def _find_experts(self, found: Layout) -> None:
+        """Products of tokens that were picked by a choice made from other products' results: a router's."""
+        chosen: set[Value] = set()
+        routed: set[Value] = set()
+        for place, node in enumerate(self.nodes):
+            reads = set(node.reads)
+            if node.kind == "product":
+                if node.stacked or node.data in routed:
+                    found.of_experts.add(place)
+                    if place not in self.inputs:
+                        found.dispatched.add(node.data)
+                        routed.update(node.writes)
+                continue
+            is_choice = node.kind == "choice" and self.results[place] is not None
+            if is_choice or (reads & chosen and not node.is_float):
+                chosen.update(node.writes)
+            elif node.is_float and (reads & routed or (node.kind == "gather" and reads & chosen)):
+                routed.update(node.writes)
+
+
+def _streams(nodes: Sequence[Node]) -> set[Value]:
+    """Values from outside that feed a product, and not by way of another product or of attention."""
+    sources: dict[Value, frozenset[Value]] = {}
+    streams: set[Value] = set()
+    for node in nodes:
+        if node.kind == "product":
+            streams |= sources.get(node.data, frozenset((node.data,)))
+        passes_on = node.kind not in ("product", "attention")
+        found = frozenset[Value]().union(*(sources.get(value, frozenset((value,))) for value in node.reads))
+        for value in node.writes:
+            sources[value] = found if passes_on else frozenset()
+    return streams

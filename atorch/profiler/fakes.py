@@ -1,0 +1,77 @@
+"""Fake tensors, and values of integers that are known all the same.
+
+Positions, masks and tokens do not depend on weights: they are computed for real, so that a model may look at them, as
+one does that leaves out a causal mask where no sequence is padded. Whatever meets a weight is fake, without memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch.profiler.tensors import tensors_of
+
+_MOST = 2**26  # elements that an operation on known values may make
+_aten = torch.ops.aten
+
+
+class Fakes:
+    """Makes fake tensors of the CPU, and runs a model on them."""
+
+    def __init__(self) -> None:
+        # Real tensors that a model still holds, in lists or closures, become fakes where they are used.
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same shape and no memory."""
+        with self._mode:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    def fake_unless_known(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake, or a copy of integers that have values."""
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+            return self.fake(tensor)
+        return tensor.detach().to("cpu", copy=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Operations inside make fakes."""
+        with self._mode, _Known():  # type: ignore[no-untyped-call]
+            yield
+
+
+class _Known(TorchDispatchMode):
+    """Runs for real what has only known integers to go by, and else leaves it to the fakes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_known(func, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return _grouped(args) if _is_grouped(func, args) else func(*args, **kwargs)
+
+
+def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
+    tensors = list(tensors_of((args, kwargs)))
+    if not tensors:
+        is_small = all(abs(each) <= _MOST for each in args if isinstance(each, (int, float)))
+        return func._overloadpacket is _aten.arange and is_small
+    known = all(not isinstance(each, FakeTensor) and not each.is_floating_point() for each in tensors)
+    return known and math.prod(max(1, each.numel()) for each in tensors) <= _MOST
+
+
+def _is_grouped(func: Any, args: Any) -> bool:
+    return func._overloadpacket is _aten._grouped_mm and (args[0].dim(), args[1].dim()) == (2, 3)
+
+
+def _grouped(args: Any) -> torch.Tensor:
+    """What (tokens, inner) @ (experts, inner, columns) gives; the fakes' own kernel refuses all but bfloat16."""
+    data, weight = args[:2]
+    return torch.empty(data.shape[0], weight.shape[-1], dtype=data.dtype)

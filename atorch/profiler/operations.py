@@ -1,0 +1,149 @@
+"""What an aten operation is to the planner: a product with a weight, attention, or one of a few kinds of others.
+
+Operations are seen below autograd, where `nn.Linear`, `einsum`, `Conv1D` and `@` have become a handful of products, and
+scaled dot-product attention is one fused operation or products of activations (torch's own FLOP counter misses the one
+that runs on CPUs). FLOPs count a multiply-add as two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["product", "attention", "reduction", "join", "sum", "choice", "gather", "table", "other"]
+IsWeight = Callable[[torch.Tensor], bool]
+
+_aten = torch.ops.aten
+_FUSED_ATTENTION = frozenset(
+    (
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
+        _aten._scaled_dot_product_fused_attention_overrideable,
+    )
+)
+_PLACES: Mapping[Any, tuple[int, int]] = {  # where a product has its two matrices
+    _aten.mm: (0, 1),
+    _aten.bmm: (0, 1),
+    _aten.mv: (0, 1),
+    _aten.addmm: (1, 2),
+    _aten._addmm_activation: (1, 2),
+    _aten.baddbmm: (1, 2),
+    _aten.addmv: (1, 2),
+    _aten._grouped_mm: (0, 1),
+}
+_KINDS: Mapping[Any, Kind] = {
+    # What needs all features of a token at once, if it reduces over them: norms.
+    **dict.fromkeys(
+        (
+            _aten.native_layer_norm, _aten._fused_rms_norm, _aten.native_group_norm, _aten.mean, _aten.sum, _aten.var,
+            _aten.var_mean, _aten.std, _aten.std_mean, _aten.linalg_vector_norm, _aten.norm, _aten.amax,
+        ),
+        "reduction",
+    ),
+    **dict.fromkeys((_aten.cat, _aten.stack, _aten.copy_), "join"),
+    **dict.fromkeys((_aten.add, _aten.add_, _aten.sub, _aten.sub_), "sum"),
+    **dict.fromkeys((_aten.topk, _aten.sort, _aten.argsort, _aten.argmax, _aten.max, _aten.multinomial), "choice"),
+    **dict.fromkeys((_aten.index, _aten.index_select, _aten.gather, _aten.take_along_dim), "gather"),
+    _aten.embedding: "table",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`count` products `(rows, inner) @ (inner, columns)` of activations `data` with `weight`."""
+
+    rows: float
+    inner: int
+    columns: int
+    count: int
+    data: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    splits: bool = True  # whether its columns or rows can be divided, as a convolution's are not
+    stacked: bool = False  # a weight for each expert
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Products of activations with each other: fused attention, or its scores, or its values."""
+
+    flops: float
+    query: torch.Tensor
+    key: torch.Tensor
+    head_dim: int
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    batch: int = 0  # batch and heads, where they are one dimension
+
+
+def kind_of(packet: Any) -> Kind:
+    """The kind of an operation that is neither product nor attention."""
+    return _KINDS.get(packet, "other")
+
+
+def product_of(packet: Any, args: tuple[Any, ...], out: Any, is_weight: IsWeight) -> Product | Attention | None:
+    """A product of matrices: with a weight, or of activations; None for any other operation."""
+    if packet is _aten.convolution:
+        return _convolution(args, out)
+    if packet not in _PLACES:
+        return None
+    left, right = (args[place] for place in _PLACES[packet])
+    bias = args[0] if packet in (_aten.addmm, _aten._addmm_activation) and is_weight(args[0]) else None
+    if packet is _aten._grouped_mm:
+        return _grouped(left, right)
+    if right.dim() == 1:
+        right = right.unsqueeze(1)
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    count = left.shape[0] if left.dim() == 3 else 1
+    data, weight = (left, right) if is_weight(right) else (right, left)
+    if not is_weight(weight):
+        return Attention(2.0 * rows * inner * columns * count, left, right, head_dim=inner, batch=count)
+    if weight is left:
+        rows, columns = columns, rows
+    stacked = count > 1 and weight.stride(0) > 0
+    if count > 1 and not stacked:  # one weight, expanded over the batch
+        rows, count = rows * count, 1
+    return Product(float(rows), inner, columns, count, data, weight, bias, stacked=stacked)
+
+
+def _grouped(data: torch.Tensor, weight: torch.Tensor) -> Product:
+    """Tokens sorted by expert, (tokens, inner) @ (experts, inner, columns): each gets its share, evenly."""
+    experts = weight.shape[0]
+    rows = data.numel() / data.shape[-1] / experts
+    return Product(rows, data.shape[-1], weight.shape[-1], experts, data, weight, stacked=True)
+
+
+def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> Product:
+    """The matrices of its implicit product: places and samples are rows, a window of the inputs is inner."""
+    data, weight, transposed, groups = args[0], args[1], args[6], args[8]
+    places = (data if transposed else out).numel() / (data if transposed else out).shape[1]
+    columns = math.prod(weight.shape[1:]) if transposed else weight.shape[0] // groups
+    inner = weight.shape[0] // groups if transposed else math.prod(weight.shape[1:])
+    return Product(places, inner, columns, groups, data, weight, splits=False)
+
+
+def attention_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Attention | None:
+    """Fused attention on query, key, value of shape (batch, heads, tokens, head_dim); None for any other operation.
+
+    Causal attention computes half of the scores.
+    """
+    if func._overloadpacket not in _FUSED_ATTENTION:
+        return None
+    query, key, value = args[:3]
+    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    share = 0.5 if named.get("is_causal") and query.shape[-2] == key.shape[-2] else 1.0
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    return Attention(
+        flops=share * 2.0 * scores * (query.shape[-1] + value.shape[-1]),
+        query=query,
+        key=key,
+        head_dim=query.shape[-1],
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+    )

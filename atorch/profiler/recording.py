@@ -1,0 +1,221 @@
+"""Records what happens while a model runs, stretch by stretch: in each repeated block, and between them.
+
+Operations are seen below autograd; what backward needs is seen by saved-tensor hooks. A value is a tensor's storage:
+views are the same value, and so is what was written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch.profiler.dataflow import Node, Value
+from atorch.profiler.operations import Attention, Product, attention_of, kind_of, product_of
+from atorch.profiler.tensors import tensor_bytes, tensors_of
+
+_FREE = frozenset(
+    (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Operation:
+    """One operation."""
+
+    node: Node
+    is_launched: bool = True  # allocating alone is not
+    moved_bytes: int = 0  # by what is neither product nor attention
+    working_bytes: int = 0  # of its results and what they were computed from: as much as their gradients have
+    # Of a product with a weight.
+    count: int = 1
+    data_bytes: int = 0
+    weight: tuple[int, ...] = ()  # parameters by number
+    bias: tuple[int, ...] = ()
+    # Of attention.
+    flops: float = 0.0
+    head_dim: int = 0
+    num_heads: int = 0  # 0 where they are one dimension with the batch, of so many
+    num_kv_heads: int = 0
+    batch: int = 0
+
+
+@dataclass(slots=True)
+class Stretch:
+    """A run of one block, or of what lies between two."""
+
+    block: str = ""  # "" between blocks
+    like: Stretch | None = None  # the one that it repeats, which has the operations
+    operations: list[Operation] = field(default_factory=list)
+    saved: dict[Value, int] = field(default_factory=dict)  # bytes that are saved for backward, here first
+    needed: set[Value] = field(default_factory=set)  # inputs that backward needs, saved here first or not
+    inputs: dict[Value, int] = field(default_factory=dict)  # bytes of what a block is given
+    read: dict[Value, int] = field(default_factory=dict)  # bytes of what other stretches computed
+    params: dict[int, None] = field(default_factory=dict)  # by number, in the order of use
+    tables: dict[int, None] = field(default_factory=dict)  # of those, what is looked up with ids of the batch
+    seq_len: int = 0  # tokens of a sample, where the first input has any
+
+
+class Recorder:
+    """The stretches of one forward pass.
+
+    Args:
+        weights: parameters of the model that runs, by number. These and `buffers` are held anyway, and never saved.
+        batch: the tensors it is given.
+    """
+
+    def __init__(self, weights: Mapping[int, torch.Tensor], buffers: Iterable[torch.Tensor], batch: Any) -> None:
+        self.stretches = [Stretch()]
+        self.made: dict[Value, int] = {}  # value → place of the stretch that computed it
+        self.all_saved: set[Value] = set()
+        # While these are kept, the address of a storage that is gone is not taken by another.
+        self._known: dict[Value, StorageWeakRef] = {}
+        self._weights: dict[Value, tuple[int, ...]] = {self.value(each): (number,) for number, each in weights.items()}
+        self._held = {self.value(each) for each in (*weights.values(), *buffers)}
+        self._ids = {self.value(tensor) for tensor in tensors_of(batch)}
+        # What is computed from weights, and what else is no mask and no table of positions: the batch's own numbers.
+        self.activations = {self.value(each) for each in tensors_of(batch) if each.is_floating_point()}
+        self._is_on = True
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what happens inside."""
+        with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor), _Operations(self):
+            yield
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Record nothing of what happens inside."""
+        self._is_on = False
+        try:
+            yield
+        finally:
+            self._is_on = True
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """What stands for the tensor's storage."""
+        storage = tensor.untyped_storage()
+        value = int(storage._cdata)
+        if value not in self._known:
+            self._known[value] = StorageWeakRef(storage)
+        return value
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that backward needs a tensor."""
+        value, here = self.value(tensor), self.stretches[-1]
+        if self._is_on and value not in self._held:
+            if value in here.inputs:
+                here.needed.add(value)
+            if value not in self.all_saved:
+                self.all_saved.add(value)
+                here.saved[value] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note one call of an aten operation."""
+        packet, here = func._overloadpacket, self.stretches[-1]
+        results = list(tensors_of(out))
+        writes = {self.value(each): each for each in results}
+        operands = {self.value(each): each for each in tensors_of((args, kwargs))}
+        is_alias = not func._schema.is_mutable and writes.keys() <= operands.keys()
+        if not self._is_on or is_alias or func.namespace == "prim":
+            return
+        reads = {value: each for value, each in operands.items() if value not in self._weights}
+        here.params.update(
+            (number, None) for value in operands.keys() - reads.keys() for number in self._weights[value]
+        )
+        self._note_reads(here, reads)
+        for value in writes:
+            self.made.setdefault(value, len(self.stretches) - 1)
+        if packet in _FREE:
+            here.operations.append(
+                Operation(node=Node(kind="other", reads=(), writes=tuple(writes)), is_launched=False)
+            )
+            return
+        node = Node(
+            kind=kind_of(packet),
+            reads=tuple(reads),
+            writes=tuple(writes),
+            is_float=any(each.is_floating_point() for each in results),
+            elements=max((each.numel() for each in reads.values()), default=0),
+            left=min((each.numel() for each in results if each.numel()), default=1),
+        )
+        if not self.activations.isdisjoint(reads) or len(reads) < len(operands):
+            self.activations.update(value for value, each in writes.items() if each.is_floating_point())
+        floats = {value: each for value, each in (reads | writes).items() if each.is_floating_point()}
+        operation = Operation(node=node, working_bytes=sum(map(_touched_bytes, floats.values())))
+        here.operations.append(operation)
+        found = attention_of(func, args, kwargs) or product_of(packet, args, out, self._is_weight)
+        if isinstance(found, Product):
+            self._product(operation, found)
+        elif isinstance(found, Attention):
+            self._attention(operation, found)
+        else:
+            self._other(operation, operands, results)
+
+    def _note_reads(self, here: Stretch, reads: Mapping[Value, torch.Tensor]) -> None:
+        place = len(self.stretches) - 1
+        for value, tensor in reads.items():
+            if self.made.get(value, place) != place:
+                here.read.setdefault(value, tensor_bytes(tensor))
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        return self.value(tensor) in self._weights
+
+    def _product(self, operation: Operation, product: Product) -> None:
+        node = operation.node
+        node.kind, node.data = "product", self.value(product.data)
+        node.rows, node.inner, node.columns = product.rows * product.count, product.inner, product.columns
+        node.splits, node.stacked = product.splits, product.stacked
+        operation.count, operation.data_bytes = product.count, tensor_bytes(product.data)
+        operation.weight = self._weights[self.value(product.weight)]
+        if product.bias is not None:
+            operation.bias = self._weights[self.value(product.bias)]
+
+    def _attention(self, operation: Operation, attention: Attention) -> None:
+        node = operation.node
+        node.kind, node.query, node.key = "attention", self.value(attention.query), self.value(attention.key)
+        operation.flops, operation.head_dim = attention.flops, attention.head_dim
+        operation.num_heads, operation.num_kv_heads = attention.num_heads, attention.num_kv_heads
+        operation.batch = attention.batch
+
+    def _other(self, operation: Operation, operands: Mapping[Value, torch.Tensor], results: list[torch.Tensor]) -> None:
+        """An operation that is memory traffic; what is computed from weights alone is a weight, and flows nowhere."""
+        node, here = operation.node, self.stretches[-1]
+        written = sum(map(_touched_bytes, results))
+        weights = {value: each for value, each in operands.items() if value in self._weights}
+        is_lookup = node.kind in ("table", "gather")
+        operation.moved_bytes = 2 * written if is_lookup else written + sum(map(_touched_bytes, operands.values()))
+        if self._ids.intersection(node.reads) and not node.is_float:
+            self._ids.update(node.writes)
+        if node.kind == "table" and self._ids.intersection(node.reads):
+            here.tables.update((number, None) for value in weights for number in self._weights[value])
+        of_tables = is_lookup and all(each.dim() < 3 for each in weights.values())
+        if weights and not of_tables and not any(operands[value].is_floating_point() for value in node.reads):
+            source = tuple(dict.fromkeys(number for value in weights for number in self._weights[value]))
+            self._weights.update(dict.fromkeys(node.writes, source))
+            node.reads = node.writes = ()
+
+
+class _Operations(TorchDispatchMode):
+    """Hands every operation to the recorder after it ran."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.recorder.operation(func, args, kwargs, out)
+        return out
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """What an operation has to read or write of a tensor; what is expanded is there once."""
+    return min(tensor_bytes(tensor), tensor.untyped_storage().nbytes())

@@ -1,0 +1,265 @@
+"""Segments of many families: what autograd really saves, where blocks end, what tensor parallelism can split."""
+
+import pytest
+import torch
+from torch import nn
+
+from atorch.profiler.trace import trace
+from tests.profiler.families import (
+    BATCH,
+    FAMILIES,
+    FFN,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    Given,
+    adapted,
+    bert,
+    call,
+    deepseek,
+    falcon,
+    gemma,
+    gpt2,
+    llama,
+    loss_of,
+    mixtral,
+    qwen,
+    resnet,
+    t5,
+    vit,
+)  # fmt: skip
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+STREAM = 4 * BATCH * SEQ * HIDDEN  # bytes of the residual stream
+HEAD_DIM = HIDDEN // HEADS
+
+
+def traced(given: Given, **kwargs):
+    model, batch = given
+    return trace(model.train(), batch, call, loss_of, **kwargs)
+
+
+def really_saved(model, batch):
+    """Bytes of the storages that autograd saves in a real run, parameters and buffers apart."""
+    held = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            saved.setdefault(storage._cdata, storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(model.train(), batch)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_saved_bytes_are_those_of_a_real_run(make):
+    torch.manual_seed(0)
+    model, batch = make()
+    profile = trace(model.train(), batch, call, loss_of)
+    assert profile.traced
+    assert profile.activation_bytes == really_saved(model, batch)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_every_parameter_is_counted_once(make):
+    model, batch = make()
+    profile = trace(model, batch, call, loss_of)
+    for figure in ("num_params", "num_trainable"):
+        assert sum(each.count * getattr(each, figure) for each in profile.segments) == getattr(profile, figure)
+    assert all(each.split_params + each.expert_params <= each.num_params for each in profile.segments)
+
+
+def runs(profile):
+    return [(each.name, each.count) for each in profile.segments]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (llama, [("start", 1), ("model.layers.0", 3), ("end", 1)]),
+        (gemma, [("start", 1), ("model.layers.0", 3), ("end", 1)]),  # sliding and full attention cost the same here
+        (deepseek, [("start", 1), ("model.layers.0", 1), ("model.layers.1", 2), ("end", 1)]),
+        # The first block of each stack holds the table of relative positions.
+        (t5, [("start", 1), ("encoder.block.0", 1), ("encoder.block.1", 2), ("between", 1),
+              ("decoder.block.0", 1), ("decoder.block.1", 2), ("end", 1)]),
+        # The second block is given what the first one's ReLU saved already.
+        (resnet, [("start", 1), ("layer1.0", 1), ("layer1.1", 1), ("layer2.0", 1), ("layer2.1", 2), ("end", 1)]),
+    ],
+)  # fmt: skip
+def test_runs_of_equal_blocks(make, expected):
+    assert runs(traced(make())) == expected
+
+
+def splits(segment):
+    """(inner, columns) → how each product is split, with their number."""
+    return sorted((each.inner, each.columns, int(each.count), each.split) for each in segment.matmuls)
+
+
+H, F, KV = HIDDEN, FFN, HIDDEN // 2
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "expected"),
+    [
+        (llama, 1, [(H, KV, 2, "columns"), (H, H, 1, "columns"), (H, H, 1, "rows"), (H, F, 2, "columns"),
+                    (F, H, 1, "rows")]),
+        # Norms of each head's queries and keys stay with the heads.
+        (qwen, 1, [(H, KV, 2, "columns"), (H, H, 1, "columns"), (H, H, 1, "rows"), (H, F, 2, "columns"),
+                   (F, H, 1, "rows")]),
+        (gpt2, 1, [(H, 3 * H, 1, "columns"), (H, H, 1, "rows"), (H, 4 * H, 1, "columns"), (4 * H, H, 1, "rows")]),
+        # One head of keys and values in a packed product; both branches start from the same norm.
+        (falcon, 1, [(H, 6 * HEAD_DIM, 1, "columns"), (H, H, 1, "rows"), (H, 4 * H, 1, "columns"),
+                     (4 * H, H, 1, "rows")]),
+        (bert, 1, [(H, H, 3, "columns"), (H, H, 1, "rows"), (H, F, 1, "columns"), (F, H, 1, "rows")]),
+        (bert, 2, [(H, H, 1, "none"), (H, VOCAB, 1, "columns")]),  # a norm follows the first
+        (vit, 1, [(H, H, 3, "columns"), (H, H, 1, "rows"), (H, F, 1, "columns"), (F, H, 1, "rows")]),
+        (t5, 1, [(H, H, 3, "columns"), (H, H, 1, "rows"), (H, F, 1, "columns"), (F, H, 1, "rows")]),
+        (t5, 5, [(H, H, 6, "columns"), (H, H, 2, "rows"), (H, F, 1, "columns"), (F, H, 1, "rows")]),
+        # The router's result meets whole tokens.
+        (mixtral, 1, [(H, KV, 2, "columns"), (H, H, 1, "columns"), (H, H, 1, "rows"), (H, 4, 1, "none"),
+                      (H, 2 * F, 4, "columns"), (F, H, 4, "rows")]),
+        # Low ranks are normed over all of their features.
+        (deepseek, 1, [(H, 16, 1, "none"), (16, 48, 1, "columns"), (H, 28, 1, "none"), (24, 64, 1, "columns"),
+                       (H, H, 1, "rows"), (H, F, 2, "columns"), (F, H, 1, "rows")]),
+        # Adapters follow what they are beside: narrow first products are whole, unless their input is split.
+        (adapted, 1, [(H, KV, 2, "columns"), (H, H, 1, "columns"), (H, H, 1, "rows"), (H, F, 2, "columns"),
+                      (F, H, 1, "rows"), (H, 2, 3, "none"), (2, H, 1, "columns"), (2, KV, 1, "columns"),
+                      (2, F, 1, "columns"), (F, 2, 1, "rows"), (2, H, 1, "none")]),
+        (resnet, 1, [(72, 8, 2, "none")]),
+    ],
+)  # fmt: skip
+def test_what_can_be_split(make, place, expected):
+    assert splits(traced(make()).segments[place]) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "heads"),
+    [
+        (llama, (4, 2)),
+        (qwen, (4, 2)),
+        (gpt2, (4, 4)),
+        (falcon, (4, 1)),
+        (t5, (4, 4)),
+        (deepseek, (4, 4)),
+        (resnet, (0, 0)),
+    ],
+)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_heads(make, heads, device_type):
+    segment = traced(make(), device_type=device_type).segments[1]
+    assert (segment.num_heads, segment.num_kv_heads) == heads
+    assert segment.sequence_length == (SEQ if heads[0] else 0)
+
+
+def test_tokens_of_experts():
+    block = traced(mixtral()).blocks[0]
+    experts = [each for each in block.matmuls if each.of_experts]
+    assert {each.rows for each in experts} == {BATCH * SEQ * 2 / 4}  # 2 of 4 experts each, shared out evenly
+    assert block.num_experts == 4
+    assert block.dispatched_bytes == 2 * STREAM
+    assert block.expert_params == 4 * 3 * HIDDEN * FFN
+    assert block.split_params == HIDDEN * HIDDEN * 2 + 2 * HIDDEN * HIDDEN // 2
+
+
+def test_vocabularies_are_split_and_tied_ones_counted_once():
+    start, _, end = traced(llama()).segments
+    assert start.split_params == end.split_params == VOCAB * HIDDEN
+    start, _, end = traced(gpt2()).segments
+    assert start.split_params == end.tied_params == VOCAB * HIDDEN
+    assert start.num_params == (VOCAB + 2 * SEQ) * HIDDEN  # positions are not looked up with the batch's ids
+    assert end.split_params == 0
+    assert end.inside.saved_bytes >= 4 * BATCH * SEQ * VOCAB  # the loss keeps a probability of every logit
+    assert end.split_working
+    assert end.working_bytes == 2 * 4 * BATCH * SEQ * VOCAB
+
+
+def test_what_enters_a_segment():
+    assert [each.input_bytes for each in traced(llama()).segments] == [0, STREAM, STREAM]  # no masks, no rotations
+    start, first, others, between, decoder, *_ = traced(t5()).segments
+    positions = 4 * HEADS * SEQ * SEQ
+    assert (start.input_bytes, first.input_bytes) == (0, STREAM)
+    assert others.input_bytes == STREAM + positions  # computed by the first block, and passed on
+    assert between.input_bytes == STREAM
+    assert decoder.input_bytes == 2 * STREAM  # the encoder's output as well
+
+
+def test_attention_where_it_is_one_operation_and_where_it_is_not():
+    scores = BATCH * HEADS * SEQ * SEQ
+    whole = 2 * 2 * scores * HEAD_DIM
+    assert traced(llama()).attention_flops == LAYERS * whole / 2  # causal: half of the scores
+    assert traced(vit()).blocks[0].attention_flops == 2 * 2 * BATCH * HEADS * 17**2 * HEAD_DIM
+    written, fused = (traced(gpt2(), device_type=device) for device in ("cpu", "cuda"))
+    assert written.attention_flops == LAYERS * whole  # dropout: scores are written out
+    assert fused.attention_flops == LAYERS * whole / 2
+    assert fused.blocks[0].inside.saved_bytes < written.blocks[0].inside.saved_bytes - 4 * scores
+
+
+def test_selective_bytes_are_results_of_products_and_attention():
+    block = traced(llama()).blocks[0]
+    elements = 4 * BATCH * SEQ
+    results = KV + HIDDEN + HEADS + 2 * FFN  # values; attention's, and the sum of each row; gate and up
+    assert block.inside.selective_bytes == elements * results
+    # Beside them queries and keys that were rotated, the gate's activation, and what it was multiplied with.
+    assert block.inside.saved_bytes == elements * (results + HIDDEN + KV + 2 * FFN)
+    assert block.outside.selective_bytes == 0
+
+
+class Block(nn.Module):
+    def __init__(self, size=8):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, inputs):
+        return inputs + self.linear(inputs)
+
+
+class Chain(nn.Module):
+    """Blocks with something between them, after those that `cuts` name."""
+
+    def __init__(self, cuts, repeats=1):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.cuts, self.repeats = cuts, repeats
+
+    def forward(self, inputs):
+        for index, block in enumerate(self.blocks):
+            for _ in range(self.repeats):
+                inputs = block(inputs)
+            if index in self.cuts:
+                inputs = inputs.sin()
+        return inputs
+
+
+def chained(cuts, repeats=1):
+    return trace(Chain(cuts, repeats), torch.randn(2, 8), lambda model, x: model(x), lambda x, output: output.sum())
+
+
+def test_what_lies_between_equal_blocks_is_spread_over_them():
+    profile = chained({1})
+    assert runs(profile) == [("blocks.0", 4), ("end", 1)]
+    plain = chained(set())
+    assert profile.num_ops == plain.num_ops + 1
+    assert profile.activation_bytes == plain.activation_bytes + 4 * 16
+    assert profile.blocks[0].num_ops == plain.blocks[0].num_ops + 1 / 4
+
+
+def test_a_block_that_is_used_again_has_its_parameters_once():
+    profile = chained(set(), repeats=2)
+    assert [(each.count, each.num_params, each.tied_params) for each in profile.blocks] == [
+        (1, 72, 0), (1, 0, 72),
+    ] * 4  # fmt: skip
+    assert profile.matmul_flops == 2 * chained(set()).matmul_flops
+
+
+def test_a_model_without_blocks_is_one_segment():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    (segment,) = trace(model, torch.randn(2, 4), lambda model, x: model(x), None).segments
+    assert (segment.name, segment.is_block) == ("model", False)
+    assert splits(segment) == [(4, 8, 1, "columns"), (8, 4, 1, "rows")]
