@@ -1,0 +1,126 @@
+"""The figures of the accuracy tables against small cases worked by hand."""
+
+import pytest
+
+from benchmarks.published.metrics import (
+    Result,
+    cells,
+    doomed_in_first,
+    quantile,
+    ranks,
+    regret,
+    runs_out_of_memory,
+    spearman,
+    summary,
+)
+
+CELL = ("framework", "model", "8", "2048")
+
+
+def run(name, measured=None, estimated=None, **others):
+    """A timed run of 100 tokens a step."""
+    known = {"cell": CELL, "global_batch": 1.0, "tokens": 100.0}
+    return Result(row_id=name, measured_s=measured, estimated_s=estimated, **{**known, **others})
+
+
+def test_ranks_share_their_mean_where_values_are_equal():
+    assert ranks([30.0, 10.0, 20.0, 20.0]).tolist() == [4.0, 1.0, 2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "rho"),
+    [
+        ([1, 2, 3, 4, 5], [2, 4, 6, 8, 10], 1.0),
+        ([1, 2, 3, 4, 5], [5, 4, 3, 2, 1], -1.0),
+        ([1, 2, 3, 4, 5], [2, 1, 4, 3, 5], 1 - 6 * 4 / (5 * 24)),  # 1 - 6 Σd² / (n (n² - 1))
+    ],
+)
+def test_spearman_by_hand(left, right, rho):
+    assert spearman(left, right) == pytest.approx(rho)
+
+
+def test_spearman_of_equal_values_says_nothing():
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_regret_is_what_the_choice_loses():
+    cell = [run("a", 2.0, 1.0), run("b", 1.0, 3.0), run("c", 1.5, 2.0)]
+    assert regret(cell, 1) == pytest.approx(1.0)
+    assert regret(cell, 2) == pytest.approx(0.5)
+    assert regret(cell, 3) == 0.0
+
+
+def test_runs_are_ranked_by_seconds_per_token():
+    twice = run("twice", 3.0, 3.0, tokens=200.0)
+    assert regret([twice, run("a", 2.0, 2.0)], 1) == 0.0
+
+
+def test_a_refused_run_is_ranked_last_and_misses_all_of_its_figures():
+    refused = run("no", 1.0, measured_bytes=5.0, label="fits", refused="unknown")
+    assert regret([run("a", 2.0, 1.0), refused], 1) == pytest.approx(1.0)
+    figures = summary([refused])
+    assert figures["refused"] == figures["time_mape"] == figures["memory_median_err"] == 1.0
+    assert figures["fits_recall"] == 0.0
+    assert figures["fits_precision"] is None
+
+
+def test_errors_are_of_the_estimate_over_the_measured():
+    results = [
+        run("a", 1.0, 1.1, measured_bytes=100.0, estimated_bytes=110.0, label="fits", said_to_fit=True),
+        run("b", 1.0, 0.7, measured_bytes=100.0, estimated_bytes=80.0, label="fits", said_to_fit=False),
+        run("c", label="oom", said_to_fit=True),
+        run("d", said_to_fit=True),  # ended for another reason
+        run("e", measured_bytes=100.0, estimated_bytes=300.0, seen_by_driver=True),
+    ]
+    figures = summary(results)
+    assert figures["rows"] == 5
+    assert figures["time_mape"] == figures["time_median_err"] == pytest.approx(0.2)
+    assert figures["memory_median_err"] == pytest.approx(0.15)
+    assert figures["memory_p95_err"] == pytest.approx(0.195)
+    assert figures["fits_precision"] == figures["fits_recall"] == 0.5
+    assert figures["spearman_median"] is None  # two runs are no cell
+    assert figures["regret_top1_mean"] is None
+
+
+def test_a_summary_has_the_keys_of_the_json():
+    assert list(summary([])) == [
+        "rows", "refused", "memory_median_err", "memory_p95_err", "fits_precision", "fits_recall", "time_mape",
+        "time_median_err", "spearman_median", "regret_top1_mean", "regret_top1_p95", "regret_top3_mean",
+    ]  # fmt: skip
+
+
+def test_a_cell_is_of_one_global_batch_where_enough_runs_have_it():
+    many = [run(f"many{i}", 1.0 + i, 1.0 + i, global_batch=64.0) for i in range(5)]
+    few = [run(f"few{i}", 1.0 + i, 1.0 + i, global_batch=8.0 * (1 + i)) for i in range(3)]
+    other = [run("other", 1.0, 1.0, cell=("framework", "model", "16", "2048"))]
+    untimed = [run("crashed", None, 1.0, global_batch=64.0)]
+    found = [{each.row_id for each in cell} for cell in cells([*many, *few, *other, *untimed])]
+    assert found == [{each.row_id for each in many}, {each.row_id for each in few}, {"other"}]
+
+
+def test_the_first_three_are_of_runs_that_are_said_to_fit():
+    good = [run(f"ran{i}", 1.0, 1.0 + i, label="fits", said_to_fit=True) for i in range(3)]
+    late = run("late", None, 9.0, label="oom", said_to_fit=True)
+    early = run("early", None, 0.5, label="oom", said_to_fit=True)
+    known = run("known", None, 0.1, label="oom", said_to_fit=False)
+    assert doomed_in_first([*good, late, known]) == (0, 1)
+    assert doomed_in_first([*good, early]) == (1, 1)
+
+
+def test_quantiles_are_of_sizes_and_skip_what_is_not_known():
+    assert quantile([-0.3, None, 0.1], 0.5) == pytest.approx(0.2)
+    assert quantile([-0.3, None, 0.1], 0.5, signed=True) == pytest.approx(-0.1)
+    assert quantile([None], 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "ran", "device", "out"),
+    [
+        (8, [(1, 10.0), (2, 14.0)], 37.0, True),  # 10, 14, 22, 38
+        (8, [(1, 10.0), (2, 14.0)], 39.0, False),
+        (8, [(1, 100.0)], 50.0, False),  # one size tells no slope
+        (8, [(1, 100.0), (1, 101.0)], 50.0, False),
+    ],
+)
+def test_a_crash_is_of_memory_where_a_line_through_other_sizes_passes_the_device(size, ran, device, out):
+    assert runs_out_of_memory(size, ran, device) is out
