@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 
 import pytest
 
 from atorch.auto.strategy import METHODS, Strategy
+from atorch.cluster import ClusterSpec
+from atorch.cost import peak_memory, plain_cost, step_time
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import CapabilityError, StrategyError
 from tests.contract.job import arguments, make_model
 from tests.contract.test_parity import APPLIED, SETTINGS
 from tests.pool import Pool, RankFailure
 
 PLANNED = [name for name in METHODS if name not in APPLIED]
+PROFILE = transformer_profile(
+    TransformerShape(layers=8, hidden=64, heads=8, kv_heads=4, ffn=128, vocab=100, seq_len=4096, head_dim=8),
+    implementation=Implementation(itemsize=4.0),
+)
+CLUSTER = ClusterSpec.load("2x8xH100-80GB")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -39,10 +48,29 @@ class TestEveryMethod:
         assert METHODS[name].slot
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_what_the_search_may_try_has_a_cost_or_a_reason(name: str) -> None:
+    """On every mesh: bytes and seconds that are finite, of the same batch, and nothing changed that was given."""
+    start = replace(plain_cost(PROFILE, 64), device_bytes=CLUSTER.device.memory_bytes)
+    choices = list(METHODS[name].choices(PROFILE, CLUSTER))
+    assert len(set(map(str, choices))) == len(choices)
+    scored = 0
+    for mesh in METHODS["parallel_mode"].choices(PROFILE, CLUSTER):
+        before = mesh.cost(start)
+        for choice in choices:
+            assert Strategy.of(json.dumps([[name, choice.model_dump(mode="json")]])) == Strategy((choice,))
+            if choice.unfit(start if name == "parallel_mode" else before) is None:
+                cost = choice.cost(start if name == "parallel_mode" else before)
+                assert 0 < peak_memory(cost).total < math.inf
+                assert 0 < step_time(cost, CLUSTER).total_s < math.inf
+                scored += 1
+    assert scored or not choices
+    assert start == replace(plain_cost(PROFILE, 64), device_bytes=CLUSTER.device.memory_bytes)
+
+
 @pytest.mark.parametrize("name", APPLIED)
 def test_apply_leaves_the_old_context_alone(name: str) -> None:
     from atorch.auto.job import make_context
-    from atorch.cluster import ClusterSpec
     from atorch.distributed.world import init
 
     world = init()

@@ -71,14 +71,23 @@ class PipelineParallel(Method):
             return f"split_points has {len(self.split_points)} modules; {stages} pieces begin at {stages - 1}"
         if self.micro_batches is not None and cost.batch_size % self.micro_batches:
             return f"{self.micro_batches} micro-batches do not divide the {cost.batch_size:g} samples of a process"
-        return uneven(cost.size("pipeline"), self.schedule, self.micro_batches)
+        return uneven(cost.size("pipeline"), self.schedule, self.micro_batches or cost.batch_size)
 
     def cost(self, cost: Cost) -> Cost:
         """Stages and schedule; micro_batch, which comes later, sets another number of parts."""
         cost = split_pipeline(cost, schedule=self.schedule, interleave=self.pieces)
         if cost.stages == 1 and self.micro_batches is None:
             return cost
-        return accumulate(cost, self.micro_batches or _most_parts(cost.batch_size, PER_STAGE * cost.stages))
+        return accumulate(cost, self.micro_batches or self._most_parts(cost))
+
+    def _most_parts(self, cost: Cost) -> int:
+        """The most micro-batches that divide the batch and suit the schedule, up to four a stage."""
+        fitting = (
+            count
+            for count in range(1, PER_STAGE * cost.stages + 1)
+            if cost.batch_size % count == 0 and uneven(cost.stages, self.schedule, count) is None
+        )
+        return max(fitting, default=1)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -92,13 +101,8 @@ class PipelineParallel(Method):
         yield cls(schedule="zero_bubble")
 
 
-def uneven(stages: int, schedule: str, micro_batches: float | None) -> str | None:
+def uneven(stages: int, schedule: str, micro_batches: float) -> str | None:
     """Why so many micro-batches do not go with a schedule, or None: interleaving takes them in rounds of stages."""
-    if schedule == "interleaved" and micro_batches is not None and micro_batches % stages:
+    if schedule == "interleaved" and micro_batches % stages:
         return f"interleaving takes micro-batches {stages} at a time, which does not divide {micro_batches:g}"
     return None
-
-
-def _most_parts(batch_size: float, limit: int) -> int:
-    """The largest number up to `limit` that divides the batch."""
-    return max((count for count in range(1, limit + 1) if batch_size % count == 0), default=1)

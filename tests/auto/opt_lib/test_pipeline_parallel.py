@@ -34,6 +34,12 @@ def test_micro_batches_are_as_many_as_divide_the_batch_up_to_four_a_stage(batch_
     assert cost_of(AXES, "pipeline_parallel", batch_size=batch_size).num_micro_batches == parts
 
 
+def test_interleaving_takes_them_in_rounds_of_stages():
+    assert cost_of(AXES, interleaved(2), batch_size=36).num_micro_batches == 12  # not 9, and not above 16
+    assert "4 at a time, which does not divide 34" in interleaved(2).unfit(on_mesh(AXES, batch_size=34))
+    assert interleaved(2).unfit(on_mesh(AXES, batch_size=36)) is None
+
+
 def test_micro_batch_has_the_last_word():
     assert cost_of(AXES, "pipeline_parallel", ("micro_batch", {"size": 2})).num_micro_batches == 8
     assert cost_of(AXES, "pipeline_parallel", "micro_batch").num_micro_batches == 16
