@@ -68,7 +68,7 @@ class _Copy(NamedTuple):
 
     params: float  # whole, as they are computed with
     stored_params: float  # what is kept of them: a shard
-    trained: float  # share of the parameters that gets gradients
+    trained: float  # of params, those that get gradients
     stored_grads: float
     stored_state: float
     kept: float  # activations that wait for backward
@@ -78,9 +78,10 @@ class _Copy(NamedTuple):
 
 def peak_memory(cost: Cost) -> Memory:
     """The bytes at a step's peak, on the stage that needs the most."""
-    copies = {id(segment): _copy(cost, segment) for segment in cost.segments}
-    held = (_stage_memory(cost, stage, copies) for stage in heaviest_stages(cost))
-    return max(held, key=lambda memory: memory.total)
+    scale, stages = _scale(cost), heaviest_stages(cost)
+    segments = {id(segment): segment for stage in stages for segment, _ in stage.parts}
+    copies = {key: _copy(cost, segment, scale) for key, segment in segments.items()}
+    return max((_stage_memory(cost, stage, copies) for stage in stages), key=lambda memory: memory.total)
 
 
 def peak_bytes(cost: Cost) -> float:
@@ -90,7 +91,8 @@ def peak_bytes(cost: Cost) -> float:
 
 def stage_memory(cost: Cost, stage: Stage) -> Memory:
     """The bytes at the peak of one stage."""
-    return _stage_memory(cost, stage, {id(segment): _copy(cost, segment) for segment, _ in stage.parts})
+    scale = _scale(cost)
+    return _stage_memory(cost, stage, {id(segment): _copy(cost, segment, scale) for segment, _ in stage.parts})
 
 
 def host_bytes(cost: Cost) -> float:
@@ -105,10 +107,13 @@ def micro_batch_share(cost: Cost) -> float:
 
 def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
     parts = [(segment.is_block, number, copies[id(segment)]) for segment, number in stage.parts]
-    params = sum(number * each.stored_params for _, number, each in parts)
-    state = sum(number * each.stored_state for _, number, each in parts)
-    buckets = cost.bucket_itemsize * sum(number * each.trained * each.params for _, number, each in parts)
+    params = state = trained = 0.0
+    for _, number, each in parts:
+        params += number * each.stored_params
+        state += number * each.stored_state
+        trained += number * each.trained
     peak = max(_moments(cost, stage.in_flight, parts), key=sum)
+    transient = peak.transient + cost.bucket_bytes + cost.bucket_itemsize * trained
     whole = Memory(
         stage=stage.index,
         parameters=params * cost.param_itemsize,
@@ -117,7 +122,7 @@ def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
         masters=state * cost.master_itemsize,
         activations=peak.activations,
         buffers=cost.buffer_bytes,
-        transient=peak.transient + cost.bucket_bytes + buckets,
+        transient=transient,
         working=peak.working,
         slack=SLACK * (peak.activations + peak.transient + peak.working) + _held_gathers(cost, stage),
     )
@@ -135,62 +140,63 @@ def _held_gathers(cost: Cost, stage: Stage) -> float:
 def _moments(cost: Cost, in_flight: float, parts: list[tuple[bool, float, _Copy]]) -> Iterator[_Moment]:
     """The moments at which the peak can be, with what lives then: the loss, blocks' backwards, the optimizer's step.
 
-    Gradients that do not keep their place between steps appear one by one in the first backward; where earlier
-    micro-batches were through before the most are in flight, all are there.
+    Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
+    micro-batches were through before the most are in flight, all are there; else they are in the second backward, when
+    one micro-batch less is in flight.
     """
-    whole = cost.grad_itemsize * sum(number * each.stored_grads for _, number, each in parts)
+    grads = params = kept = state = outside = inside = weights = 0.0
+    for is_block, number, each in parts:
+        grads += number * each.stored_grads
+        params += number * each.params
+        kept += number * each.kept
+        state += number * each.stored_state
+        if is_block:
+            weights, inside = max(weights, each.weights), max(inside, each.working)
+        else:
+            outside = max(outside, each.working)
+    all_grads = cost.grad_itemsize * grads
     appear = not cost.grads_persist and cost.num_micro_batches <= in_flight
-    kept = sum(number * each.kept for _, number, each in parts)
-    cast = cost.cast_itemsize * sum(number * each.params for _, number, each in parts)
+    always = cost.cast_itemsize * params + cost.placeholder_itemsize * weights
+    around, within = _gathered(cost, parts)
     alive = in_flight * kept
-    before = 0.0 if appear else whole
-    placeholders = cost.placeholder_itemsize * max(
-        (each.weights for is_block, _, each in parts if is_block), default=0.0
-    )
-    outside = max((each.working for is_block, _, each in parts if not is_block), default=0.0)
-    yield _Moment(before, alive, cast + placeholders + _gathered(cost, parts, in_block=False), outside)
-    transient = cast + placeholders + _gathered(cost, parts, in_block=True)
-    done = 0.0  # gradient elements that this backward has made; shards where they are sharded
-    fresh = 0.0
+    yield _Moment(0.0 if appear else all_grads, alive, always + around, outside)
+    if appear and in_flight > 1:
+        yield _Moment(all_grads, alive - kept, always + within, max(inside, outside))
+    done = fresh = 0.0  # elements of the gradients that this backward has made: as they are kept, and as they are made
     for is_block, number, each in reversed(parts):
-        own = each.stored_grads
         if is_block:
             for turn in (1.0, number):
-                made = done + turn * own
-                grads = cost.grad_itemsize * made if appear else whole
-                new = cost.fresh_itemsize * (fresh + turn * each.trained * each.params)
-                yield _Moment(grads, alive - (turn - 1.0) * each.kept, transient + new, each.working)
+                made = cost.grad_itemsize * (done + turn * each.stored_grads) if appear else all_grads
+                new = cost.fresh_itemsize * (fresh + turn * each.trained)
+                yield _Moment(made, alive - (turn - 1.0) * each.kept, always + within + new, each.working)
         alive = max(0.0, alive - number * each.kept)  # sums of parts round
-        done += number * own
-        fresh += number * each.trained * each.params
+        done += number * each.stored_grads
+        fresh += number * each.trained
         if not is_block:
-            grads = cost.grad_itemsize * done if appear else whole
+            made = cost.grad_itemsize * done if appear else all_grads
             new = cost.fresh_itemsize * fresh + cost.placeholder_itemsize * each.weights
-            yield _Moment(
-                grads, alive, cast + placeholders + _gathered(cost, parts, in_block=False) + new, each.working
-            )
-    step = cost.step_itemsize * sum(number * each.stored_state for _, number, each in parts)
-    yield _Moment(whole, (in_flight - 1.0) * kept, cost.fresh_itemsize * fresh, 0.0)
-    yield _Moment(whole, 0.0, step, 0.0)
+            yield _Moment(made, alive, always + around + new, each.working)
+    yield _Moment(all_grads, 0.0, cost.step_itemsize * state, 0.0)
 
 
-def _gathered(cost: Cost, parts: list[tuple[bool, float, _Copy]], *, in_block: bool) -> float:
-    """Sharded parameters that are whole at one moment: all that are kept, else two blocks and what is outside of them.
+def _gathered(cost: Cost, parts: list[tuple[bool, float, _Copy]]) -> tuple[float, float]:
+    """Bytes of sharded parameters that are whole: outside of blocks, where only what is kept is, and inside.
 
-    One block computes while the next is gathered, and the gradients of a block are whole until they are reduced.
+    Inside, one block computes while the next is gathered, and the gradients of two are whole until they are reduced.
     """
     if not cost.gathered_itemsize:
-        return 0.0
+        return 0.0, 0.0
     block = max((each.params for is_block, _, each in parts if is_block), default=0.0)
     outside = sum(number * each.params for is_block, number, each in parts if not is_block)
     inside = sum(number * each.params for is_block, number, each in parts if is_block)
     two = min(2.0 * block, inside)
-    whole = outside + (inside if cost.keeps_gathered else two if in_block else 0.0)
-    return cost.gathered_itemsize * (whole + (two if in_block else 0.0))
+    around = outside + (inside if cost.keeps_gathered else 0.0)
+    within = 2.0 * two + outside if not cost.keeps_gathered else two + outside + inside
+    return cost.gathered_itemsize * around, cost.gathered_itemsize * within
 
 
-def _copy(cost: Cost, segment: Segment) -> _Copy:
-    """What a device has of one copy.
+def _copy(cost: Cost, segment: Segment, scale: float) -> _Copy:
+    """What a device has of one copy, where `scale` is what its micro-batch is of the traced activations.
 
     Experts are spread over ranks that see different samples, so that fewer of those are left to shard them further. A
     head that is the embedding is held once more where the embedding is on another stage.
@@ -199,22 +205,28 @@ def _copy(cost: Cost, segment: Segment) -> _Copy:
     if cost.stages > 1 and segment.tied_params:
         dense += segment.tied_params / cost.tensor
     experts = segment.expert_params / cost.expert_divisor
-    trained = segment.num_trainable / segment.num_params if segment.num_params else 1.0
-    saved = _region_bytes(cost, segment.inside.saved_bytes, segment.outside.saved_bytes)
-    kept, working = saved, _scale(cost) * segment.working_bytes / (cost.tensor if segment.split_working else 1)
+    share = segment.num_trainable / segment.num_params if segment.num_params else 1.0
+    outside = scale / cost.tensor if cost.splits_norms else scale
+    inside = scale / cost.tensor
+    kept = inside * segment.inside.saved_bytes + outside * segment.outside.saved_bytes
+    working = segment.working_bytes * (inside if segment.split_working else scale)
     if segment.is_block and cost.recompute:
-        kept += cost.recompute * (_kept_when_recomputed(cost, segment) - saved)
-        working += saved - _kept_when_recomputed(cost, segment)
+        again = kept - _kept_when_recomputed(cost, segment, inside, outside)
+        kept, working = kept - cost.recompute * again, working + again
     return _Copy(
         params=dense + experts,
         stored_params=_stored(dense, experts, cost.param_shards, cost.expert),
-        trained=trained,
-        stored_grads=trained * _stored(dense, experts, cost.grad_shards, cost.expert),
-        stored_state=trained * _stored(dense, experts, cost.optim_shards, cost.expert),
+        trained=share * (dense + experts),
+        stored_grads=share * _stored(dense, experts, cost.grad_shards, cost.expert),
+        stored_state=share * _stored(dense, experts, cost.optim_shards, cost.expert),
         kept=kept,
         working=working,
-        weights=sum({(each.inner, each.columns): _weight(cost, each) for each in segment.matmuls}.values()),
+        weights=_weights(cost, segment) if cost.placeholder_itemsize else 0.0,
     )
+
+
+def _weights(cost: Cost, segment: Segment) -> float:
+    return sum({(each.inner, each.columns): _weight(cost, each) for each in segment.matmuls}.values())
 
 
 def _weight(cost: Cost, product: Matmul) -> float:
@@ -231,26 +243,12 @@ def _scale(cost: Cost) -> float:
     return micro_batch_share(cost) * cost.activation_scale / (cost.sequence * cost.context)
 
 
-def _region_bytes(cost: Cost, inside: float, outside: float) -> float:
-    norms = cost.tensor if cost.splits_norms else 1
-    return _scale(cost) * (inside / cost.tensor + outside / norms)
-
-
-def _kept_when_recomputed(cost: Cost, segment: Segment) -> float:
+def _kept_when_recomputed(cost: Cost, segment: Segment, inside: float, outside: float) -> float:
     if cost.recompute_keeps == "nothing":
         return 0.0
-    selective = _region_bytes(cost, segment.inside.selective_bytes, segment.outside.selective_bytes)
     if cost.recompute_keeps == "selective":
-        return selective
-    inputs = _region_bytes(cost, 0.0, segment.input_bytes)
-    if cost.recompute_keeps == "results":
-        return selective + inputs + _scale(cost) * segment.input_bytes * _num_sums(segment)
-    return inputs
-
-
-def _num_sums(segment: Segment) -> float:
-    """Products that give the residual stream something to add, which plain backward needs nothing of."""
-    return sum(each.count for each in segment.matmuls if each.split == "rows" and not each.of_experts)
+        return inside * segment.inside.selective_bytes + outside * segment.outside.selective_bytes
+    return outside * segment.input_bytes
 
 
 def _with_host(cost: Cost, whole: Memory) -> Memory:

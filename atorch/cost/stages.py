@@ -34,9 +34,9 @@ def stages_of(cost: Cost) -> tuple[Stage, ...]:
 
 
 def heaviest_stages(cost: Cost) -> tuple[Stage, ...]:
-    """Of stages with the same parts the first one, which holds the most micro-batches: one of these needs the most."""
+    """The stages of which one needs the most memory: none that an earlier one, with more in flight, covers."""
     cut = _cut(cost.segments, cost.stages, cost.balances_flops)
-    return tuple(Stage(index, cut.parts[index], in_flight(cost, index)) for index in cut.first_of_equals)
+    return tuple(Stage(index, cut.parts[index], in_flight(cost, index)) for index in cut.uncovered)
 
 
 def in_flight(cost: Cost, index: int) -> float:
@@ -58,7 +58,7 @@ def in_flight(cost: Cost, index: int) -> float:
 
 class _Cut(NamedTuple):
     parts: tuple[Parts, ...]
-    first_of_equals: tuple[int, ...]
+    uncovered: tuple[int, ...]  # stages without an earlier one that has as many copies of everything
 
 
 @lru_cache(maxsize=4096)
@@ -67,11 +67,12 @@ def _cut(segments: Sequence[Segment], stages: int, balances_flops: bool) -> _Cut
     places = _by_flops(segments, stages) if balances_flops else _by_blocks(segments, stages)
     for position, stage in places:
         cut[stage][position] = cut[stage].get(position, 0.0) + 1.0
-    first: dict[tuple[tuple[int, float], ...], int] = {}
+    uncovered: list[int] = []
     for stage, held in enumerate(cut):
-        first.setdefault(tuple(held.items()), stage)
+        if not any(all(cut[earlier].get(at, 0.0) >= held[at] for at in held) for earlier in uncovered):
+            uncovered.append(stage)
     parts = tuple(tuple((segments[position], copies) for position, copies in held.items()) for held in cut)
-    return _Cut(parts, tuple(first.values()))
+    return _Cut(parts, tuple(uncovered))
 
 
 def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:
