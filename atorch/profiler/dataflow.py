@@ -11,6 +11,7 @@ whole. Names play no part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,24 +62,27 @@ class Layout:
     keys: tuple[int, ...] = ()
 
 
-def derive(nodes: Sequence[Node], leaving: Iterable[Value] = (), vocabulary: int = 0) -> Layout:
+def derive(
+    nodes: Sequence[Node], activations: AbstractSet[Value], leaving: Iterable[Value] = (), vocabulary: int = 0
+) -> Layout:
     """The layout of a block, or of a part between blocks.
 
     Args:
+        activations: what can be a stream: values computed from weights, or given as numbers; not masks and tables.
         leaving: values that are used after it.
         vocabulary: rows of the embedding; a product with as many columns whose results stay here is a head, which is
             split without another product to follow.
     """
-    flow = _Flow(nodes)
+    flow = _Flow(nodes, activations)
     while flow.follow(leaving):
         pass
     return flow.layout(vocabulary)
 
 
 class _Flow:
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], activations: AbstractSet[Value]) -> None:
         self.nodes = nodes
-        self.streams = _streams(nodes)
+        self.streams = _streams(nodes) & activations
         self.whole: set[int] = set()  # products that must not be split
         self.states: dict[Value, State] = {}
         self.results: list[State] = []

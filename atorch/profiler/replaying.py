@@ -75,7 +75,7 @@ class Blocks:
 
     def _repeat(self, run: _Run, given: Sequence[torch.Tensor]) -> Any:
         """Values like those that the first run returned; what it saved of inputs and outputs is saved."""
-        recorder, new_of = self._recorder, dict(zip(run.given, given, strict=True))
+        recorder, new_of = self._recorder, dict(reversed(list(zip(run.given, given, strict=True))))
         for value, tensor in new_of.items():
             if value in run.stretch.needed:
                 recorder.save(tensor)

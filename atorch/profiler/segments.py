@@ -167,6 +167,7 @@ class _Assembly:
         operations = stretch.operations
         layout = derive(
             [each.node for each in operations],
+            self.activations,
             self.leaving.get(place, ()),
             0 if stretch.block else self.vocabulary,
         )

@@ -1,0 +1,44 @@
+"""On a GPU attention is one operation, and dropout keeps a byte an element."""
+
+import torch
+from torch.nn import functional
+
+from atorch.profiler.devices import as_on
+
+
+def saved_bytes(function, *tensors):
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(*tensors)
+    own = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return sum(size for storage, size in kept.items() if storage not in own)
+
+
+def test_dropout_keeps_a_mask_of_bytes():
+    inputs = torch.randn(100, requires_grad=True)
+    assert saved_bytes(functional.dropout, inputs) == 400
+    with as_on("cuda"):
+        assert saved_bytes(functional.dropout, inputs) == 100
+        assert torch.equal(functional.dropout(inputs, training=False), inputs)
+        assert saved_bytes(torch.nn.Dropout(0.5), inputs) == 100
+
+
+def test_attention_writes_no_scores():
+    query, key, value = (torch.randn(1, 2, 64, 4, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 2, 64, 64, requires_grad=True)
+
+    def attend(*tensors):
+        return functional.scaled_dot_product_attention(*tensors, dropout_p=0.1)
+
+    scores = 4 * 2 * 64 * 64
+    assert saved_bytes(attend, query, key, value) > scores
+    with as_on("cuda"):
+        assert saved_bytes(attend, query, key, value) < scores
+        assert saved_bytes(attend, query, key, value, bias) < scores
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.allclose(out, functional.scaled_dot_product_attention(query, key, value, is_causal=True))
