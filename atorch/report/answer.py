@@ -14,11 +14,13 @@ from atorch.report.figures import (
     counted,
     counterfactual,
     headline,
+    nearest_changes,
     shared_methods,
     shown_estimates,
     simulated,
     slower,
     summary,
+    varied,
 )
 from atorch.units import format_bytes, format_seconds
 
@@ -42,13 +44,13 @@ def answer_report(plan: PlanData, title: str = "", max_rows: int = MAX_ROWS) -> 
     parts.append(_spent(plan))
     parts += _near(plan, max_rows)
     if plan.get("counterfactuals"):
-        parts.append(_listed("If it were otherwise", map(counterfactual, plan["counterfactuals"])))
+        parts.append(_listed("If it were otherwise", map(counterfactual, nearest_changes(plan["counterfactuals"]))))
     if plan.get("simulated"):
         told = (f"{composition(each['strategy'])}: {simulated(each)}" for each in plan["simulated"])
         parts.append(_listed("Simulated", told))
     parts += _why_not(plan["rejected"], max_rows)
     if plan.get("counts_by_axis"):
-        counts = (f"{axis}  {counted(values)}" for axis, values in plan["counts_by_axis"].items())
+        counts = (f"{axis}  {counted(values)}" for axis, values in varied(plan["counts_by_axis"]))
         parts.append(_listed(f"{plan['num_compositions']:,} compositions, by axis", counts))
     return Group(*parts)
 

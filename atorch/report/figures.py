@@ -9,6 +9,8 @@ from atorch.units import format_bytes, format_count, format_seconds
 
 PlanData = Mapping[str, Any]
 
+ALIKE = 0.0005  # of a step's seconds: nearer ones are told apart by nothing that is shown
+
 
 def composition(strategy: Sequence[str]) -> str:
     """A strategy's methods in one line."""
@@ -70,8 +72,8 @@ def shown_estimates(plan: PlanData) -> Iterator[tuple[str, PlanData]]:
     best = plan.get("best_applicable")
     candidates = [
         ("chosen", plan),
-        *(("near tie", each) for each in plan.get("near_ties", ())),
         *([("best today", best)] if best else []),
+        *(("near tie", each) for each in plan.get("near_ties", ())),
         *(("next", each) for each in plan.get("ranking", ())),
     ]
     for why, each in candidates:
@@ -82,22 +84,37 @@ def shown_estimates(plan: PlanData) -> Iterator[tuple[str, PlanData]]:
 
 def slower(plan: PlanData, estimate: Mapping[str, Any]) -> str:
     """How an estimate's time compares with the chosen one's."""
-    ratio = estimate["step_s"] / plan["estimate"]["step_s"]
-    if abs(ratio - 1) < 0.0005:
-        return "as fast"
-    return f"{ratio:.3g}× as slow" if ratio >= 2 else f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
+    return _compared(estimate["step_s"] / plan["estimate"]["step_s"])
 
 
 def counterfactual(entry: Mapping[str, Any]) -> str:
     """One counterfactual in a sentence."""
-    ratio, reason = entry.get("ratio"), entry["reason"]
-    if ratio is None:
-        return f"{entry['change']}: {reason}"
-    if abs(ratio - 1) < 0.0005:
-        how = "as fast"
-    else:
-        how = f"{ratio:.3g}× as slow" if ratio >= 2 else f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
-    return f"{entry['change']} would be {how}: {reason}"
+    if entry["ratio"] is None:
+        return f"{entry['change']}: {entry['reason']}"
+    return f"{entry['change']} would be {_compared(entry['ratio'])}: {entry['reason']}"
+
+
+def _compared(ratio: float) -> str:
+    if abs(ratio - 1) < ALIKE:
+        return "as fast"
+    return f"{ratio:.3g}× as slow" if ratio >= 2 else f"{abs(ratio - 1):.1%} {'slower' if ratio > 1 else 'faster'}"
+
+
+def nearest_changes(entries: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Of the counterfactuals that change the same axis or method the first, but for those that change nothing."""
+    seen: set[str] = set()
+    for entry in entries:
+        words = entry["change"].replace("(", " ").split()
+        what = words[1] if words[0] in ("with", "without") else words[0]
+        makes_difference = entry["ratio"] is None or abs(entry["ratio"] - 1) >= ALIKE
+        if makes_difference and what not in seen:
+            seen.add(what)
+            yield entry
+
+
+def varied(counts: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """The axes of which compositions have several values."""
+    return ((axis, values) for axis, values in counts.items() if len(values) > 1)
 
 
 def simulated(entry: Mapping[str, Any]) -> str:

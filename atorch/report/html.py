@@ -32,6 +32,7 @@ from atorch.report.figures import (
     simulated,
     slower,
     usable_bytes,
+    varied,
 )
 from atorch.units import format_bytes, format_seconds
 
@@ -79,7 +80,7 @@ def _sections(plan: PlanData, title: str) -> Iterator[Element]:
     yield element(
         "section", element("h2", "Every candidate"), *_candidates(plan), *_why_not(plan, memory), class_="long"
     )
-    counts = ((axis, counted(values)) for axis, values in plan.get("counts_by_axis", {}).items())
+    counts = ((axis, counted(values)) for axis, values in varied(plan.get("counts_by_axis", {})))
     yield section("What was searched", table(("axis", "compositions by value"), counts))
     if plan.get("cluster"):
         figures = table(("figure", "value", "source"), cluster_rows(plan["cluster"]))
