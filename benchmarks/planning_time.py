@@ -1,7 +1,7 @@
-"""What planning costs before the first real step: a 1B-parameter Llama on the meta device.
+"""What planning costs before the first real step, for a 1B-parameter Llama on the meta device; and tracing alone, to 405B.
 
 A fresh process traces the model, scores every legal composition and ranks them; seconds without imports, and the
-most memory the process held beyond what it had before.
+most memory the process held beyond what it had before. Tracing alone is timed with making the model.
 
     python benchmarks/planning_time.py
 """
@@ -46,13 +46,52 @@ print(json.dumps({"s": time.perf_counter() - start, "mib": peak() - before, "num
                   "params": sum(p.numel() for p in model.parameters())}))
 """
 
+TRACE_PROBE = """
+import json, resource, sys, time, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from atorch.profiler.trace import trace
+torch.set_num_threads(1)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before, start = peak(), time.perf_counter()
+with torch.device("meta"):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_key_value_heads=8, **json.loads(sys.argv[1])))
+tokens = torch.zeros(1, 8192, dtype=torch.long)
+profile = trace(model, {"input_ids": tokens, "labels": tokens}, lambda m, b: m(**b), lambda b, o: o["loss"])
+print(json.dumps({"s": time.perf_counter() - start, "mib": peak() - before, "params": profile.num_params}))
+"""
+# The shapes of Llama 3.1: Llama Team 2024, arXiv 2407.21783, table 3.
+TRACED = {
+    8: {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    405: {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+}
+TRACE_S = {8: 1, 405: 3}
+
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
-    runs = []
-    for _ in range(1 if quick else 5):
-        done = subprocess.run([sys.executable, "-c", PROBE], check=True, capture_output=True, text=True)
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    return [*_planning(1 if quick else 5), *_tracing(1 if quick else 5)]
+
+
+def _probe(program: str, *arguments: str) -> dict[str, float]:
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _tracing(times: int) -> list[Row]:
+    rows = []
+    for billions, shape in TRACED.items():
+        runs = [_probe(TRACE_PROBE, json.dumps(shape)) for _ in range(times)]
+        seconds, mib = statistics.median(run["s"] for run in runs), statistics.median(run["mib"] for run in runs)
+        title = f"making and tracing Llama 3.1 {billions}B with 8,192 tokens on the meta device"
+        limit = TRACE_S[billions]
+        rows.append(Row(f"{title}, seconds", f"{seconds:.2f}", f"≤ {limit}", seconds <= limit))
+        rows.append(Row(f"{title}, MiB held beyond the start", f"{mib:.0f}", "≤ 2048", mib <= 2048))
+    return rows
+
+
+def _planning(times: int) -> list[Row]:
+    runs = [_probe(PROBE) for _ in range(times)]
     seconds, mib = statistics.median(run["s"] for run in runs), statistics.median(run["mib"] for run in runs)
     title = f"planning {runs[0]['num']} compositions of a {runs[0]['params'] / 1e9:.1f}B Llama on the meta device"
     return [
