@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from atorch.cost.profile import Segment
 
@@ -36,7 +36,7 @@ class Comm:
     each_micro_batch: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """One optimizer step of a model under what was folded so far. What is per element is in bytes."""
 
@@ -90,7 +90,9 @@ class Cost:
     activation_scale: float = 1.0  # bytes of activations against those traced
     attention_scale: float = 1.0  # seconds of attention against those of the device's fused kernel
     traffic_scale: float = 1.0  # bytes moved by operations that are no matmuls, against those traced
-    hop_wait_s: float = 0.0  # what a hop of a collective waits in a pipeline whose stages send from node to node
+    hop_wait_s: float = (
+        0.0  # what every hop adds to a collective's launch in a pipeline whose stages send from node to node
+    )
     ops_scale: float = 1.0  # operations launched, against those traced
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
     recompute: float = 0.0  # share of the blocks that run forward again in backward
@@ -98,6 +100,14 @@ class Cost:
 
     comm: tuple[Comm, ...] = ()
     extra_s: float = 0.0  # seconds a method adds that nothing above expresses
+
+    def but(self, **changes: Any) -> Cost:
+        """This cost with other values of some fields: `dataclasses.replace`, in a tenth of its time."""
+        if not changes.keys() <= Cost.__dataclass_fields__.keys():
+            raise TypeError(f"Cost has no field {', '.join(changes.keys() - Cost.__dataclass_fields__.keys())}")
+        changed = object.__new__(Cost)
+        changed.__dict__.update(self.__dict__, **changes)
+        return changed
 
     def size(self, *names: str) -> int:
         """The product of the axes' sizes, 1 for those not in the mesh."""
@@ -108,7 +118,7 @@ class Cost:
 
     def send(self, *comm: Comm) -> Cost:
         """This cost with more communication; axes of size 1 carry nothing."""
-        return replace(self, comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
+        return self.but(comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
 
     def local_params(self, segment: Segment) -> float:
         """Elements of one copy of a segment that a device holds before data-parallel sharding."""

@@ -134,18 +134,18 @@ def _micro_batches(cost: Cost, stages: tuple[Stage, ...], sent: _Sent, cluster: 
 
 
 def _of_copy(cost: Cost, segment: Segment, waiting_s: float, cluster: ClusterSpec) -> _Copy:
-    computed, exposed, hidden, calls = seconds_of_copy(cost, segment, cluster.device), 0.0, 0.0, 0.0
+    computed, exposed, hidden = seconds_of_copy(cost, segment, cluster.device), 0.0, 0.0
+    launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * cluster.device.launch_s
     for comm in of_copy(cost, segment):
         group = _group(cost, comm, cluster)
         seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
-        seconds += waiting_s * comm.count * rounds_of(comm.kind) * (group.size - 1)
         exposed += (1.0 - comm.overlap) * seconds
         hidden += comm.overlap * seconds
-        calls += comm.count
+        launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
     return _Copy(
         matmul_s=computed.matmul_s,
         traffic_s=computed.traffic_s,
-        launch_s=computed.launch_s + calls * COLLECTIVE_LAUNCHES * cost.ops_scale * cluster.device.launch_s,
+        launch_s=launch,
         exposed_s=exposed,
         hidden_s=hidden,
         params=cost.local_params(segment),
@@ -154,7 +154,7 @@ def _of_copy(cost: Cost, segment: Segment, waiting_s: float, cluster: ClusterSpe
 
 
 def _waiting_seconds(cost: Cost, cluster: ClusterSpec) -> float:
-    """What a hop of a collective waits for, in a pipeline whose stages send from node to node."""
+    """What a hop of a collective takes longer to start, in a pipeline whose stages send from node to node."""
     if not cost.hop_wait_s or cost.stages == 1 or group_of(("pipeline",), cost.axes, cluster).num_nodes == 1:
         return 0.0
     return cost.hop_wait_s
