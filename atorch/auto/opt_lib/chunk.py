@@ -9,7 +9,6 @@ backward, gradients go back, and the host steps what it holds. Planned for, and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -51,7 +50,7 @@ class Chunk(Method):
         cost = shard(cost, itemsize=2.0 if low else cost.param_itemsize, overlap=0.8 if self.prefetch else 0.0)
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         budget = fraction * cost.device_bytes if self.budget_bytes is None else float(self.budget_bytes)
-        return replace(cost, budget_bytes=budget, optim_offload=0.0 if self.hybrid else 1.0, grads_persist=True)
+        return cost.but(budget_bytes=budget, optim_offload=0.0 if self.hybrid else 1.0, grads_persist=True)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

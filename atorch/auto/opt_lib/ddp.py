@@ -38,7 +38,7 @@ class Ddp(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """An all-reduce of the gradients by bucket, of which the last one is not hidden."""
-        return replica_cost(replace(cost, grads_persist=True), bucket_bytes=self.bucket_cap_mb * MiB)
+        return replica_cost(cost.but(grads_persist=True), bucket_bytes=self.bucket_cap_mb * MiB)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

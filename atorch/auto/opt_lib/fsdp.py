@@ -116,7 +116,7 @@ class Fsdp(Method):
             keeps_gathered=self.reshard_after_forward is False or self.sharding_strategy in KEEPING,
         )
         if self.cpu_offload:
-            cost = replace(cost, param_offload=1.0, optim_offload=1.0)
+            cost = cost.but(param_offload=1.0, optim_offload=1.0)
         return reduce_once(cost)
 
     def _itemsizes(self, cost: Cost) -> tuple[float, float]:

@@ -70,7 +70,7 @@ class MicroBatch(Method):
         else:
             return cost
         count = float(math.ceil(cost.batch_size / rows))
-        return reduce_once(replace(cost, num_micro_batches=count, batch_size=count * rows))
+        return reduce_once(cost.but(num_micro_batches=count, batch_size=count * rows))
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -52,12 +51,12 @@ class Offload(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """The shares; what moves follows from them."""
-        return replace(
-            cost,
+        """The shares; what moves follows from them. Two blocks' activations stay: one computes, one is on its way."""
+        blocks = cost.num_blocks / cost.stages
+        return cost.but(
             param_offload=self.parameters,
             optim_offload=self.optimizer,
-            activation_offload=self.activations,
+            activation_offload=self.activations * max(0.0, 1.0 - 2.0 / max(1.0, blocks)),
         )
 
     @classmethod

@@ -44,7 +44,7 @@ class Zero1(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """The optimizer's share of this device; ddp's all-reduce, and every parameter once from its owner."""
-        cost = replace(cost, grads_persist=True)
+        cost = cost.but(grads_persist=True)
         return shard_optimizer(cost, reduces="all_reduce", gathers="broadcast")
 
     @classmethod

@@ -8,7 +8,6 @@ one process.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -58,7 +57,7 @@ class Zero2(Fsdp):
         if self.backend == "fsdp":
             return super().cost(cost)
         cost = shard_optimizer(cost, gathers="broadcast" if self.backend == "fairscale" else "all_gather")
-        return replace(cost, grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
+        return cost.but(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
 
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place, or leave model and optimizer to the backend once they are built."""

@@ -19,7 +19,13 @@ ACTIVATIONS = 8 / 2 * (800 + 8 * 5000)
 def test_shares_wait_on_the_host():
     assert held() == (54_400, 54_400, 0, ACTIVATIONS, 108_800)
     assert held(parameters=0.5) == (27_200, 27_200, 0, ACTIVATIONS, 108_800 + 54_400)
-    assert held(optimizer=0.0, activations=0.25) == (54_400, 54_400, 108_800, 0.75 * ACTIVATIONS, 0.25 * ACTIVATIONS)
+    gone = 0.5 * 6 / 8 * ACTIVATIONS  # two of eight blocks' stay
+    assert held(optimizer=0.0, activations=0.5) == (54_400, 54_400, 108_800, ACTIVATIONS - gone, gone)
+
+
+def test_a_stage_of_two_blocks_has_no_activations_to_spare():
+    cost = cost_of({"pipeline": 4}, "pipeline_parallel", ("offload", {"activations": 1.0}))
+    assert cost.activation_offload == 0
 
 
 def test_shards_wait_as_shards():
