@@ -1,0 +1,95 @@
+"""The four ways in which a split region meets what is whole on every rank.
+
+| forward | backward | where |
+|---|---|---|
+| `fork`: as it is | sum over ranks | what every rank uses whole, each for its part |
+| `reduce`: sum over ranks | as it is | the results of a row split |
+| `share`: one rank's share | as it is | what is added before a sum over ranks, and must be added once |
+| `gather`: all parts | its own part | logits of a vocabulary that is split |
+
+Shoeybi et al. 2019 (arXiv 1909.08053) call the first two f and g.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        return x / size
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        rank = dist.get_rank(group)
+        ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
+        padded = torch.nn.functional.pad(x, (0, max(counts) - x.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(-1, ctx.start, ctx.count), None, None
+
+
+def fork(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, whose gradient will be summed over the group."""
+    forked: Tensor = _Fork.apply(x, group)  # type: ignore[no-untyped-call]
+    return forked
+
+
+def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the group's `x`."""
+    summed: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def share(x: Tensor, size: int) -> Tensor:
+    """`x / size`, which `size` ranks add up to `x`; every rank has the whole gradient already."""
+    part: Tensor = _Share.apply(x, size)  # type: ignore[no-untyped-call]
+    return part
+
+
+def gather(x: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The group's `x` side by side along the last dim, of which rank r gives `counts[r]`."""
+    whole: Tensor = _Gather.apply(x, counts, group)  # type: ignore[no-untyped-call]
+    return whole

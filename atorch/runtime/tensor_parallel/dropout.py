@@ -1,0 +1,36 @@
+"""Which split regions draw random numbers, seen from where the generator stands at their start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from atorch.distributed.rng import preserved_rng
+from atorch.runtime.tensor_parallel.layout import BlockLayout
+from atorch.runtime.tensor_parallel.products import Product, SeeProducts
+from atorch.runtime.tensor_parallel.random_numbers import random_state
+from atorch.runtime.tensor_parallel.recorded import Call, fresh
+
+
+@torch.no_grad()
+def with_draws(block: nn.Module, layout: BlockLayout, call: Call) -> BlockLayout:
+    """The layout with `draws` set for each group between whose fork and sum training draws random numbers."""
+    states: dict[str, Tensor] = {}
+
+    def note(product: Product, compute: Callable[[], Tensor]) -> Tensor:
+        result = compute()
+        states.setdefault(product.weight, random_state(result.device))
+        return result
+
+    (args, kwargs), _ = fresh(call)
+    with preserved_rng(), SeeProducts(dict(block.named_parameters()), note):
+        block.train()(*args, **kwargs)
+    block.eval()
+    groups = [
+        replace(group, draws=not torch.equal(states[next(iter(group.columns))], states[group.row]))
+        for group in layout.groups
+    ]
+    return replace(layout, groups=tuple(groups))

@@ -1,0 +1,144 @@
+"""Which rows of which parameter each rank of the tensor axis works with: plain data, with no tensors and no modules.
+
+A *group* is what lies between one fork and one sum: parameters split by columns, whose results meet in one parameter
+split by rows (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every name is relative to the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Run = tuple[int, int]
+"""Rows from the first, up to but without the second."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows along `dim` that each rank works with, as ascending runs."""
+
+    dim: int
+    by_rank: tuple[tuple[Run, ...], ...]
+
+    @classmethod
+    def even(cls, dim: int, size: int, degree: int) -> Rows:
+        """Contiguous parts, as `torch.chunk` cuts them: the last ones are shorter where `degree` does not divide."""
+        step = -(-size // degree)
+        bounds = [min(size, step * rank) for rank in range(degree + 1)]
+        return cls(dim, tuple(((start, stop),) for start, stop in zip(bounds, bounds[1:], strict=False)))
+
+    @classmethod
+    def where(cls, dim: int, masks: Sequence[Tensor]) -> Rows:
+        """The rows at which each rank's mask, of one dim, is true."""
+        return cls(dim, tuple(_runs(mask) for mask in masks))
+
+    def index(self, rank: int) -> Tensor:
+        """The rank's rows as a tensor of indices."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.by_rank[rank]])
+
+    def count(self, rank: int) -> int:
+        """How many rows the rank works with."""
+        return sum(stop - start for start, stop in self.by_rank[rank])
+
+    def take(self, tensor: Tensor, rank: int) -> Tensor:
+        """The rank's rows of a tensor: a view where they are one run."""
+        runs = self.by_rank[rank]
+        if len(runs) == 1:
+            return tensor.narrow(self.dim, runs[0][0], runs[0][1] - runs[0][0])
+        return torch.cat([tensor.narrow(self.dim, start, stop - start) for start, stop in runs], self.dim)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some row is worked with by several ranks, as where ranks outnumber the heads of keys and values."""
+        return bool((self._met > 1).any())
+
+    @property
+    def has_own(self) -> bool:
+        """Whether some row is worked with by one rank alone."""
+        return bool((self._met == 1).any())
+
+    @property
+    def num_met(self) -> int:
+        """How many rows are worked with."""
+        return int((self._met > 0).sum())
+
+    @property
+    def _met(self) -> Tensor:
+        """For each row, how many ranks work with it."""
+        met = torch.zeros(max(stop for runs in self.by_rank for _, stop in runs), dtype=torch.int32)
+        for runs in self.by_rank:
+            for start, stop in runs:
+                met[start:stop] += 1
+        return met
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the ranks' rows, one after the other, are the rows as they stand in the whole."""
+        runs = [run for runs in self.by_rank for run in runs]
+        return all(stop == start for (_, stop), (start, _) in zip(runs, runs[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class Group:
+    """What lies between one fork and one sum."""
+
+    row: str
+    """The parameter whose products are summed over ranks."""
+    row_part: Rows
+    row_bias: str | None
+    """What is added together with those products, and must be added once."""
+    columns: Mapping[str, Rows]
+    """What is multiplied with what was forked, in order of use."""
+    forks: tuple[tuple[str, ...], ...]
+    """The columns by what they are multiplied with: one sum in backward for each."""
+    tied: Mapping[str, Rows] = field(default_factory=dict)
+    """Biases, tables and the like that are used along with the columns' results."""
+    inside: tuple[str, ...] = ()
+    """Used whole by every rank on its part, such as a norm over each head: the gradients are parts of a sum."""
+    inputs: Mapping[str, Rows | None] = field(default_factory=dict)
+    """The block's tensor arguments that meet a part: the rows of them that do, or None where all do."""
+    heads: int = 1
+    """How many parts there can be at most."""
+    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Whole numbers to divide, by module and name: numbers of heads and widths of what is split."""
+    draws: bool = False
+    """Whether random numbers are drawn between fork and sum, as by attention's dropout."""
+
+    @property
+    def rows(self) -> Mapping[str, Rows]:
+        """What each rank works with of every parameter that is split or shared out."""
+        return {**self.columns, **self.tied, self.row: self.row_part}
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Every parameter that is split or shared out."""
+        return tuple(self.rows)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A parameter or block that every rank keeps whole, and why."""
+
+    name: str
+    reason: str
+    heads: int = 0
+    """Where the reason is that the ranks do not divide its heads: how many these are."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How one block is split, and what of it is not."""
+
+    groups: tuple[Group, ...]
+    kept: tuple[Kept, ...] = ()
+
+
+def _runs(mask: Tensor) -> tuple[Run, ...]:
+    edges = torch.diff(
+        mask.to(torch.int8), prepend=torch.zeros(1, dtype=torch.int8), append=torch.zeros(1, dtype=torch.int8)
+    )
+    starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+    return tuple(zip(starts, stops, strict=True))

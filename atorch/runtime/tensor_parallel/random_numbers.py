@@ -1,0 +1,49 @@
+"""Random numbers that differ between the ranks of a group inside a region, and agree outside of it.
+
+Dropout on what is split must fall on other elements on every rank; dropout on what every rank holds whole must not. The
+region's stream starts from the state in which the region is entered, so that a recompute of it draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_STEP = 4  # CUDA's generators count in fours
+
+
+class RankStream:
+    """The default generator of a device, on a stream of this rank's own between `enter` and `leave`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._outside: tuple[torch.Generator, torch.Tensor] | None = None
+
+    def enter(self, device: torch.device) -> None:
+        """Draw from this rank's stream from now on."""
+        generator = _generator(device)
+        if device.type == "cuda":  # moved on by hand: drawing would wait for the device
+            seed = generator.initial_seed() ^ (generator.get_offset() + 1) * 0x9E3779B97F4A7C15
+            generator.set_offset(generator.get_offset() + _STEP)
+        else:
+            seed = int(torch.randint(2**62, (), device=device, generator=generator))
+        self._outside = generator, generator.get_state()
+        generator.manual_seed((seed + (self._rank + 1) * 0xBF58476D1CE4E5B9) % 2**63)
+
+    def leave(self) -> None:
+        """Draw what all ranks draw again."""
+        if self._outside is not None:
+            generator, state = self._outside
+            self._outside = None
+            generator.set_state(state)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Where the device's default generator stands."""
+    return _generator(device).get_state()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

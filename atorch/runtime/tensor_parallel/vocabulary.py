@@ -1,0 +1,130 @@
+"""Embedding tables and logits split over the vocabulary.
+
+Each rank looks up the tokens whose rows it has, and zeros for the others; the sum is what the whole table gives. Logits
+are computed for the rank's tokens and gathered, so that whoever reads them sees them whole. A table that embedding and
+logits share is cut once and stays one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from atorch.runtime.override import override
+from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, SharedHook, rows_of_whole, this_part
+from atorch.runtime.tensor_parallel.collectives import gather, reduce
+from atorch.runtime.tensor_parallel.layout import Kept, Rows
+from atorch.runtime.tensor_parallel.presented import present
+from atorch.runtime.tensor_parallel.products import Product
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which parameters tokens are looked up in, which give logits, and with which rows."""
+
+    lookups: Mapping[str, Rows]
+    logits: Mapping[str, Rows]
+    biases: Mapping[str, Rows]
+    """Those of the logits, which every rank keeps whole."""
+    kept: tuple[Kept, ...] = ()
+
+
+def derive_vocabulary(model: nn.Module, tables: Iterable[str], products: Iterable[Product], degree: int) -> Vocabulary:
+    """The split of those `tables` (parameters that are looked up) that have a row for each column of a product.
+
+    Both are what was seen outside the repeated blocks.
+    """
+    parameters = dict(model.named_parameters())
+    outputs = {product.weight: product for product in products}
+    sizes = {parameters[name].shape[product.out_dim] for name, product in outputs.items()}
+    found = {name for name in tables if parameters[name].shape[0] in sizes}
+    sizes = {parameters[name].shape[0] for name in found}
+    found |= {name for name, product in outputs.items() if parameters[name].shape[product.out_dim] in sizes}
+    lookups: dict[str, Rows] = {}
+    logits: dict[str, Rows] = {}
+    biases: dict[str, Rows] = {}
+    kept: list[Kept] = []
+    for name in sorted(found):
+        dim = outputs[name].out_dim if name in outputs else 0
+        rows = Rows.even(dim, parameters[name].shape[dim], degree)
+        holders = [
+            (f"{path}.{own}" if path else own, module)
+            for path, module in model.named_modules()
+            for own, parameter in module._parameters.items()
+            if parameter is parameters[name]
+        ]
+        reason = _why_kept([module for _, module in holders], rows, name in outputs)
+        if reason is not None:
+            kept.append(Kept(name, reason))
+            continue
+        for held_as, module in holders:
+            (lookups if isinstance(module, nn.Embedding) else logits)[held_as] = rows
+        bias = outputs[name].bias if name in outputs else None
+        if bias is not None:
+            biases[bias] = Rows(0, rows.by_rank)
+    return Vocabulary(lookups, logits, biases, tuple(kept))
+
+
+def _why_kept(holders: list[nn.Module], rows: Rows, gives_logits: bool) -> str | None:
+    for module in holders:
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+            return "max_norm and scale_grad_by_freq need the whole table"
+    if gives_logits == all(isinstance(module, nn.Embedding) for module in holders):
+        return "it is used outside of the modules that hold it"
+    if not all(rows.count(rank) for rank in range(len(rows.by_rank))):
+        return "it has too few rows for every rank to have one"
+    return None
+
+
+def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut) -> None:
+    """Split the tables in place."""
+    for name, rows in vocabulary.lookups.items():
+        module = _cut_table(model, name, rows, cut)
+        ((start, stop),) = rows.by_rank[cut.rank]
+        if module.padding_idx is not None:
+            module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
+        override(module, "forward", _look_up, start, stop - start, cut)
+    for name, rows in vocabulary.logits.items():
+        module = _cut_table(model, name, rows, cut)
+        module.register_forward_pre_hook(ForkArguments(cut.group, 1), with_kwargs=True)
+        module.register_forward_hook(_Gather(rows, cut))
+    for name, rows in vocabulary.biases.items():
+        read = partial(rows_of_whole, rows, cut.rank, cut.group)
+        bias = model.get_parameter(name)
+        for holder in model.modules():
+            own = {own: read for own, parameter in holder._parameters.items() if parameter is bias}
+            if own:
+                present(holder, own)
+
+
+def _cut_table(model: nn.Module, name: str, rows: Rows, cut: Cut) -> Any:
+    """Cut one table; the module that holds it."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    module.register_parameter(own, cut.part(model.get_parameter(name), rows))
+    present(module, {own: this_part})
+    return module
+
+
+def _look_up(theirs: Callable[..., Tensor], start: int, count: int, cut: Cut) -> Callable[..., Tensor]:
+    def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own = input - start
+        others = (own < 0) | (own >= count)
+        found = theirs(self, own.masked_fill(others, 0), *args, **kwargs)
+        return reduce(found.masked_fill(others.unsqueeze(-1), 0), cut.group)
+
+    return forward
+
+
+class _Gather(SharedHook):
+    """After logits: those of all ranks."""
+
+    def __init__(self, rows: Rows, cut: Cut) -> None:
+        self._counts, self._group = [rows.count(rank) for rank in range(cut.degree)], cut.group
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return gather(output, self._counts, self._group)

@@ -1,0 +1,127 @@
+"""Small models of several families, with random weights, and what a batch of each is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCAB = 62
+SIZES: Mapping[str, int] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+IDS: Mapping[str, int] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def llama(heads: int = 4, kv_heads: int = 2) -> nn.Module:
+    """Grouped keys and values, tied embeddings."""
+    sizes = {**SIZES, "num_attention_heads": heads, "hidden_size": 8 * heads}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=kv_heads, tie_word_embeddings=True)
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    """Fused queries, keys and values, in columns; untied heads of an odd vocabulary."""
+    config = transformers.GPT2Config(
+        **IDS,
+        vocab_size=VOCAB + 1,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=16,
+        attn_pdrop=dropout,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        tie_word_embeddings=False,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    """Biases everywhere, a residual inside attention, a bias of the logits that two modules hold."""
+    config = transformers.BertConfig(
+        **SIZES, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    """Tables of relative positions in first blocks that later ones are given, and attention across."""
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    """No vocabulary."""
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    config = transformers.ViTConfig(
+        **sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def mixtral() -> nn.Module:
+    """Experts in one parameter, with fused gates."""
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def phi3() -> nn.Module:
+    """Fused queries, keys and values of other sizes, read by numbers in the configuration."""
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, num_key_value_heads=2, pad_token_id=0))
+
+
+def qwen3() -> nn.Module:
+    """Norms over each head, inside the split."""
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
+
+
+FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+    "mixtral": mixtral,
+    "phi3": phi3,
+    "qwen3": qwen3,
+}
+
+
+def make(name: str, **settings: Any) -> nn.Module:
+    """A model of the family, the same every time, with weights none of which is zero."""
+    torch.manual_seed(3)
+    family: Any = FAMILIES[name]
+    model: nn.Module = family(**settings).train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.15 if parameter.dim() > 1 else 0.3
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    model.config.use_cache = False
+    return model
+
+
+def batch(name: str, step: int = 0) -> dict[str, Tensor]:
+    """The inputs of a step, the same on every rank."""
+    generator = torch.Generator().manual_seed(100 + step)
+    if name == "vit":
+        return {"pixel_values": torch.randn(3, 3, 8, 8, generator=generator)}
+    tokens = torch.randint(0, VOCAB, (3, 7), generator=generator)
+    return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)} if name == "t5" else {"input_ids": tokens}
+
+
+def loss_of(output: Any) -> Tensor:
+    """A loss that every logit enters with a weight of its own."""
+    logits: Tensor = output.logits
+    weights = torch.sin(torch.arange(logits.numel(), dtype=torch.float32)).view_as(logits)
+    return (logits.float() * weights).mean() * 10

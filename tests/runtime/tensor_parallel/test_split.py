@@ -1,0 +1,231 @@
+"""A split model trains as the whole one does, with the collectives of the textbook, for families of all kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch.errors import ArgumentError, StrategyError
+from atorch.runtime.tensor_parallel import ModelLayout, tensor_parallel, whole_state
+from tests.pool import Pool
+from tests.runtime.tensor_parallel.models import batch, loss_of, make
+
+STEPS = 3
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name. (CommDebugMode's own hooks break models that change results in place.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] = self.counts.get(func._opname, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def mesh_of(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+
+
+def split(model: nn.Module, name: str, size: int, **options: Any) -> ModelLayout:
+    return tensor_parallel(model, lambda model: model(**batch(name)), mesh_of(size), **options)
+
+
+def train(model: nn.Module, name: str) -> list[float]:
+    optim = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model(**batch(name, step)))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def distance(got: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor]) -> float:
+    """‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters together."""
+    assert got.keys() == expected.keys()
+    error = torch.stack([(got[name] - expected[name]).double().norm() for name in got]).norm()
+    return float(error / torch.stack([(expected[name] - before[name]).double().norm() for name in got]).norm())
+
+
+def parity(rank: int, size: int, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    model, plain = make(name, **settings), make(name, **settings)
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    num_whole = sum(p.numel() for p in plain.parameters())
+    layout = split(model, name, size)
+    split_state = whole_state(model, layout)
+    same_state = all(torch.equal(split_state[key], before[key]) for key in before)
+    num_held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    with Collectives() as forward:
+        output = model(**batch(name))
+    with Collectives() as backward:
+        loss_of(output).backward()
+    model.zero_grad()
+    losses, expected = train(model, name), train(plain, name)
+    return {
+        "same state": same_state,
+        "training": all(module.training for module in model.modules()),
+        "held": num_held / num_whole,
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
+        "update": distance(whole_state(model, layout), plain.state_dict(), before),
+        "forward": forward.counts,
+        "backward": backward.counts,
+        "kept": [each.name for each in layout.kept],
+    }
+
+
+def counts(
+    blocks: int, *, embedding: bool = True, biases: int = 0, more: int = 0
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Two sums forward and two backward a block; a sum for the embedding, a gather and a sum for the logits."""
+    forward, backward = {"allreduce_": 2 * blocks}, {"allreduce_": 2 * blocks + biases + more}
+    if embedding:
+        forward = {"allreduce_": 2 * blocks + 1, "allgather_": 1}
+        backward["allreduce_"] += 1
+    return forward, backward
+
+
+# Beyond the textbook: the sum of a bias of logits; a router's weights, which experts are given beside the tokens; the
+# norms of queries and keys; and in T5, attention across, which is forked from decoder and encoder.
+COUNTS = {
+    "llama": counts(2),
+    "gpt2": counts(2),
+    "bert": counts(2, biases=1),
+    "t5": ({"allreduce_": 2 * 2 + 3 * 2 + 2, "allgather_": 1}, {"allreduce_": 2 * 2 + 4 * 2 + 1}),
+    "vit": counts(2, embedding=False),
+    "mixtral": counts(2, more=2),
+    "phi3": counts(2),
+    "qwen3": counts(2, more=4),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_trains_as_the_whole_model(pool: Pool, name: str) -> None:
+    for seen in pool.run(parity, name, {}):
+        assert seen["same state"]
+        assert seen["training"]
+        assert seen["loss"] <= 1e-5
+        assert seen["update"] <= 1e-4
+        assert (seen["forward"], seen["backward"]) == COUNTS[name]
+        assert seen["held"] < 0.57
+        assert all(each.endswith("mlp.gate.weight") for each in seen["kept"])
+
+
+def test_ranks_share_heads_of_keys_and_values(pool: Pool) -> None:
+    for seen in pool.run(parity, "llama", {"kv_heads": 1}):
+        assert seen["update"] <= 1e-4
+        assert not seen["kept"]
+        assert seen["backward"] == {"allreduce_": 2 * 2 + 1 + 2 * 2}  # and the gradients of keys' and values' rows
+
+
+def raised(rank: int, size: int, name: str, settings: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    torch.manual_seed(rank if options.pop("other", False) else 0)
+    model = make(name, **settings)
+    if options.pop("unequal", False) and rank:
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises((StrategyError, ArgumentError)) as caught:
+        split(model, name, size, **options)
+    untouched = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    return [str(caught.value), type(caught.value).__name__, str(untouched)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "signs"),
+    [
+        ({"heads": 3, "kv_heads": 3}, {}, ["tensor is 2", "3 heads", "model.layers.0.self_attn.o_proj", "size of 3"]),
+        ({}, {"plan": {"layers.*.self_attn.qproj": "column"}}, ["qproj", "did you mean", "q_proj"]),
+        ({}, {"plan": {"layers.*.mlp.down_proj": "column"}}, ["down_proj", "by row", "by column"]),
+        ({}, {"plan": {"layers.*.mlp.down_proj": "row"}}, ["gate_proj", "leaves it out"]),
+        ({}, {"plan": {"layers.*.mlp.down_proj": "diagonal"}}, ["'diagonal'", "give 'column' or 'row'"]),
+        ({}, {"unequal": True}, ["same weights"]),
+    ],
+)
+def test_errors_name_the_layer_and_change_nothing(
+    pool: Pool, settings: dict[str, Any], options: dict[str, Any], signs: list[str]
+) -> None:
+    for message, _, untouched in pool.run(raised, "llama", settings, options):
+        assert all(sign in message for sign in signs), message
+        assert untouched == "True"
+
+
+def by_hand(rank: int, size: int) -> dict[str, Any]:
+    model = make("llama")
+    plan = {"layers.*.mlp.gate_proj": "column", "layers.0.mlp.up_proj": "column", "layers.*.mlp.*_proj": "column"}
+    layout = split(model, "llama", size, plan={**plan, "layers.*.mlp.down_proj": "row"})
+    return {
+        "cut": sorted({name.split(".", 3)[-1] for name in layout.rows}),
+        "reasons": sorted({each.reason for each in layout.kept}),
+    }
+
+
+def test_a_plan_says_what_is_split(pool: Pool) -> None:
+    for seen in pool.run(by_hand):
+        assert seen["cut"] == ["mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"]
+        assert seen["reasons"] == ["the plan does not name it"]
+
+
+def frozen(rank: int, size: int) -> dict[str, Any]:
+    model = make("llama").requires_grad_(False)
+    for block in model.model.layers:
+        block.input_layernorm.requires_grad_(True)
+    plain = make("llama").requires_grad_(False)
+    for block in plain.model.layers:
+        block.input_layernorm.requires_grad_(True)
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    layout = split(model, "llama", size)
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    train(model, "llama")
+    train(plain, "llama")
+    return {"trainable": trainable, "update": distance(whole_state(model, layout), plain.state_dict(), before)}
+
+
+def test_frozen_parameters_are_split_and_stay_frozen(pool: Pool) -> None:
+    for seen in pool.run(frozen):
+        assert seen["trainable"] == [f"model.layers.{index}.input_layernorm.weight" for index in range(2)]
+        assert seen["update"] <= 1e-4
+
+
+def dropped(rank: int, size: int) -> dict[str, Any]:
+    model = make("gpt2", dropout=0.5)
+    layout = split(model, "gpt2", size)
+    torch.manual_seed(5)
+    seen: list[Tensor] = []
+    handle = model.transformer.h[0].attn.c_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+    first = model(**batch("gpt2")).logits
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    again = model(**batch("gpt2")).logits
+    handle.remove()
+    states, outputs = [torch.empty_like(state) for _ in range(size)], [torch.empty_like(first) for _ in range(size)]
+    dist.all_gather(states, state)
+    dist.all_gather(outputs, first.detach())
+    return {
+        "draws": [[group.draws for group in block.groups] for block in layout.blocks.values()],
+        "repeats": torch.equal(first, again),
+        "agree outside": all(torch.equal(other, state) for other in states),
+        "same output": all(torch.equal(other, outputs[0]) for other in outputs),
+    }
+
+
+def test_dropout_of_what_is_split_repeats_and_leaves_the_ranks_together(pool: Pool) -> None:
+    for seen in pool.run(dropped):
+        assert seen == {
+            "draws": [[True, False], [True, False]],
+            "repeats": True,
+            "agree outside": True,
+            "same output": True,
+        }
