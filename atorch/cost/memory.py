@@ -17,8 +17,8 @@ from atorch.cost.stages import Stage, heaviest_stages, stages_of
 from atorch.cost.state import Cost
 
 SLACK = 0.2
-"""Of what comes and goes in a step, the share that a caching allocator reserves beyond it. It was 0.2 to 0.4 on B200,
-0.1 to 0.4 on H100; benchmarks/published says which runs these were."""
+"""Of what comes and goes in a step, the share that a caching allocator reserves beside it: 0.2 to 0.4 in published runs
+of Megatron on B200 that tell both. An allocator that runs short gives most of it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +124,9 @@ def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
         buffers=cost.buffer_bytes,
         transient=transient,
         working=peak.working,
-        slack=SLACK * (peak.activations + peak.transient + peak.working) + _held_gathers(cost, stage),
+        slack=SLACK * (peak.activations + peak.transient + peak.working),
     )
     return _with_host(cost, whole)
-
-
-def _held_gathers(cost: Cost, stage: Stage) -> float:
-    """Gathered inputs of split products, whose memory waits for another stream before it is used again."""
-    if not cost.held_gathers or not cost.splits_norms:
-        return 0.0
-    inputs = sum(copies * segment.input_bytes for segment, copies in stage.parts if segment.is_block)
-    return cost.held_gathers * stage.in_flight * inputs * _scale(cost) * (1.0 - 1.0 / cost.tensor)
 
 
 def _moments(cost: Cost, in_flight: float, parts: list[tuple[bool, float, _Copy]]) -> Iterator[_Moment]:
@@ -209,7 +201,11 @@ def _copy(cost: Cost, segment: Segment, scale: float) -> _Copy:
     outside = scale / cost.tensor if cost.splits_norms else scale
     inside = scale / cost.tensor
     kept = inside * segment.inside.saved_bytes + outside * segment.outside.saved_bytes
+    kept += cost.held_gathers * segment.input_bytes * (scale - outside)
     working = segment.working_bytes * (inside if segment.split_working else scale)
+    working += (
+        2.0 * segment.input_bytes * (scale - outside)
+    )  # an input gathered whole, a gradient before it is scattered
     if segment.is_block and cost.recompute:
         again = kept - _kept_when_recomputed(cost, segment, inside, outside)
         kept, working = kept - cost.recompute * again, working + again

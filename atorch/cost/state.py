@@ -68,7 +68,7 @@ class Cost:
     placeholder_itemsize: float = (
         0.0  # of a gradient for every shape of weight: autograd's, where kernels add their own
     )
-    held_gathers: float = 0.0  # of a block's inputs gathered along the sequence, those whose memory is not free at once
+    held_gathers: float = 0.0  # inputs of a block that are kept gathered along the sequence, not gathered again
     param_offload: float = 0.0  # shares that wait in host memory
     optim_offload: float = 0.0
     activation_offload: float = 0.0

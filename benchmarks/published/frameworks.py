@@ -25,7 +25,7 @@ class Framework:
     bucket_itemsize: float = 0.0  # of communication buffers for all gradients, where several replicas share them
     placeholder_itemsize: float = 0.0
     held_gathers: float = 0.0
-    held_in_pipelines: float = 0.0  # as held_gathers, at most
+    held_in_pipelines: float = 0.0  # as held_gathers; of some runs, so that what fits must have room for it
     step_itemsize: float = 0.0
     zero_when_split: int = 0  # level of ZeRO under tensor or pipeline parallelism where none is named
     split_by: str = ""  # the framework that it leaves tensor and pipeline parallelism to
@@ -58,8 +58,8 @@ _KNOWN: Mapping[str, Framework] = {
         fresh_itemsize=2.0,
         bucket_itemsize=2.0,
         balances_flops=True,
-        held_gathers=1.8,
-        held_in_pipelines=0.8,
+        held_gathers=2.0,
+        held_in_pipelines=1.0,
         reports_first=True,
         bucket_bytes=512 * MiB,
         hop_wait_s=2.8e-4,
@@ -79,9 +79,10 @@ _KNOWN: Mapping[str, Framework] = {
     "oneflow": Framework(implementation=Implementation(dropout=True), keeps_masters=False),
     # FlashAttention-2 doubles the first version's speed: Dao 2023, arXiv 2307.08691.
     "composer": Framework(implementation=_FUSED_LOSS, keeps_masters=False, grads_persist=False, attention_scale=2.0),
-    # Its autocast is PyTorch's, beside which FSDP gathers what it has, in fp32.
+    # Its autocast is PyTorch's, beside which FSDP gathers what it has, in fp32, and DDP has buckets for all gradients.
     "atorch": Framework(
         implementation=_HUGGING_FACE,
+        bucket_itemsize=4.0,
         keeps_masters=False,
         grads_persist=False,
         gathered_itemsize=4.0,

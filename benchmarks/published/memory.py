@@ -15,9 +15,9 @@ Metric = Literal["allocated", "reserved", "driver"]
 
 CONTEXT = 1.5 * GiB
 """What the driver's figure has beside the allocator's: CUDA's context, kernels, and buffers of NCCL."""
-RESERVE = 0.08
+RESERVE = 0.06
 """Of a device's memory, what is kept free: the context, and what the estimate may be wrong by."""
-STUCK = 0.6
+STUCK = 0.5
 """Of the allocator's slack, what it cannot give back when memory runs short."""
 
 
@@ -41,7 +41,7 @@ def predicted_memory(row: Row) -> Memory:
 def memory_of(row: Row, cost: Cost) -> Memory:
     """`predicted_memory` where the row's cost is known."""
     if cost.stages > 1:
-        cost = replace(cost, held_gathers=0.0)  # as in the middle of all runs; what fits has room for the worst
+        cost = replace(cost, held_gathers=0.0)  # as most runs; what fits has room for the others
     if framework_for(row).reports_first:
         return stage_memory(cost, stages_of(cost)[0])
     return peak_memory(cost)

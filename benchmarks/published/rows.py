@@ -344,7 +344,7 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework) -> Cost:
     if layout.zero == 3 or layout.keeps_gathered:
         itemsize = 4.0 if cost.dtype == "float32" else framework.gathered_itemsize
         return shard(cost, itemsize=itemsize, keeps_gathered=layout.keeps_gathered)
-    if layout.data > 1:
+    if layout.data > 1 and layout.zero < 2:
         cost = replace(cost, bucket_itemsize=framework.bucket_itemsize)
     if layout.zero == 0:
         return replicate(cost, overlaps=framework.overlaps, bucket_bytes=framework.bucket_bytes)

@@ -112,10 +112,17 @@ def test_the_heaviest_stage_is_among_those_looked_at(stages, balances, num_micro
     assert len(heaviest_stages(cost)) <= min(stages, 3)
 
 
-def test_gathers_that_wait_for_another_stream_are_slack():
-    cost = replace(COST, tensor=2, splits_norms=True)
-    plain, held = peak_memory(cost), peak_memory(replace(cost, held_gathers=1.5))
-    assert plain.slack == SLACK * (plain.activations + plain.transient + plain.working)
-    assert held.slack - plain.slack == 1.5 * 8 * 50 / 2
-    assert held.total == plain.total
-    assert held.reserved - plain.reserved == held.slack - plain.slack
+def test_inputs_of_split_products_are_gathered_whole():
+    plain = peak_memory(replace(COST, tensor=2, grads_persist=True))
+    cost = replace(COST, tensor=2, grads_persist=True, splits_norms=True)
+    split, held = peak_memory(cost), peak_memory(replace(cost, held_gathers=1.5))
+    assert plain.activations - split.activations == 8 * 100 / 2
+    assert held.activations - split.activations == 1.5 * 8 * 50 / 2  # what is kept gathered is not divided
+    small = replace(cost, segments=(BLOCK,))
+    assert peak_memory(small).working == 40 / 2 + 2 * 50 / 2  # one gathered input, and one gradient to scatter
+
+
+def test_slack_is_reserved_beside_what_comes_and_goes():
+    memory = peak_memory(replace(COST, bucket_bytes=100.0))
+    assert memory.slack == pytest.approx(SLACK * (7200 + 2000))
+    assert memory.reserved == memory.total + memory.slack

@@ -33,7 +33,7 @@ MIXTRAL = replace(
         (DEEPSEEK, 671.03),  # DeepSeek-V3 without its multi-token prediction module
         (
             replace(GPT, layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=50257, head_dim=64),
-            0.124,
+            0.12444,
         ),  # GPT-2
     ],
 )
