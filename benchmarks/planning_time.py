@@ -1,4 +1,4 @@
-"""What planning costs before the first real step, for a 1B-parameter Llama on the meta device; and tracing alone, to 405B.
+"""What planning a 1B-parameter Llama costs before the first real step, and tracing alone up to 405B.
 
 A fresh process traces the model, scores every legal composition and ranks them; seconds without imports, and the
 most memory the process held beyond what it had before. Tracing alone is timed with making the model.

@@ -43,6 +43,7 @@ class Node:
     # Of attention.
     query: Value = 0
     key: Value = 0
+    is_table: bool = False  # rows of a weight that are looked up
     # Of a reduction: elements before, and after.
     elements: int = 0
     left: int = 0
@@ -82,7 +83,7 @@ def derive(
 class _Flow:
     def __init__(self, nodes: Sequence[Node], activations: AbstractSet[Value]) -> None:
         self.nodes = nodes
-        self.streams = _streams(nodes) & activations
+        self.streams = _streams(nodes, activations)
         self.whole: set[int] = set()  # products that must not be split
         self.states: dict[Value, State] = {}
         self.results: list[State] = []
@@ -112,6 +113,8 @@ class _Flow:
     def _result(self, place: int, node: Node) -> State:
         if node.kind == "product":
             return self._product(place, node)
+        if node.is_table:
+            return _STREAM if self.streams.intersection(node.writes) else None
         states = [self._state(value) for value in node.reads]
         split = frozenset[int]().union(*(state for state in states if state))
         if not split:
@@ -216,15 +219,25 @@ class _Flow:
                 routed.update(node.writes)
 
 
-def _streams(nodes: Sequence[Node]) -> set[Value]:
-    """Values from outside that feed a product, and not by way of another product or of attention."""
+def _streams(nodes: Sequence[Node], activations: AbstractSet[Value]) -> set[Value]:
+    """Activations from outside that feed a product, and not by way of another product or of attention.
+
+    So do embeddings that are looked up here, but not biases of the expert that a token was sent to.
+    """
     sources: dict[Value, frozenset[Value]] = {}
     streams: set[Value] = set()
+    computed: set[Value] = set()  # from activations, integers as well
     for node in nodes:
+        found = frozenset[Value]().union(*(sources.get(value, frozenset((value,))) for value in node.reads))
+        is_computed = node.kind == "product" or any(value in activations or value in computed for value in node.reads)
         if node.kind == "product":
             streams |= sources.get(node.data, frozenset((node.data,)))
-        passes_on = node.kind not in ("product", "attention")
-        found = frozenset[Value]().union(*(sources.get(value, frozenset((value,))) for value in node.reads))
+        if node.kind in ("product", "attention") or (node.is_table and is_computed):
+            found = frozenset()
+        elif node.is_table:
+            found = frozenset(node.writes)
         for value in node.writes:
-            sources[value] = found if passes_on else frozenset()
-    return streams
+            sources[value] = found
+        if is_computed:
+            computed.update(node.writes)
+    return streams & activations

@@ -195,8 +195,8 @@ class Recorder:
             self._ids.update(node.writes)
         if node.kind == "table" and self._ids.intersection(node.reads):
             here.tables.update((number, None) for value in weights for number in self._weights[value])
-        of_tables = is_lookup and all(each.dim() < 3 for each in weights.values())
-        if weights and not of_tables and not any(operands[value].is_floating_point() for value in node.reads):
+        node.is_table = is_lookup and bool(weights) and all(each.dim() < 3 for each in weights.values())
+        if weights and not node.is_table and not any(operands[value].is_floating_point() for value in node.reads):
             source = tuple(dict.fromkeys(number for value in weights for number in self._weights[value]))
             self._weights.update(dict.fromkeys(node.writes, source))
             node.reads = node.writes = ()

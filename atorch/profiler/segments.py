@@ -261,8 +261,10 @@ def _heads(operations: Sequence[Operation], layout: Layout, samples: int) -> tup
     is_packed = layout.queries == layout.keys
     heads = attention.num_heads
     if not heads:
-        whole = queries if not is_packed else attention.batch / samples
-        heads = int(whole) if whole.is_integer() else 0
+        whole = attention.batch / samples if is_packed else queries
+        heads = int(whole) if whole.is_integer() and whole <= queries else 0
+    if not heads:
+        return 0, 0
     kv_heads = (keys - heads) / 2 if is_packed else keys
     fits = kv_heads >= 1 and kv_heads.is_integer() and heads % kv_heads == 0
     return heads, int(kv_heads) if fits else attention.num_kv_heads or heads

@@ -77,6 +77,22 @@ def deepseek() -> Given:
     return DeepseekV3ForCausalLM(config), tokens()
 
 
+def gpt_oss() -> Given:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **COMMON, **ENDS, num_key_value_heads=KV_HEADS, head_dim=8, num_local_experts=4, num_experts_per_tok=2
+    )
+    return GptOssForCausalLM(config), tokens()
+
+
+def albert() -> Given:
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    sizes = {name: value for name, value in COMMON.items() if name != "use_cache"}
+    return AlbertForMaskedLM(AlbertConfig(**sizes, embedding_size=16)), tokens()
+
+
 def gemma() -> Given:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -140,7 +156,7 @@ def resnet() -> Given:
     return ResNet(), images(32)
 
 
-FAMILIES = (llama, gpt2, bert, t5, vit, mixtral, deepseek, gemma, qwen, falcon, adapted, resnet)
+FAMILIES = (llama, gpt2, bert, albert, t5, vit, mixtral, deepseek, gpt_oss, gemma, qwen, falcon, adapted, resnet)
 
 
 def call(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:

@@ -126,6 +126,17 @@ def test_tokens_that_a_router_chose_go_to_experts():
     assert layout.dispatched == {6}
 
 
+def test_rows_of_a_table_are_a_stream_unless_a_router_chose_them():
+    ids, row = 100, 2
+    looked_up = [other([ids], row, is_table=True), other([row], 3), product(3, 4), product(4, 5)]
+    assert list(derive(looked_up, {row}).splits.values()) == ["columns", "rows"]
+    biased = [
+        product(STREAM, 2, columns=4), other([2], 3, kind="choice", is_float=False), product(STREAM, 4),
+        other([3], 5, is_table=True), other([4, 5], 6, kind="sum"), product(6, 7), other([STREAM, 7], 8, kind="sum"),
+    ]  # fmt: skip
+    assert list(derive(biased, {STREAM, 5}).splits.values()) == ["none", "columns", "rows"]
+
+
 def test_a_choice_among_constants_is_no_router():
     ends = other([100], 2, kind="choice", is_float=False)  # where a sequence ends
     assert derived([ends, other([STREAM, 2], 3, kind="gather"), product(3, 4)]).of_experts == set()

@@ -16,12 +16,14 @@ from tests.profiler.families import (
     VOCAB,
     Given,
     adapted,
+    albert,
     bert,
     call,
     deepseek,
     falcon,
     gemma,
     gpt2,
+    gpt_oss,
     llama,
     loss_of,
     mixtral,
@@ -125,6 +127,12 @@ H, F, KV = HIDDEN, FFN, HIDDEN // 2
         # The router's result meets whole tokens.
         (mixtral, 1, [(H, KV, 2, "columns"), (H, H, 1, "columns"), (H, H, 1, "rows"), (H, 4, 1, "none"),
                       (H, 2 * F, 4, "columns"), (F, H, 4, "rows")]),
+        # Experts' biases are looked up by what the router chose.
+        (gpt_oss, 1, [(H, KV, 2, "columns"), (H, H, 1, "columns"), (H, H, 1, "rows"), (H, 4, 1, "none"),
+                      (H, 2 * F, 4, "columns"), (F, H, 4, "rows")]),
+        # One block, used again and again, is no run of blocks; embeddings are narrow.
+        (albert, 0, [(16, H, 1, "none"), (H, H, 9, "columns"), (H, H, 3, "rows"), (H, F, 3, "columns"),
+                     (F, H, 3, "rows"), (H, 16, 1, "none"), (16, VOCAB, 1, "columns")]),
         # Low ranks are normed over all of their features.
         (deepseek, 1, [(H, 16, 1, "none"), (16, 48, 1, "columns"), (H, 28, 1, "none"), (24, 64, 1, "columns"),
                        (H, H, 1, "rows"), (H, F, 2, "columns"), (F, H, 1, "rows")]),
