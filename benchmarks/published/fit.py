@@ -8,7 +8,8 @@ off, not by the square of it: Huber 1964, "Robust Estimation of a Location Param
     python benchmarks/published/fit.py TABLE.csv …
 
 prints the constants that the repository ships: fitted on at most 5 % of the rows of a hardware family, drawn by a hash
-of their names from the runs on one node of `FITTED_MODELS` alone. All other models are for testing.
+of their names from `FITTED_MODELS` alone: first runs on one node, then runs without pipelines on several, for what the
+network reaches. All other models are for testing.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ SPREAD: Mapping[str, float] = {
     "inter_node.efficiency": 0.4,
     "inter_node.latency_s": 0.5,
 }
+BETWEEN_NODES: Mapping[str, float] = {"inter_node.efficiency": 1.0, "inter_node.latency_s": 2.0}  # networks differ more
 NOISE = 0.08  # of a run's logarithm: what no constant explains
 ROUNDS = 8
 
@@ -132,10 +134,14 @@ def main() -> None:
                 families[case.cluster.device.name].append(case)
     for device, cases in families.items():
         runs = [case.run for case in cases if case.run and is_fitted(case.row.text("model"))]
-        few = drawn([run for run in runs if run.cluster.num_nodes == 1] or runs, _most(cases))
-        print(f"{device}: {len(few)} rows of {len(cases)}")
-        for name, factor in fitted(few).items():
-            print(f"    {name}: {_figure(few[0].cluster, name):.4g} × {factor:.3f}")
+        most = _most(cases)
+        alone = drawn([run for run in runs if run.cluster.num_nodes == 1] or runs, most)
+        factors = fitted(alone)
+        moved = [run._replace(cluster=with_constants(run.cluster, factors)) for run in runs]
+        apart = drawn([run for run in moved if run.cluster.num_nodes > 1 and run.cost.stages == 1], most - len(alone))
+        print(f"{device}: {len(alone)} rows of one node, then {len(apart)} of several, of {len(cases)}")
+        for name, factor in {**factors, **fitted(apart, BETWEEN_NODES)}.items():
+            print(f"    {name}: {_figure(runs[0].cluster, name):.4g} × {factor:.3f}")
 
 
 def _most(cases: Sequence[Any]) -> int:
