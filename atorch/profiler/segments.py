@@ -191,7 +191,9 @@ class _Assembly:
         by_rows = [each for each in experts if each.split == "rows"]
         num_experts = min((each.count for each in by_rows or experts), default=0.0)
         segment = replace(segment, num_heads=heads, num_kv_heads=kv_heads, num_experts=int(num_experts))
-        of_experts = self._weights(operations, layout.of_experts)
+        of_experts = frozenset(
+            number for place in layout.of_experts for number in (*operations[place].weight, *operations[place].bias)
+        )
         split = self._weights(operations, {place for place, how in layout.splits.items() if how != "none"})
         by_columns = (place for place, how in layout.splits.items() if how == "columns")
         biases = frozenset(number for place in by_columns for number in operations[place].bias)
@@ -201,21 +203,23 @@ class _Assembly:
         return frozenset(number for place in places for number in operations[place].weight)
 
     def _matmuls(self, operations: Sequence[Operation], layout: Layout) -> tuple[Matmul, ...]:
-        """Products of one shape together."""
-        counts: dict[Matmul, float] = {}
+        """Products of one shape together; those of experts with the rows that arrive on average."""
+        rows: dict[Matmul, list[float]] = {}
         for place, split in layout.splits.items():
-            operation = operations[place]
-            node = operation.node
+            operation, of_experts = operations[place], place in layout.of_experts
+            each = operation.node.rows / operation.count
             product = Matmul(
-                rows=node.rows / operation.count,
-                inner=node.inner,
-                columns=node.columns,
+                rows=0.0 if of_experts else each,
+                inner=operation.node.inner,
+                columns=operation.node.columns,
                 split=split,
                 trainable=bool(self.ownership.trainable(frozenset(operation.weight))),
-                of_experts=place in layout.of_experts,
+                of_experts=of_experts,
             )
-            counts[product] = counts.get(product, 0.0) + operation.count
-        return tuple(replace(product, count=count) for product, count in counts.items())
+            rows.setdefault(product, []).extend([each] * operation.count)
+        return tuple(
+            replace(product, rows=sum(found) / len(found), count=float(len(found))) for product, found in rows.items()
+        )
 
 
 def _region(stretch: Stretch, layout: Layout, *, is_inside: bool) -> Region:

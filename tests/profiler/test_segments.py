@@ -176,6 +176,46 @@ def test_tokens_of_experts():
     assert block.split_params == HIDDEN * HIDDEN * 2 + 2 * HIDDEN * HIDDEN // 2
 
 
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, tokens):
+        return self.down(torch.relu(self.up(tokens)))
+
+
+class Mixture(nn.Module):
+    """Experts in a loop, each of which sees as many tokens as it happens to get."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(8), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, inputs):
+        tokens = self.norm(inputs).flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        mixed = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == index)
+            mixed.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return inputs + mixed.view_as(inputs)
+
+
+def test_experts_in_a_loop_get_what_they_get_for_real():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Mixture(), Mixture()))
+    profile = trace(model, torch.randn(4, 16, 8), lambda model, x: model(x), lambda x, output: output.sum())
+    assert not profile.traced
+    for block in profile.blocks:
+        assert block.num_experts == 4
+        assert splits(block) == [(8, 4, 1, "none"), (8, 32, 4, "columns"), (32, 8, 4, "rows")]
+        assert {each.rows for each in block.matmuls if each.of_experts} == {4 * 16 * 2 / 4}
+        assert block.dispatched_bytes == 4 * 8 * (4 * 16 * 2)
+        assert block.expert_params == sum(each.numel() for each in model[1][0].experts.parameters())
+        assert block.split_params == 0
+
+
 def test_vocabularies_are_split_and_tied_ones_counted_once():
     start, _, end = traced(llama()).segments
     assert start.split_params == end.split_params == VOCAB * HIDDEN
