@@ -14,6 +14,7 @@ from atorch.report.figures import (
     counted,
     counterfactual,
     headline,
+    held,
     nearest_changes,
     shared_methods,
     shown_estimates,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 PlanData = Mapping[str, Any]
 
 BAR_COLUMNS = 20
+NOTHING = 1e-6  # of what a bar is of: rounding
 MAX_ROWS = 8  # of what came near, and of why not
 
 
@@ -61,7 +63,7 @@ def _spent(plan: PlanData) -> RenderableType:
 
     estimate = plan["estimate"]
     both = Table.grid(padding=(0, 4))
-    memory = _shares("Memory of a device", estimate["memory"], plan["memory_bytes"], format_bytes)
+    memory = _shares("Memory of a device", held(estimate["memory"]), plan["memory_bytes"], format_bytes)
     both.add_row(memory, _shares("A step", estimate["time"], estimate["step_s"], format_seconds))
     return both
 
@@ -77,6 +79,8 @@ def _shares(title: str, values: Mapping[str, float], whole: float, form: Any) ->
     table.add_column()
     for name, value in sorted(values.items(), key=lambda item: -item[1]):
         share = value / whole if whole else 0.0
+        if share < NOTHING:
+            continue
         bar = Text("█" * min(BAR_COLUMNS, round(share * BAR_COLUMNS)), style="cyan")
         table.add_row(Text(name.replace("_", " ")), form(value), Text.assemble(bar, f" {share:.0%}"))
     return table

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from atorch.report.figures import usable_bytes
+from atorch.report.figures import SLACK, usable_bytes
 
 PlanData = Mapping[str, Any]
 
@@ -17,7 +17,7 @@ SEPARATOR = " + "  # of the methods in a label
 
 
 def columns(plan: PlanData) -> dict[str, Any]:
-    """Plain JSON data: `labels` index `parts`, `why` indexes `reasons`, the rest are figures."""
+    """Plain JSON data: `labels` index `parts`, `why` indexes `reasons`, `shares` are percents of the peak."""
     candidates = plan.get("candidates") or {"step_s": [], "peak_bytes": [], "label": [], "why": []}
     parts: dict[str, int] = {}
     reasons: dict[str, int] = {}
@@ -30,6 +30,11 @@ def columns(plan: PlanData) -> dict[str, Any]:
         "parts": list(parts),
         "why": why,
         "reasons": list(reasons),
+        "shares": {
+            name: _percent(values, candidates["peak_bytes"])
+            for name, values in candidates.get("memory", {}).items()
+            if name != SLACK and any(values)
+        },
         "pareto": [{name: each[name] for name in ("step_s", "peak_bytes")} for each in plan.get("pareto", ())],
         "chosen": {name: plan["estimate"][name] for name in ("step_s", "peak_bytes")},
         "limit_bytes": usable_bytes(plan),
@@ -43,3 +48,7 @@ def _numbered(names: Iterable[str], known: dict[str, int]) -> list[int]:
 
 def _rounded(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.4g}") for value in values]
+
+
+def _percent(values: Iterable[float], wholes: Iterable[float]) -> list[int]:
+    return [round(100 * value / whole) if whole else 0 for value, whole in zip(values, wholes, strict=True)]

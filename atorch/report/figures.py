@@ -9,6 +9,7 @@ from atorch.units import format_bytes, format_count, format_seconds
 
 PlanData = Mapping[str, Any]
 
+SLACK = "slack"  # the category of what an allocator reserves beside what tensors hold
 ALIKE = 0.0005  # of a step's seconds: nearer ones are told apart by nothing that is shown
 
 
@@ -49,21 +50,32 @@ def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 def summary(plan: PlanData) -> str:
-    """The facts in two sentences."""
+    """The facts in a few sentences."""
     estimate = plan["estimate"]
     pace = next((f", {figure} {name}" for name, figure in facts(plan) if name.endswith("a second")), "")
     stage = f" on stage {estimate['stage']}" if estimate.get("stage") else ""
+    more = reserved(estimate["memory"])
     return (
-        f"A step takes {format_seconds(estimate['step_s'])}{pace}, and a device at most "
-        f"{format_bytes(estimate['peak_bytes'])}{stage} of {format_bytes(usable_bytes(plan))} usable, of "
-        f"{format_bytes(plan['memory_bytes'])}.\n{plan['num_compositions']:,} compositions scored in "
-        f"{format_seconds(plan['seconds'])}."
+        f"A step takes {format_seconds(estimate['step_s'])}{pace}.\n"
+        f"A device holds at most {format_bytes(estimate['peak_bytes'])}{stage}, of {format_bytes(usable_bytes(plan))} "
+        f"usable of {format_bytes(plan['memory_bytes'])}{'; ' if more else ''}{more}.\n"
+        f"{plan['num_compositions']:,} compositions scored in {format_seconds(plan['seconds'])}."
     )
 
 
 def usable_bytes(plan: PlanData) -> float:
     """What a strategy may take of a device's memory."""
     return float(plan.get("usable_bytes") or plan["memory_bytes"])
+
+
+def held(memory: Mapping[str, float]) -> dict[str, float]:
+    """Bytes by category of what tensors hold, which add up to the peak, the largest first."""
+    return {name: size for name, size in sorted(memory.items(), key=lambda item: -item[1]) if name != SLACK}
+
+
+def reserved(memory: Mapping[str, float]) -> str:
+    """What the allocator may hold beside them, in words; "" where nothing is known of it."""
+    return f"the allocator may reserve {format_bytes(memory[SLACK])} more" if memory.get(SLACK) else ""
 
 
 def shown_estimates(plan: PlanData) -> Iterator[tuple[str, PlanData]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -28,6 +28,9 @@ from atorch.report.figures import (
     counterfactual,
     facts,
     headline,
+    held,
+    nearest_changes,
+    reserved,
     shown_estimates,
     simulated,
     slower,
@@ -70,10 +73,11 @@ def _sections(plan: PlanData, title: str) -> Iterator[Element]:
     yield section("What came near", _ranking(plan, shown))
     yield section("Memory of a device, by category", _memory_chart(plan, shown, memory))
     said = "One step of the slowest device, each kind of work together."
-    yield section("Where the step's time goes", time.chart(_of_each(shown, "time"), said))
+    yield section("Where the step's time goes", time.chart(_of_each(shown, "time", dict), said))
     if plan.get("counterfactuals"):
-        sentences = (element("li", counterfactual(each)) for each in plan["counterfactuals"])
-        yield section("If it were otherwise", element("ul", *sentences))
+        nearest = _listed(nearest_changes(plan["counterfactuals"]))
+        more = element("details", element("summary", "All that was tried"), _listed(plan["counterfactuals"]))
+        yield section("If it were otherwise", nearest, more)
     if plan.get("simulated"):
         rows = ((composition(each["strategy"]), simulated(each)) for each in plan["simulated"])
         yield section("Simulated", table(("composition", "found"), rows))
@@ -91,29 +95,37 @@ def _memory_bars(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Bars:
     """To the scale of the device; what is far too large for it is cut off at twice that."""
     estimates = [each["estimate"] for each in (*(each for _, each in shown), *plan["rejected"]) if each.get("estimate")]
     limits = {"limit": plan["memory_bytes"], "usable": usable_bytes(plan)}
-    bars = Bars.of([each["memory"] for each in estimates], format_bytes, limits)
+    bars = Bars.of([held(each["memory"]) for each in estimates], format_bytes, limits)
     return replace(bars, whole=min(bars.whole, 2 * plan["memory_bytes"]))
 
 
 def _memory_chart(plan: PlanData, shown: Sequence[tuple[str, PlanData]], bars: Bars) -> Element:
     """A bar for each stage of the choice where they are told, then one for each strategy that is compared."""
     stages = plan["estimate"].get("stages") or ()
-    rows = [(f"1 chosen, stage {index}", each) for index, each in enumerate(stages) if len(stages) > 1]
+    rows = [(f"1 chosen, stage {index}", held(each)) for index, each in enumerate(stages) if len(stages) > 1]
     has = format_bytes(plan["memory_bytes"])
-    near = Bars.of([each["estimate"]["memory"] for _, each in shown], format_bytes, bars.limits)
+    near = Bars.of([held(each["estimate"]["memory"]) for _, each in shown], format_bytes, bars.limits)
+    more = reserved(plan["estimate"]["memory"])
     said = f"The line is what a device has, {has}; the dashed one, what may be used of it."
-    return replace(near, names=bars.names).chart([*rows, *_of_each(shown, "memory")], said)
+    said += f" Beside what tensors of the chosen one hold, {more}." if more else ""
+    return replace(near, names=bars.names).chart([*rows, *_of_each(shown, "memory", held)], said)
 
 
-def _of_each(shown: Sequence[tuple[str, PlanData]], figures: str) -> list[tuple[str, Mapping[str, float]]]:
+def _of_each(
+    shown: Sequence[tuple[str, PlanData]], figures: str, of: Callable[[Mapping[str, float]], Mapping[str, float]]
+) -> list[tuple[str, Mapping[str, float]]]:
     """A bar of each strategy that is compared, under its number in the table."""
-    return [(f"{number} {why}", each["estimate"][figures]) for number, (why, each) in enumerate(shown, 1)]
+    return [(_numbered(number, why), of(each["estimate"][figures])) for number, (why, each) in enumerate(shown, 1)]
+
+
+def _numbered(number: int, why: str) -> str:
+    return f"{number}\u00a0{why}".replace(" ", "\u00a0")  # on one line
 
 
 def _ranking(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Element:
     rows = (
         (
-            f"{number} {why}",
+            _numbered(number, why),
             composition(each["strategy"]),
             format_seconds(each["estimate"]["step_s"]),
             slower(plan, each["estimate"]) if number > 1 else "",
@@ -122,6 +134,10 @@ def _ranking(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Element:
         for number, (why, each) in enumerate(shown, 1)
     )
     return table(("", "composition", "step", "", "peak"), rows, numbers={2, 3, 4})
+
+
+def _listed(counterfactuals: Iterable[PlanData]) -> Element:
+    return element("ul", *(element("li", counterfactual(each)) for each in counterfactuals))
 
 
 def _candidates(plan: PlanData) -> Iterator[Element]:
@@ -135,7 +151,7 @@ def _candidates(plan: PlanData) -> Iterator[Element]:
     )
     canvas = element("canvas", id="scatter", tabindex="0", aria_label="every candidate, memory against time")
     yield element("div", canvas, *(element("div", id=name, hidden="hidden") for name in ("ring", "tip")), class_="plot")
-    yield table(("the fastest of these", "step", "peak", "why not"), (), numbers={1, 2}, id="matches")
+    yield table(("the first of these", "step", "peak", "why not"), (), numbers={1, 2}, id="matches")
     pareto = (
         (composition(each["strategy"]), format_seconds(each["step_s"]), format_bytes(each["peak_bytes"]))
         for each in plan.get("pareto", ())
@@ -152,7 +168,7 @@ def _why_not(plan: PlanData, bars: Bars) -> Iterator[Element]:
         step, peak, memory = "", "", element("span")
         if each.get("estimate"):
             step, peak = format_seconds(each["estimate"]["step_s"]), format_bytes(each["estimate"]["peak_bytes"])
-            memory = bars.bar(each["estimate"]["memory"])
+            memory = bars.bar(held(each["estimate"]["memory"]))
         line = row((composition(each["strategy"]), each["why"], step, peak, memory, each["reason"]), {2, 3})
         line.set("data-kind", each["why"])
         made[-1].append(line)

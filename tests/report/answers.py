@@ -7,17 +7,17 @@ from atorch.units import GiB
 AXES = {"tensor": (1, 2, 4, 8), "pipeline": (1, 2, 4, 8, 16), "expert": (1,)}
 PRECISIONS = ("half(bf16)", "amp_native(bf16)", "fp8(te)")
 SHARING = ("ddp", "zero1", "zero2", "fsdp")
+MEMORY = {"parameters": 0.3, "optimizer": 0.25, "activations": 0.2, "gradients": 0.15, "working": 0.1}
 USABLE = 72.8 * GiB
 
 
 def estimate(step_s: float, peak_bytes: float) -> dict:
-    parts = {"parameters": 0.3, "optimizer": 0.25, "activations": 0.2, "gradients": 0.15, "working": 0.1}
     spent = {"matmul": 0.7, "exposed_comm": 0.1, "bubble": 0.15, "optimizer": 0.05}
     return {
         "step_s": step_s,
         "peak_bytes": peak_bytes,
         "stage": 1,
-        "memory": {name: share * peak_bytes for name, share in parts.items()},
+        "memory": {name: share * peak_bytes for name, share in MEMORY.items()} | {"slack": 5 * GiB},
         "time": {name: share * step_s for name, share in spent.items()},
         "tokens_per_s": 4096 * 1024 / step_s,
     }
@@ -85,6 +85,7 @@ def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
             "step_s": [each[1] for each in found],
             "peak_bytes": [each[2] for each in found],
             "label": [" + ".join(each[0]) for each in found],
+            "memory": {name: [share * each[2] for each in found] for name, share in MEMORY.items()},
             "why": ["" if each[2] <= USABLE else "memory: optimizer" for each in found],
         },
         "simulated": [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atorch.report.html import plan_page
-from tests.report.answers import answer
+from tests.report.answers import MEMORY, answer
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>&\"'\u2028"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -67,6 +67,7 @@ def test_the_figures_are_in_the_page(page):
         assert said in words
     for each in plan["rejected"]:
         assert each["reason"] in words
+    assert "the allocator may reserve 5 GiB more" in words
     assert "tensor 4 would be 6.0% slower: twice as much" in words
     assert "total memory that torch reports" in words
     assert words.count("one port a device") == 2  # for both figures that it is the source of
@@ -75,7 +76,7 @@ def test_the_figures_are_in_the_page(page):
 def test_bars_are_to_scale(page):
     memory = [float(each["width"]) for each in page.named("rect") if each["class"].startswith("k") and "x" in each]
     plan = answer(400)
-    shares = [value / plan["memory_bytes"] * 100 for value in plan["estimate"]["memory"].values()]
+    shares = [plan["estimate"]["memory"][name] / plan["memory_bytes"] * 100 for name in MEMORY]
     assert memory[: len(shares)] == pytest.approx(shares, abs=1e-3)
 
 
@@ -85,6 +86,9 @@ def test_every_candidate_can_be_read_back(page):
     assert labels == given["label"]
     assert [found["reasons"][why] for why in found["why"]] == given["why"]
     assert found["step_s"] == pytest.approx(given["step_s"], rel=1e-3)
+    assert {name: set(values) for name, values in found["shares"].items()} == {
+        "parameters": {30}, "optimizer": {25}, "activations": {20}, "gradients": {15}, "working": {10}
+    }  # fmt: skip
     assert found["peak_bytes"] == pytest.approx(given["peak_bytes"], rel=1e-3)
 
 
@@ -113,7 +117,7 @@ def test_names_are_text_and_never_markup():
 
 
 def test_it_is_small_for_many_candidates():
-    assert len(plan_page(answer(20_000))) < 20_000 * 45
+    assert len(plan_page(answer(20_000))) < 20_000 * 60
 
 
 def test_a_plan_of_a_search_on_the_devices_has_a_page_too():
@@ -137,6 +141,7 @@ frame.onload = () => {
   canvas.dispatchEvent(new view.KeyboardEvent("keydown", { key: "ArrowRight" }));
   const mark = by("tip"), x = parseFloat(mark.style.left), y = parseFloat(mark.style.top);
   told.keyed = mark.firstChild.textContent;
+  told.spent = mark.children[2].textContent;
   canvas.dispatchEvent(new view.PointerEvent("pointerleave"));
   told.hidden = mark.hidden;
   const place = canvas.getBoundingClientRect();
@@ -171,7 +176,8 @@ def test_it_works_in_a_browser(tmp_path: Path) -> None:
     told = json.loads(html.unescape(found[1]))
 
     labels, step_s = plan["candidates"]["label"], plan["candidates"]["step_s"]
-    fastest = labels[step_s.index(min(step_s))]
+    why = plan["candidates"]["why"]
+    fastest = labels[min((index for index in range(300) if not why[index]), key=lambda index: step_s[index])]
     matching = [label for label in labels if "tensor 8" in label and "fsdp" in label]
     assert told["title"].startswith("Plan: </script>")
     assert told["requests"] == []
@@ -179,6 +185,7 @@ def test_it_works_in_a_browser(tmp_path: Path) -> None:
     assert told["all"] == "300 of 300"
     assert told["fastest"] == told["keyed"] == told["hovered"] == fastest
     assert told["hidden"] is True
+    assert told["spent"] == "parameters 30%, optimizer 25%, activations 20%, gradients 15%, working 10%"
     assert told["filtered"] == f"{len(matching)} of 300"
     assert set(told["rows"]) <= set(matching)
     assert told["rows"]

@@ -19,6 +19,8 @@
   const seconds = (value) => scaled(value, [[" s", 1], [" ms", 1e-3], [" µs", 1e-6]]);
   const label = (i) => data.labels[i].map((part) => data.parts[part]).join(" + ") || "plain";
   const reason = (i) => data.reasons[data.why[i]];
+  const spent = (i) => Object.entries(data.shares).map(([name, column]) => [column[i], name]).filter((each) => each[0])
+    .sort((a, b) => b[0] - a[0]).map(([share, name]) => `${name} ${share}%`).join(", ");
   const kindOf = data.reasons.map((text) => text.split(":")[0] || "fits");
   const kinds = [...new Set(data.why.map((why) => kindOf[why]))].sort((a, b) => (b === "fits") - (a === "fits"));
   const kind = Int8Array.from(data.why, (why) => kinds.indexOf(kindOf[why]));
@@ -28,7 +30,9 @@
   // What is shown -----------------------------------------------------------------------------------------------------
   const shownKinds = new Set(kinds.keys());
   const visible = new Uint8Array(number).fill(1);
-  const order = Uint32Array.from({ length: number }, (_, i) => i).sort((a, b) => data.step_s[a] - data.step_s[b]);
+  const fits = (i) => kinds[kind[i]] === "fits";
+  const order = Uint32Array.from({ length: number }, (_, i) => i)
+    .sort((a, b) => fits(b) - fits(a) || data.step_s[a] - data.step_s[b]);  // what fits comes first
   let selected = -1;
 
   function select() {
@@ -72,7 +76,7 @@
     for (const value of values) if (value > 0) { low = Math.min(low, value); high = Math.max(high, value); }
     return [low / 1.15, high * 1.15];
   };
-  const limits = { x: bounds(data.peak_bytes, data.limit_bytes), y: bounds(data.step_s, data.step_s[order[0]]) };
+  const limits = { x: bounds(data.peak_bytes, data.limit_bytes), y: bounds(data.step_s, data.chosen.step_s) };
 
   function ticks([low, high], unit) {
     const found = [];
@@ -176,7 +180,7 @@
     tip.hidden = ring.hidden = i < 0;
     if (i < 0) return;
     tip.replaceChildren();
-    for (const text of [label(i), `${seconds(data.step_s[i])}, ${bytes(data.peak_bytes[i])}`, reason(i) || "fits"]) {
+    for (const text of [label(i), `${seconds(data.step_s[i])}, ${bytes(data.peak_bytes[i])}`, spent(i), reason(i) || "fits"]) {
       tip.appendChild(document.createElement("div")).textContent = text;
     }
     for (const each of [ring, tip]) {
