@@ -147,6 +147,13 @@ class Mesh:
             self._groups[key] = self._make_group(key)
         return self._groups[key]
 
+    def axes_of(self, group_name: str) -> tuple[str, ...]:
+        """The axes that a group of this mesh lies along, by its name; for the group of all ranks, all larger than 1."""
+        for key, group in self._groups.items():
+            if group.group_name == group_name:
+                return key
+        return tuple(name for name, size in self.slices if size > 1)
+
     def _table(self, names: Sequence[str]) -> list[list[int]]:
         return [sorted(ranks) for ranks in groups_along(self.slices, self.num_ranks, self.rank_order, names)]
 

@@ -35,13 +35,15 @@ def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDic
     """
     values = WeakTensorKeyDictionary()
     for model in models:
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_meta:
-                values[parameter] = parameter.data  # a detached one would share the parameter's version counter
+        trainable = (each for each in model.parameters() if each.requires_grad and each.is_floating_point())
+        # A detached value would share the parameter's version counter.
+        before = [(parameter, parameter.data) for parameter in trainable if not parameter.is_meta]
         if dtype == torch.float16:
             model.half()
         else:
             model.bfloat16()
+        for parameter, value in before:  # now: a fake parameter that is referred to weakly cannot be cast
+            values[parameter] = value
     return values
 
 

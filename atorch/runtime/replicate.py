@@ -42,7 +42,8 @@ def replicate(
         static_graph: every step uses the same parameters in the same way.
         bucket_cap_mb: size in MiB of the buckets that are reduced at once.
     """
-    module.to(device)
+    if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
+        module.to(device)  # fakes that are on it already cannot all be moved
     if group.size() == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return Replicated(

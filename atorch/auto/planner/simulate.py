@@ -1,0 +1,316 @@
+"""A strategy applied for real to a model without memory, on a world that is not there: what does a step hold and send?
+
+The second of three levels of knowing. The estimate is arithmetic; here the methods' own `apply` and the context's own
+`build` run on fake tensors and a fake process group of the target's size (distributed/fake.py), and whole training
+steps are taken: forward, loss, backward, optimizer, zero_grad. Every storage and every collective is counted
+(profiler/live_bytes.py, profiler/messages.py), the same way that a real run can be. The user's model is not touched.
+
+Equal blocks are simulated at two small depths and carried to the full one (depth.py). Operations are the CPU's, also
+where the target is a GPU: other kernels may save other tensors, and what an allocator wastes is not seen.
+
+torch has one default process group a process. Where a real one is there, `simulate_apart` takes a process of its own,
+which is started fresh: forking one that has run threads of gloo or of autograd is not safe.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch.auto.context import AccelerateResult, Context
+from atorch.auto.opt_lib.completion import batch_place, complete
+from atorch.auto.planner.depth import LONG, SHORT, Observed, Sent, UnlikeError, extend, num_repeats, shorten
+from atorch.auto.strategy import Strategy
+from atorch.blocks import repeated_blocks
+from atorch.distributed.fake import Pretending, fake_world
+from atorch.distributed.mesh import Mesh
+from atorch.distributed.world import World
+from atorch.errors import ArgumentError, AtorchError
+from atorch.logs import logger
+from atorch.profiler.copying import copy_structure
+from atorch.profiler.live_bytes import (
+    BUFFERS,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    LiveBytes,
+    Moment,
+)
+from atorch.profiler.messages import Messages
+from atorch.profiler.tensors import batch_size, map_tensors, tensors_of
+
+STEPS = 3  # the first makes the optimizer's state, the second what DistributedDataParallel learnt from it
+_ACROSS_BLOCKS: Set[str] = frozenset(("ddp", "zero1"))  # fill buckets, or deal out parameters, over the whole model
+_MINDING = (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)  # fewer blocks than made
+_IN_EAGER: Set[str] = frozenset(("compile",))  # compilers do not take fakes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What one rank holds and sends in a training step."""
+
+    moments: tuple[Moment, ...]
+    collectives: Sent
+    """(kind, axes of the mesh) → (calls, bytes) of a step; bytes of the whole payload, as `Comm` counts them."""
+    notes: tuple[str, ...] = ()
+    """Where this is not the whole strategy at its full depth, and why."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment that holds most."""
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most bytes of live tensors."""
+        return self.peak.total_bytes
+
+    @property
+    def memory(self) -> Mapping[str, float]:
+        """Bytes by category at the peak."""
+        return self.peak.memory
+
+    def to_json_data(self) -> dict[str, Any]:
+        """As plain data."""
+        peak = self.peak
+        return {
+            "peak_bytes": peak.total_bytes,
+            "peak_moment": {"name": peak.name, "block": peak.index},
+            "memory": dict(peak.memory),
+            "moments": [{"name": m.name, "block": m.index, "memory": dict(m.memory)} for m in self.moments],
+            "collectives": [
+                {"kind": kind, "axes": list(axes), "count": count, "bytes": size}
+                for (kind, axes), (count, size) in self.collectives.items()
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def simulate(
+    ctx: Context,
+    strategy: Strategy,
+    batch: Any,
+    *,
+    world_size: int,
+    global_batch: int | None = None,
+    rank: int = 0,
+) -> Simulated:
+    """What rank `rank` of `world_size` does in a step of the context's job under `strategy`.
+
+    Args:
+        ctx: with an optimizer and a loss function; its model may be anywhere, also on the meta device.
+        batch: a batch as `ctx.prepare_input` takes it; of its values only whole numbers, as in masks, may be looked at.
+        global_batch: samples of a step on all ranks together; None for those of `batch`.
+
+    Raises:
+        ArgumentError: the job has no optimizer or loss function, or the model cannot be copied.
+        CapabilityError: a method cannot be applied yet, or this process has a process group (see `simulate_apart`).
+        StrategyError: the strategy does not hold on so many ranks.
+    """
+    _check(ctx)
+    strategy, notes = _in_eager(complete(strategy, world_size))
+    strategy.need_applicable()
+    samples = batch_size(batch) if global_batch is None else global_batch
+
+    def at(repeats: int | None) -> Observed:
+        with fake_world(world_size, rank) as world:
+            return _on_fakes(ctx, strategy, batch, samples, world, repeats)
+
+    repeats = num_repeats(ctx.root)
+    why = _why_whole(strategy, repeats)
+    if why is None and repeats is not None:
+        try:
+            seen = extend(at(SHORT), at(LONG), repeats)
+            notes += (f"{repeats} equal blocks were simulated as {SHORT} and as {LONG}",)
+            return Simulated(moments=seen.moments, collectives=seen.sent, notes=notes)
+        except AtorchError:
+            raise
+        except UnlikeError as error:
+            why = str(error)
+        except _MINDING as error:  # whole, it tells whether it is ill
+            why = f"the model does not run with fewer blocks ({type(error).__name__}: {error})"
+    logger.info("all blocks are simulated: %s", why)
+    seen = at(None)
+    return Simulated(moments=seen.moments, collectives=seen.sent, notes=(*notes, f"all blocks were simulated: {why}"))
+
+
+def simulate_apart(make_ctx: Callable[[], Context], strategy: Strategy, batch: Any, **more: Any) -> Simulated:
+    """`simulate` in a new process, for one that has a process group.
+
+    Args:
+        make_ctx: a function of a module, or a `functools.partial` of one, that makes the context over there.
+    """
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    shapes = map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        return processes.submit(_simulate_here, make_ctx, strategy, shapes, more).result()
+
+
+def _simulate_here(make_ctx: Callable[[], Context], strategy: Strategy, batch: Any, more: dict[str, Any]) -> Simulated:
+    torch.set_num_threads(1)
+    return simulate(make_ctx(), strategy, batch, **more)
+
+
+def observe(ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending | None = None) -> Observed:
+    """What this process holds and sends in the last of a few steps; `ctx.root` is changed.
+
+    batch: this rank's own. pretending: None where tensors and processes are real.
+    """
+    live, sent = LiveBytes(), Messages()
+    with nullcontext() if pretending is None else pretending:
+        applied = strategy.apply(ctx)
+        result = applied.build()
+        with sent, live, nullcontext() if pretending is None else pretending.stepping():
+            _Watch(result.model, live)
+            for _ in range(STEPS):
+                gc.collect()  # building leaves whole parameters behind, in cycles
+                _label(result, live)
+                live.forget()
+                sent.counts.clear()
+                _step(result, applied, batch, live)
+    return Observed(tuple(live.moments), _by_axes(sent, applied.mesh))
+
+
+def _on_fakes(
+    ctx: Context, strategy: Strategy, batch: Any, samples: int, world: World, repeats: int | None
+) -> Observed:
+    pretending = Pretending()
+    with pretending:
+        copied = copy_structure(ctx.root, pretending.fake)
+    if repeats is not None:
+        shorten(copied, repeats)
+    rows = -(-samples // batch_place(strategy, world.device.type)[1])
+    own = map_tensors(partial(_rows, count=rows, of=batch_size(batch), pretending=pretending), batch)
+    job = replace(ctx, root=copied, parts=(copied,), world=world, mesh=None, make_loader=None)
+    return observe(job, strategy, own, pretending)
+
+
+def _rows(tensor: torch.Tensor, count: int, of: int, pretending: Pretending) -> torch.Tensor:
+    """`count` rows of a tensor that has `of`, without values where they are not known or are no whole numbers."""
+    if tensor.dim() > 0 and tensor.shape[0] == of:
+        tensor = tensor[torch.arange(count, device=tensor.device) % of]
+    if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex():
+        return pretending.fake(tensor)
+    return tensor.cpu().clone()
+
+
+def _step(result: AccelerateResult, ctx: Context, batch: Any, live: LiveBytes) -> None:
+    """The documented loop, once, with its moments."""
+    batch = result.prepare_input(batch, ctx.device)
+    loss = result.loss_func(batch, _called(ctx, result, batch, live))
+    value = loss[0] if isinstance(loss, (list, tuple)) else loss
+    live.mark("loss")
+    if result.args["use_optim_backward"]:
+        result.optim.backward(value)
+    else:
+        value.backward()
+    live.label(_gradients(result.model), GRADIENTS)
+    live.mark("end of backward")
+    with live.born(OTHER):
+        result.optim.step()
+        result.optim.zero_grad()
+    live.mark("optimizer")
+
+
+def _called(ctx: Context, result: AccelerateResult, batch: Any, live: LiveBytes) -> Any:
+    output = ctx.call_model(result.model, batch)
+    live.mark("end of forward")
+    return output
+
+
+class _Watch:
+    """Ends a moment whenever a block's forward is through, and whenever a gradient has left a block."""
+
+    def __init__(self, model: nn.Module, live: LiveBytes) -> None:
+        self._model, self._live = model, live
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda each: live.label(_gradient(each), GRADIENTS))
+        blocks = list(repeated_blocks(model).values())
+        for index, block in enumerate(blocks):
+            if index == 0:
+                block.register_forward_pre_hook(self._start, with_kwargs=True)
+            block.register_forward_hook(partial(self._end, index, index + 1 == len(blocks)))
+
+    def _start(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self._live.mark("start")
+        self._at_gradient((args, kwargs), partial(self._left, 0))
+
+    def _end(self, index: int, is_last: bool, block: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recomputation, inside backward
+        self._live.mark("forward", index)
+        self._at_gradient(output, partial(self._left, None if is_last else index + 1))
+
+    def _left(self, index: int | None, gradient: torch.Tensor) -> None:
+        self._live.label(_gradients(self._model), GRADIENTS)
+        self._live.mark("loss backward" if index is None else "backward", index)
+
+    def _at_gradient(self, data: Any, then: Callable[[torch.Tensor], None]) -> None:
+        computed = next((tensor for tensor in tensors_of(data) if tensor.grad_fn is not None), None)
+        if computed is not None:
+            computed.register_hook(then)
+
+
+def _label(result: AccelerateResult, live: LiveBytes) -> None:
+    """What is known by now to be a parameter, a buffer, a gradient or the optimizer's."""
+    live.label(result.model.parameters(), PARAMETERS)
+    live.label(result.model.buffers(), BUFFERS)
+    live.label(_gradients(result.model), GRADIENTS)
+    for state in result.optim.state_dict().get("state", {}).values():
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            live.label(tensors_of(value), MASTERS if name == "master" else OPTIMIZER)
+
+
+def _gradients(model: nn.Module) -> Iterable[torch.Tensor]:
+    return (gradient for parameter in model.parameters() for gradient in _gradient(parameter))
+
+
+def _gradient(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return () if parameter.grad is None else (parameter.grad,)
+
+
+def _by_axes(sent: Messages, mesh: Mesh | None) -> Sent:
+    """The counts by the axes of the mesh that each group lies along; the group of all ranks lies along all."""
+    counts: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+    for (kind, group), (calls, size) in sent.counts.items():
+        key = kind, () if mesh is None else mesh.axes_of(group)
+        known, before = counts.get(key, (0, 0.0))
+        counts[key] = known + calls, before + size
+    return dict(sorted(counts.items()))
+
+
+def _why_whole(strategy: Strategy, repeats: int | None) -> str | None:
+    """Why the model is simulated with all its blocks; None where fewer tell the same."""
+    if repeats is None:
+        return "the model has no single list of blocks that are all alike"
+    if repeats <= LONG:
+        return f"there are {repeats}"
+    across = [name for name in strategy.names() if name in _ACROSS_BLOCKS]
+    return f"{across[0]} shares out the whole model at once" if across else None
+
+
+def _in_eager(strategy: Strategy) -> tuple[Strategy, tuple[str, ...]]:
+    """The strategy without what cannot run on fakes, and a note of that."""
+    names = [name for name in strategy.names() if name in _IN_EAGER]
+    for name in names:
+        strategy = strategy.without(name)
+    return strategy, tuple(f"{name} is left out: compilers do not take fake tensors" for name in names)
+
+
+def _check(ctx: Context) -> None:
+    needed = {"optim_func": ctx.make_optimizer, "loss_func": ctx.loss_func}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ArgumentError(f"a simulation takes whole training steps, so it needs {' and '.join(missing)}; give it")
