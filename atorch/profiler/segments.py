@@ -78,7 +78,8 @@ class _Assembly:
     def __init__(self, recorder: Recorder, ownership: Ownership, samples: int) -> None:
         self.stretches, self.made, self.activations = recorder.stretches, recorder.made, recorder.activations
         self.ownership, self.samples = ownership, samples
-        self.in_blocks = frozenset[int]().union(*ownership.of_block.values())
+        run = {each.block for each in self.stretches if each.block}
+        self.in_blocks = frozenset[int]().union(*(ownership.of_block[name] for name in run))
         self.shared = self._shared_inputs()
         self.leaving = self._leaving()
         self.figures: dict[int, _Figures] = {}
@@ -97,7 +98,7 @@ class _Assembly:
                 fresh = own - counted
             else:
                 own = frozenset(stretch.params)
-                fresh = (own | (frozenset() if counted else unused)) - counted - self.in_blocks
+                fresh = (own | (frozenset() if place else unused)) - counted - self.in_blocks
             counted |= fresh
             tied = own - fresh
             yield self._segment(place, stretch, frozenset(fresh), frozenset(tied), elsewhere.get(place, 0))

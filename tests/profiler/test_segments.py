@@ -306,6 +306,19 @@ def test_a_block_that_is_used_again_has_its_parameters_once():
     assert profile.matmul_flops == 2 * chained(set()).matmul_flops
 
 
+def test_parameters_that_nothing_uses_are_held_all_the_same():
+    class Partial(Chain):
+        def forward(self, inputs):
+            return self.blocks[0](inputs)
+
+    model = Partial(set())
+    model.spare = nn.Linear(8, 8)
+    profile = trace(model, torch.randn(2, 8), lambda model, x: model(x), lambda x, output: output.sum())
+    assert [(each.name, each.num_params) for each in profile.segments] == [
+        ("start", 4 * 72.0), ("blocks.0", 72.0), ("end", 0.0),
+    ]  # fmt: skip
+
+
 def test_a_model_without_blocks_is_one_segment():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     (segment,) = trace(model, torch.randn(2, 4), lambda model, x: model(x), None).segments
