@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from atorch.cluster import DeviceSpec
 from atorch.cost.communication import itemsize, tokens_share
@@ -12,8 +12,7 @@ from atorch.cost.state import Cost
 _DEFAULT_PEAK = 1e11  # FLOP/s of a device that says nothing of itself
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """Forward, backward, and forward again where it is recomputed."""
 
     matmul_s: float
@@ -29,23 +28,39 @@ def seconds_of_copy(cost: Cost, segment: Segment, device: DeviceSpec) -> Compute
     """
     again = cost.recompute if segment.is_block else 0.0
     multiplied = 0.0 if cost.recompute_keeps in ("selective", "results") else again  # whose results are kept
-    peak = peak_flops(device, cost.dtype)
-    products = sum(_product_seconds(cost, each, multiplied, peak, device) for each in segment.matmuls)
+    rates = _Rates(
+        share=tokens_share(cost),
+        itemsize=itemsize(cost),
+        peak=peak_flops(device, cost.dtype),
+        bandwidth=device.memory_bandwidth * device.efficiency.traffic,
+    )
+    multiplying = _attention_seconds(cost, segment, multiplied, rates, device)
+    for each in segment.matmuls:
+        multiplying += _product_seconds(cost, each, multiplied, rates, device)
     return Computed(
-        matmul_s=products + _attention_seconds(cost, segment, multiplied, peak, device),
-        traffic_s=_traffic_bytes(cost, segment, again) / (device.memory_bandwidth * device.efficiency.traffic),
+        matmul_s=multiplying,
+        traffic_s=rates.share * _traffic_bytes(cost, segment, again) / rates.bandwidth,
         launch_s=(3.0 + again) * segment.num_ops * cost.ops_scale * device.launch_s,
     )
 
 
-def _product_seconds(cost: Cost, product: Matmul, again: float, peak: float, device: DeviceSpec) -> float:
+class _Rates(NamedTuple):
+    """What holds for all operations of a copy."""
+
+    share: float  # of the traced tokens, those that a device computes in a micro-batch
+    itemsize: float
+    peak: float  # FLOP/s
+    bandwidth: float  # bytes/s that are reached
+
+
+def _product_seconds(cost: Cost, product: Matmul, again: float, rates: _Rates, device: DeviceSpec) -> float:
     """Every pass over one product: its FLOPs at what is reached of the peak, and its operands and result to and fro.
 
     Backward multiplies every matrix twice where forward did once, for the gradients of its input and of its weight;
     frozen weights need the first alone (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). All three move the same
     three matrices.
     """
-    rows, inner, columns = product.rows * tokens_share(cost), float(product.inner), float(product.columns)
+    rows, inner, columns = product.rows * rates.share, float(product.inner), float(product.columns)
     count = product.count
     if product.of_experts and cost.expert > 1:
         count, rows = count / cost.expert, rows * cost.expert  # fewer experts here, and tokens of more ranks for each
@@ -55,29 +70,27 @@ def _product_seconds(cost: Cost, product: Matmul, again: float, peak: float, dev
         inner /= cost.tensor
     flops = 2.0 * rows * inner * columns
     passes = (3.0 if product.trainable else 2.0) + again
-    moved = itemsize(cost) * (rows * inner + inner * columns + rows * columns)
-    reached = device.efficiency
-    seconds = flops / (peak * reached.matmul_share(flops)) + moved / (device.memory_bandwidth * reached.traffic)
-    return count * passes * seconds
+    moved = rates.itemsize * (rows * inner + inner * columns + rows * columns)
+    return count * passes * (flops / (rates.peak * device.efficiency.matmul_share(flops)) + moved / rates.bandwidth)
 
 
-def _attention_seconds(cost: Cost, segment: Segment, again: float, peak: float, device: DeviceSpec) -> float:
+def _attention_seconds(cost: Cost, segment: Segment, again: float, rates: _Rates, device: DeviceSpec) -> float:
     """Attention that does not keep its scores recomputes them: five products in backward for two in forward.
 
     Dao et al. 2022, arXiv 2205.14135.
     """
-    flops = tokens_share(cost) * segment.attention_flops / cost.tensor
-    return (3.5 + again) * cost.attention_scale * flops / (peak * device.efficiency.attention)
+    flops = rates.share * segment.attention_flops / cost.tensor
+    return (3.5 + again) * cost.attention_scale * flops / (rates.peak * device.efficiency.attention)
 
 
 def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:
-    """Bytes that one copy's other operations move for a micro-batch; backward moves half as much again as forward.
+    """Bytes that one copy's other operations move for the traced tokens; backward moves half as much again as forward.
 
     A norm or an activation reads one tensor and writes one, and in backward reads two and writes one.
     """
     norms = cost.tensor if cost.splits_norms else 1
     forward = segment.inside.traffic_bytes / cost.tensor + segment.outside.traffic_bytes / norms
-    return tokens_share(cost) * cost.traffic_scale * forward * (2.5 + again)
+    return cost.traffic_scale * forward * (2.5 + again)
 
 
 def peak_flops(device: DeviceSpec, dtype: str) -> float:

@@ -33,6 +33,11 @@ def stages_of(cost: Cost) -> tuple[Stage, ...]:
     return tuple(Stage(index, parts, in_flight(cost, index)) for index, parts in enumerate(cut.parts))
 
 
+def parts_of_stages(cost: Cost) -> tuple[Parts, ...]:
+    """What each stage has; of stages with equal parts the same object."""
+    return _cut(cost.segments, cost.stages, cost.balances_flops).parts
+
+
 def heaviest_stages(cost: Cost) -> tuple[Stage, ...]:
     """The stages of which one needs the most memory: none that an earlier one, with more in flight, covers."""
     cut = _cut(cost.segments, cost.stages, cost.balances_flops)
@@ -71,8 +76,12 @@ def _cut(segments: Sequence[Segment], stages: int, balances_flops: bool) -> _Cut
     for stage, held in enumerate(cut):
         if not any(all(cut[earlier].get(at, 0.0) >= held[at] for at in held) for earlier in uncovered):
             uncovered.append(stage)
-    parts = tuple(tuple((segments[position], copies) for position, copies in held.items()) for held in cut)
-    return _Cut(parts, tuple(uncovered))
+    known: dict[tuple[tuple[int, float], ...], Parts] = {}
+    parts = [
+        known.setdefault(tuple(held.items()), tuple((segments[position], copies) for position, copies in held.items()))
+        for held in cut
+    ]
+    return _Cut(tuple(parts), tuple(uncovered))
 
 
 def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:

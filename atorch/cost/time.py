@@ -10,7 +10,7 @@ from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.offload import host_seconds, uses_host
 from atorch.cost.operations import seconds_of_copy
 from atorch.cost.profile import Segment
-from atorch.cost.stages import Stage, heaviest_stages, stages_of
+from atorch.cost.stages import Parts, heaviest_stages, parts_of_stages
 from atorch.cost.state import Comm, Cost
 
 BACKWARD = 2 / 3  # of computing, the share that is in backward
@@ -58,9 +58,14 @@ class _MicroBatch(NamedTuple):
     trainable: float
 
 
-class _Sent(NamedTuple):
-    """Seconds of what the whole model sends: nothing hides the first of two, computing can hide the second."""
+class _Whole(NamedTuple):
+    """What stages have shares of: elements, blocks, and seconds of what the whole model sends besides its splits.
 
+    Nothing hides the first of two, computing can hide the second.
+    """
+
+    num_params: float
+    num_blocks: int
     once: tuple[float, float]
     by_parameters: tuple[float, float]  # in every micro-batch
     by_blocks: tuple[float, float]  # in every micro-batch
@@ -72,12 +77,12 @@ def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
     A pipeline of p stages is filled and drained while all but one stage wait (Narayanan et al. 2021, arXiv 2104.04473,
     section 2.2); in between, the slowest stage sets the pace, and waits for what its neighbours send.
     """
-    stages, sent = stages_of(cost), _sent(cost, cluster)
-    micro = _micro_batches(cost, stages, sent, cluster)
+    whole = _whole(cost, cluster)
+    micro = _micro_batches(cost, whole, cluster)
     slowest = max(micro, key=lambda each: each.total_s)
     times, sending = cost.num_micro_batches, _sending_seconds(cost, cluster)
     bubble = _bubble(cost, micro, slowest) + 2.0 * (cost.stages - 1) * sending
-    once, optimizer = _ending(cost, micro, sent.once, cluster)
+    once, optimizer = _ending(cost, micro, whole, cluster)
     exposed = times * slowest.exposed_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
     offload = 0.0
     if uses_host(cost):
@@ -101,7 +106,7 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     return step_time(cost, cluster).total_s
 
 
-def _sent(cost: Cost, cluster: ClusterSpec) -> _Sent:
+def _whole(cost: Cost, cluster: ClusterSpec) -> _Whole:
     once, by_parameters, by_blocks = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
     for comm in cost.comm:
         seconds = comm_seconds(comm, cost.axes, cluster)
@@ -113,31 +118,40 @@ def _sent(cost: Cost, cluster: ClusterSpec) -> _Sent:
             into = once
         into[0] += (1.0 - comm.overlap) * seconds
         into[1] += comm.overlap * seconds
-    return _Sent((once[0], once[1]), (by_parameters[0], by_parameters[1]), (by_blocks[0], by_blocks[1]))
+    return _Whole(
+        num_params=cost.num_params,
+        num_blocks=max(1, cost.num_blocks),
+        once=(once[0], once[1]),
+        by_parameters=(by_parameters[0], by_parameters[1]),
+        by_blocks=(by_blocks[0], by_blocks[1]),
+    )
 
 
-def _micro_batches(cost: Cost, stages: tuple[Stage, ...], sent: _Sent, cluster: ClusterSpec) -> list[_MicroBatch]:
+def _micro_batches(cost: Cost, whole: _Whole, cluster: ClusterSpec) -> list[_MicroBatch]:
     """Every stage's; of stages with equal parts the same."""
     waiting = _waiting_seconds(cost, cluster)
     copies: dict[int, _Copy] = {}
-    known: dict[tuple[float, ...], _MicroBatch] = {}
-    found = []
-    for stage in stages:
-        key = tuple(number for segment, count in stage.parts for number in (id(segment), count))
-        if key not in known:
-            for segment, _ in stage.parts:
+    groups: dict[tuple[str, ...], Group] = {}
+    known: dict[int, _MicroBatch] = {}
+    stages = parts_of_stages(cost)
+    for parts in stages:
+        if id(parts) not in known:
+            for segment, _ in parts:
                 if id(segment) not in copies:
-                    copies[id(segment)] = _of_copy(cost, segment, waiting, cluster)
-            known[key] = _micro_batch(cost, stage, copies, sent, cluster)
-        found.append(known[key])
-    return found
+                    copies[id(segment)] = _of_copy(cost, segment, waiting, groups, cluster)
+            known[id(parts)] = _micro_batch(cost, parts, copies, whole, cluster)
+    return [known[id(parts)] for parts in stages]
 
 
-def _of_copy(cost: Cost, segment: Segment, waiting_s: float, cluster: ClusterSpec) -> _Copy:
+def _of_copy(
+    cost: Cost, segment: Segment, waiting_s: float, groups: dict[tuple[str, ...], Group], cluster: ClusterSpec
+) -> _Copy:
     computed, exposed, hidden = seconds_of_copy(cost, segment, cluster.device), 0.0, 0.0
     launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * cluster.device.launch_s
     for comm in of_copy(cost, segment):
-        group = _group(cost, comm, cluster)
+        if comm.axis not in groups:
+            groups[comm.axis] = _group(cost, comm, cluster)
+        group = groups[comm.axis]
         seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
         exposed += (1.0 - comm.overlap) * seconds
         hidden += comm.overlap * seconds
@@ -166,19 +180,27 @@ def _group(cost: Cost, comm: Comm, cluster: ClusterSpec) -> Group:
     return group_of(comm.axis, cost.axes, cluster)
 
 
-def _micro_batch(cost: Cost, stage: Stage, copies: dict[int, _Copy], sent: _Sent, cluster: ClusterSpec) -> _MicroBatch:
+def _micro_batch(
+    cost: Cost, parts: Parts, copies: dict[int, _Copy], whole: _Whole, cluster: ClusterSpec
+) -> _MicroBatch:
     """A GPU runs an operation while the next ones are launched, so that the longer of both counts; a CPU does not."""
-    parts = [(copies[id(segment)], count) for segment, count in stage.parts]
-    matmul, traffic, launch, exposed, hidden, params, trainable = (
-        sum(count * copy[place] for copy, count in parts) for place in range(len(_Copy._fields))
-    )
+    matmul = traffic = launch = exposed = hidden = params = trainable = blocks = 0.0
+    for segment, count in parts:
+        copy = copies[id(segment)]
+        matmul += count * copy.matmul_s
+        traffic += count * copy.traffic_s
+        launch += count * copy.launch_s
+        exposed += count * copy.exposed_s
+        hidden += count * copy.hidden_s
+        params += count * copy.params
+        trainable += count * copy.trainable
+        blocks += count if segment.is_block else 0.0
     traffic += _cast_bytes(cost, params, trainable) / reached_bandwidth(cluster)
     if cost.stages > 1:  # activations and gradients, to and from neighbours
         launch += 4.0 * cost.interleave * SEND_LAUNCHES * cost.ops_scale * cluster.device.launch_s
-    of_parameters = params / cost.num_params if cost.stages > 1 else 1.0
-    of_blocks = stage.num_blocks / max(1, cost.num_blocks) if cost.stages > 1 else 1.0
-    exposed += of_parameters * sent.by_parameters[0] + of_blocks * sent.by_blocks[0]
-    hidden += of_parameters * sent.by_parameters[1] + of_blocks * sent.by_blocks[1]
+    of_parameters, of_blocks = (params / whole.num_params, blocks / whole.num_blocks) if cost.stages > 1 else (1.0, 1.0)
+    exposed += of_parameters * whole.by_parameters[0] + of_blocks * whole.by_blocks[0]
+    hidden += of_parameters * whole.by_parameters[1] + of_blocks * whole.by_blocks[1]
     if cluster.device.type != "cuda":
         exposed += max(0.0, hidden - matmul - traffic - launch)
         total = matmul + traffic + launch + exposed
@@ -214,28 +236,27 @@ def _sending_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     return group_of(("pipeline",), cost.axes, cluster).seconds("send", 1.0, boundary_bytes(cost))
 
 
-def _ending(
-    cost: Cost, micro: list[_MicroBatch], sent: tuple[float, float], cluster: ClusterSpec
-) -> tuple[float, float]:
+def _ending(cost: Cost, micro: list[_MicroBatch], whole: _Whole, cluster: ClusterSpec) -> tuple[float, float]:
     """Seconds of communication, then of the optimizer, that end the step on the stage that is done last.
 
     What can overlap hides behind the backward of the last micro-batch. Later stages are done with theirs earlier, while
     the first ones still wait for gradients.
     """
-    bandwidth, whole = reached_bandwidth(cluster), cost.num_params
-    waited, last = 0.0, (0.0, 0.0)
+    optimizer_s = _optimizer_bytes(cost) / reached_bandwidth(cluster)
+    waited, last, longest = 0.0, (0.0, 0.0), 0.0
     for stage in micro:
-        share = stage.params / whole if cost.stages > 1 else 1.0
+        share = stage.params / whole.num_params if cost.stages > 1 else 1.0
         backward = BACKWARD * stage.total_s
-        exposed = share * sent[0] + max(0.0, share * sent[1] - backward)
-        optimizer = _optimizer_bytes(cost, stage.trainable) / bandwidth
-        if exposed + optimizer - waited > sum(last):
-            last = (max(0.0, exposed - waited), optimizer)
+        exposed = share * whole.once[0] + max(0.0, share * whole.once[1] - backward)
+        optimizer = stage.trainable * optimizer_s
+        if exposed + optimizer - waited > longest:
+            last = max(0.0, exposed - waited), optimizer
+            longest = last[0] + last[1]
         waited += backward
     return last
 
 
-def _optimizer_bytes(cost: Cost, trainable: float) -> float:
-    """Parameters, gradients and state are read; parameters and state are written."""
-    each = 2.0 * (cost.param_itemsize + cost.optim_itemsize + cost.master_itemsize) + cost.grad_itemsize
-    return trainable * each / cost.optim_shards
+def _optimizer_bytes(cost: Cost) -> float:
+    """Of one element: parameters, gradients and state are read; parameters and state are written."""
+    moved = 2.0 * (cost.param_itemsize + cost.optim_itemsize + cost.master_itemsize) + cost.grad_itemsize
+    return moved / cost.optim_shards
