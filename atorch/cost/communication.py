@@ -20,7 +20,7 @@ def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
     """What one copy sends for a micro-batch: forward, backward, and forward again where it is recomputed."""
     again = cost.recompute if segment.is_block else 0.0
     sent: list[Comm] = []
-    if cost.tensor > 1 and segment.split_params:
+    if cost.tensor > 1:
         sent += _of_tensor(cost, segment, again)
     if segment.attention_flops and cost.sequence > 1:
         sent.append(_of_sequence(cost, segment, again))
