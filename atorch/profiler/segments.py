@@ -229,9 +229,9 @@ def _region(stretch: Stretch, layout: Layout, *, is_inside: bool) -> Region:
         for value, size in stretch.saved.items()
         if value not in stretch.inputs and (value in layout.inside_values) == is_inside
     }
-    results = {
-        value for each in stretch.operations if each.node.kind in ("product", "attention") for value in each.node.writes
-    }
+    # Scores that are written out grow with the square of the sequence: they are recomputed, fused attention is not.
+    kept = (each.node for each in stretch.operations if each.node.kind == "product" or each.num_heads)
+    results = {value for node in kept for value in node.writes}
     return Region(
         saved_bytes=float(sum(saved.values())),
         selective_bytes=float(sum(size for value, size in saved.items() if value in results)),
