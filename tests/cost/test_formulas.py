@@ -58,7 +58,8 @@ def test_a_profile_sums_its_segments():
     assert plain_cost(PROFILE).block_share == pytest.approx(9 / 11)
 
 
-PERSISTENT = replace(plain_cost(PROFILE), grads_persist=True)  # the peak is at the loss, when all activations are there
+# The peak is at the loss, when all activations are there, where gradients persist and the optimizer needs no room.
+PERSISTENT = replace(plain_cost(PROFILE), grads_persist=True, step_itemsize=0.0)
 
 
 def test_peak_memory_by_hand():
@@ -75,11 +76,15 @@ def test_peak_memory_by_hand():
 
 def test_gradients_come_as_activations_go():
     few = peak_memory(plain_cost(PROFILE))
-    assert (few.total, few.gradients, few.activations) == (10168, 2000, 0)  # when what comes first goes backward
+    assert (few.gradients, few.activations, few.transient) == (2000, 0, 2000)  # when the optimizer steps
+    few = peak_memory(replace(plain_cost(PROFILE), step_itemsize=0.0))
+    assert (few.gradients, few.activations, few.working) == (2000, 0, 128)  # when what comes first goes backward
     many = peak_memory(plain_cost(PROFILE, batch_size=200))
     assert (many.gradients, many.activations, many.working) == (0, 80_000, 12_800)  # at the loss
     # Where parameters outweigh activations, when the first block goes backward and the others' gradients are there.
-    deep = replace(plain_cost(PROFILE), segments=(replace(BLOCK, count=3, num_params=3000, num_trainable=3000),))
+    deep = replace(
+        PERSISTENT, grads_persist=False, segments=(replace(BLOCK, count=3, num_params=3000, num_trainable=3000),)
+    )
     last = peak_memory(replace(deep, batch_size=20.0))
     assert (last.gradients, last.activations) == (3 * 12_000, 3000)
 
