@@ -36,7 +36,7 @@ SPREAD: Mapping[str, float] = {
     # The standard deviation of a constant's logarithm before anything is measured.
     "device.efficiency.matmul": 0.2,
     "device.efficiency.attention": 0.3,
-    "device.efficiency.traffic": 0.4,
+    "device.efficiency.traffic": 0.25,
     "device.launch_s": 0.3,
     "intra_node.efficiency": 0.2,
     "intra_node.latency_s": 0.5,
