@@ -242,9 +242,18 @@ def _scale(cost: Cost) -> float:
 def _kept_when_recomputed(cost: Cost, segment: Segment, inside: float, outside: float) -> float:
     if cost.recompute_keeps == "nothing":
         return 0.0
+    selective = inside * segment.inside.selective_bytes + outside * segment.outside.selective_bytes
     if cost.recompute_keeps == "selective":
-        return inside * segment.inside.selective_bytes + outside * segment.outside.selective_bytes
-    return outside * segment.input_bytes
+        return selective
+    inputs = outside * segment.input_bytes
+    if cost.recompute_keeps == "results":
+        return selective + inputs + _scale(cost) * segment.input_bytes * _num_sums(segment)
+    return inputs
+
+
+def _num_sums(segment: Segment) -> float:
+    """Products that give the residual stream something to add, which plain backward needs nothing of."""
+    return sum(each.count for each in segment.matmuls if each.split == "rows" and not each.of_experts)
 
 
 def _with_host(cost: Cost, whole: Memory) -> Memory:
