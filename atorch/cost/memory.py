@@ -77,11 +77,13 @@ class _Copy(NamedTuple):
 
 
 def peak_memory(cost: Cost) -> Memory:
-    """The bytes at a step's peak, on the stage that needs the most."""
+    """The bytes at a step's peak, on the stage that needs the most; `on_host` is of the stage that has the most there."""
     scale, stages = _scale(cost), heaviest_stages(cost)
     segments = {id(segment): segment for stage in stages for segment, _ in stage.parts}
     copies = {key: _copy(cost, segment, scale) for key, segment in segments.items()}
-    return max((_stage_memory(cost, stage, copies) for stage in stages), key=lambda memory: memory.total)
+    held = [_stage_memory(cost, stage, copies) for stage in stages]
+    worst, on_host = max(held, key=lambda memory: memory.total), max(each.on_host for each in held)
+    return worst if worst.on_host == on_host else replace(worst, on_host=on_host)
 
 
 def peak_bytes(cost: Cost) -> float:

@@ -7,7 +7,6 @@ optimizer step waits for the last gradient, and the next forward for it (Ren et 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from atorch.cluster import ClusterSpec
 from atorch.cost.memory import Memory, stage_memory
@@ -24,7 +23,7 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     """
     if not uses_host(cost):
         return 0.0
-    cost = replace(cost, grads_persist=True)  # so that all gradients and all activations are there at the peak
+    cost = cost.but(grads_persist=True)  # so that all gradients and all activations are there at the peak
     whole, held = stage_memory(_all_on_device(cost), stage), stage_memory(cost, stage)
     rate = cluster.host_link.bandwidth * cluster.host_link.efficiency
     waiting, stepped = whole.parameters - held.parameters, _stepped(cost, whole, held)
@@ -44,7 +43,7 @@ def uses_host(cost: Cost) -> bool:
 
 
 def _all_on_device(cost: Cost) -> Cost:
-    return replace(cost, param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf)
+    return cost.but(param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf)
 
 
 def _stepped(cost: Cost, whole: Memory, held: Memory) -> float:

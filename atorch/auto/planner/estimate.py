@@ -1,14 +1,16 @@
-"""Scores compositions: a fold over the tree of strategies, in which what they begin with in common is folded once."""
+"""Scores compositions: what arithmetic says of each, and whether that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atorch.auto.planner.plan import Estimate, Rejected
-from atorch.auto.strategy import Method, Strategy
+from atorch.auto.planner.space import Space
+from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost, peak_memory, step_seconds
+from atorch.cost import Cost, StepTime, peak_memory, step_time
+from atorch.cost.splits import SAMPLE_AXES
 from atorch.units import format_bytes
 
 RESERVE = 0.08  # of a device's memory, for what no category counts: allocator slack, library workspaces
@@ -22,34 +24,45 @@ class Scored:
     estimate: Estimate
 
 
-def score(strategies: Sequence[Strategy], start: Cost, cluster: ClusterSpec) -> list[Scored]:
-    """Every strategy with its estimate, the fastest first."""
-    scored = [Scored(strategy, estimate_of(cost, cluster)) for strategy, cost in fold(strategies, start)]
+def score(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
+    """Every composition of a space with its estimate, the fastest first."""
+    leaves = space.leaves(space.root(start))
+    scored = [Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves]
     return sorted(scored, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
-
-
-def fold(strategies: Sequence[Strategy], cost: Cost, depth: int = 0) -> Iterator[tuple[Strategy, Cost]]:
-    """`(strategy, strategy.cost(cost))` for each strategy; those that begin alike share the folding of that."""
-    branches: dict[int, tuple[Method, list[Strategy]]] = {}
-    for strategy in strategies:
-        if len(strategy) == depth:
-            yield strategy, cost
-        else:
-            each = strategy.methods[depth]
-            branches.setdefault(id(each), (each, []))[1].append(strategy)
-    for each, members in branches.values():
-        yield from fold(members, each.cost(cost), depth + 1)
 
 
 def estimate_of(cost: Cost, cluster: ClusterSpec) -> Estimate:
     """The seconds and bytes of a step."""
-    memory = peak_memory(cost)
-    return Estimate(step_s=step_seconds(cost, cluster), peak_bytes=memory.total, memory=memory.by_category())
+    memory, spent = peak_memory(cost), step_time(cost, cluster)
+    rate = cost.batch_size * cost.size(*SAMPLE_AXES) / spent.total_s if spent.total_s else 0.0
+    length = max((each.sequence_length for each in cost.segments), default=0)
+    return Estimate(
+        step_s=spent.total_s,
+        peak_bytes=memory.total,
+        memory={name: held for name, held in memory.by_category().items() if name != "slack"},
+        stage=memory.stage,
+        on_host_bytes=memory.on_host,
+        time=_by_category(spent),
+        samples_per_s=rate,
+        tokens_per_s=rate * length if length else None,
+    )
 
 
-def usable_bytes(cluster: ClusterSpec) -> float:
+def _by_category(spent: StepTime) -> dict[str, float]:
+    """Seconds by category, the largest first. Launches count as far as work does not hide them."""
+    named = {name.removesuffix("_s"): getattr(spent, name) for name in StepTime._fields if name != "total_s"}
+    named["launch"] = max(0.0, spent.total_s - sum(named.values()) + named["launch"])
+    return {name: value for name, value in sorted(named.items(), key=lambda item: -item[1]) if value > 0}
+
+
+def usable_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
     """What a strategy may take of a device's memory."""
-    return cluster.device.memory_bytes * (1 - RESERVE)
+    return cluster.device.memory_bytes * (1 - reserve)
+
+
+def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
+    """What a strategy may take of host memory for each device."""
+    return cluster.host_memory_bytes / cluster.devices_per_node * (1 - reserve)
 
 
 def split_by_memory(scored: Sequence[Scored], cluster: ClusterSpec) -> tuple[list[Scored], list[Rejected]]:

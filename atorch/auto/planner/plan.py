@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from atorch.auto.strategy import Strategy
@@ -18,6 +18,11 @@ class Estimate:
     step_s: float
     peak_bytes: float
     memory: Mapping[str, float]  # category → bytes, the largest first
+    stage: int = 0  # of the pipeline, whose device needs the most
+    on_host_bytes: float = 0.0  # beside them, in host memory for that device
+    time: Mapping[str, float] = field(default_factory=dict)  # category → seconds, which add up to the step's
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None  # where samples are sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +49,11 @@ class Rejected:
     def to_json_data(self) -> dict[str, Any]:
         """What was rejected and why, as plain JSON data."""
         return {
-            "strategy": _strategy_data(self.strategy),
+            "strategy": strategy_data(self.strategy),
             "why": self.why,
             "reason": self.reason,
-            "estimate": _data(self.estimate),
-            "measured": _data(self.measured),
+            "estimate": estimate_data(self.estimate),
+            "measured": estimate_data(self.measured),
         }
 
 
@@ -68,9 +73,9 @@ class Plan:
     def to_json_data(self) -> dict[str, Any]:
         """The plan as plain JSON data."""
         return {
-            "strategy": _strategy_data(self.strategy),
-            "estimate": _data(self.estimate),
-            "measured": _data(self.measured),
+            "strategy": strategy_data(self.strategy),
+            "estimate": estimate_data(self.estimate),
+            "measured": estimate_data(self.measured),
             "rejected": [each.to_json_data() for each in self.rejected],
             "num_compositions": self.num_compositions,
             "num_dry_runs": self.num_dry_runs,
@@ -79,9 +84,11 @@ class Plan:
         }
 
 
-def _data(value: Estimate | Measurement | None) -> dict[str, Any] | None:
+def estimate_data(value: Estimate | Measurement | None) -> dict[str, Any] | None:
+    """Figures as plain JSON data."""
     return None if value is None else asdict(value)
 
 
-def _strategy_data(strategy: Strategy) -> list[str]:
+def strategy_data(strategy: Strategy) -> list[str]:
+    """The methods as text."""
     return [str(each) for each in strategy]

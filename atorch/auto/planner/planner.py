@@ -133,7 +133,7 @@ def ranked(
 ) -> Ranking:
     """Every composition scored: the same on every process that is given the same."""
     space: Space = compositions(profile, cluster, excluded=excluded, included=included, fixed=fixed)
-    fitting, rejected = split_by_memory(score(space.strategies, start, cluster), cluster)
+    fitting, rejected = split_by_memory(score(space, start, cluster), cluster)
     unmet = [Rejected(strategy=Strategy((each,)), why="hardware", reason=reason) for each, reason in space.unmet]
     return Ranking(tuple(fitting), (*rejected, *unmet))
 

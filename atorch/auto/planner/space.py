@@ -93,6 +93,23 @@ class Space:
         for child in self.children(node):
             yield from self.descend(child, depth)
 
+    def follow(self, methods: Sequence[Method], cost: Cost) -> Node | None:
+        """The composition of exactly these methods, or None where it is not legal."""
+        node = self.root(cost)
+        for level in self.levels:
+            wanted = next((each for each in methods if type(each) is level.kind), None)
+            if wanted is None:
+                following: Node | None = self._without(node, level)
+            elif level.kind.slot in node.slots:
+                following = None
+            else:
+                choice = next((each for each in level.choices if each.method == wanted), _choice(wanted))
+                following = self._taken(node, level, choice)
+            if following is None or not self._is_open(following):
+                return None
+            node = following
+        return node
+
     def children(self, node: Node) -> Iterator[Node]:
         """What the next level makes of a node: with each of its choices, and without."""
         level = self.levels[node.depth]
@@ -101,10 +118,15 @@ class Space:
                 taken = self._taken(node, level, choice)
                 if taken is not None and self._is_open(taken):
                     yield taken
-        if not level.is_needed:
-            without = Node(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split)
-            if self._is_open(without):
-                yield without
+        without = self._without(node, level)
+        if without is not None and self._is_open(without):
+            yield without
+
+    @staticmethod
+    def _without(node: Node, level: Level) -> Node | None:
+        if level.is_needed:
+            return None
+        return Node(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split)
 
     def _taken(self, node: Node, level: Level, choice: Choice) -> Node | None:
         """The node with a choice, or None where it has nothing to do or cannot be."""

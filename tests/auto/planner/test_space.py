@@ -1,20 +1,26 @@
 """What may be tried, and that folding over the tree scores it as each strategy alone would be."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
+import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.opt_lib.agreement import disagreement
 from atorch.auto.opt_lib.amp_native import AmpNative
 from atorch.auto.opt_lib.checkpoint import Checkpoint
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.planner.candidate import Feed
-from atorch.auto.planner.estimate import estimate_of, fold, score, split_by_memory
+from atorch.auto.planner.estimate import estimate_of, score, split_by_memory
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.space import compositions
-from atorch.auto.strategy import Strategy
-from atorch.errors import StrategyError
+from atorch.auto.planner.space import compositions, plannable
+from atorch.auto.strategy import METHODS, Strategy
+from atorch.cluster import ClusterSpec
+from atorch.cost import plain_cost
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.errors import CapabilityError, StrategyError
 from tests.auto.planner.jobs import cluster, context, net
 
 
@@ -24,30 +30,35 @@ def start():
     return starting_point(ctx, Feed(ctx))
 
 
-def names(space):
-    return {strategy.names() for strategy in space.strategies}
+def strategies(space, cost):
+    return [Strategy(leaf.methods) for leaf in space.leaves(space.root(cost))]
+
+
+def names(space, cost):
+    return {strategy.names() for strategy in strategies(space, cost)}
 
 
 def test_one_process_needs_no_mesh(start):
-    space = compositions(start[0], cluster())
-    assert () in names(space)
-    assert not any({"parallel_mode", "ddp", "fsdp"} & set(each) for each in names(space))
-    assert len(set(space.strategies)) == len(space.strategies)
+    found = strategies(compositions(start[0], cluster()), start[1])
+    assert Strategy() in found
+    assert not any({"parallel_mode", "ddp", "fsdp"} & set(each.names()) for each in found)
+    assert len(set(found)) == len(found)
 
 
 def test_several_processes_have_a_mesh_and_a_data_parallel_method(start):
-    space = compositions(start[0], cluster(2))
+    found = names(compositions(start[0], cluster(2)), start[1])
     data_parallel = {"ddp", "zero1", "zero2", "fsdp"}
-    for each in names(space):
+    for each in found:
         assert "parallel_mode" in each
         assert len(data_parallel & set(each)) == 1
-    assert {each for held in names(space) for each in held} >= data_parallel | {"amp_native", "half", "checkpoint"}
+    assert {each for held in found for each in held} >= data_parallel | {"amp_native", "half", "checkpoint"}
+    assert {each for held in found for each in held} <= {name for name in METHODS if METHODS[name].can_apply()}
 
 
 def test_fp16_and_batch_norm(start):
-    space = compositions(start[0], cluster())
-    assert not any(getattr(each, "dtype", "bf16") == "fp16" for strategy in space.strategies for each in strategy)
-    assert not any("micro_batch" in each for each in names(space)), "statistics would be of smaller batches"
+    found = strategies(compositions(start[0], cluster()), start[1])
+    assert not any(getattr(each, "dtype", "bf16") == "fp16" for strategy in found for each in strategy)
+    assert not any("micro_batch" in each.names() for each in found), "statistics would be of smaller batches"
 
 
 def test_what_the_hardware_lacks_is_named(start):
@@ -57,8 +68,10 @@ def test_what_the_hardware_lacks_is_named(start):
 
 def test_excluded_and_included(start):
     space = compositions(start[0], cluster(2), excluded=["compile", "half"], included=["zero1", "checkpoint"])
-    assert all({"zero1", "checkpoint"} <= set(each) for each in names(space))
-    assert not any({"compile", "half"} & set(each) for each in names(space))
+    found = names(space, start[1])
+    assert found
+    assert all({"zero1", "checkpoint"} <= set(each) for each in found)
+    assert not any({"compile", "half"} & set(each) for each in found)
 
 
 @pytest.mark.parametrize(
@@ -80,42 +93,106 @@ def test_what_does_not_hold(start, arguments, match):
         compositions(start[0], cluster(2), **arguments)
 
 
+def test_what_can_only_be_planned_for_is_not_tried(start):
+    with pytest.raises(CapabilityError, match="tensor_parallel can be planned for and not applied yet"):
+        compositions(start[0], cluster(2), included=["tensor_parallel"])
+
+
 def test_fixed_keeps_methods_and_the_knobs_that_were_set(start):
     fixed = Strategy((ParallelMode(slices=(("data", 2),)), Ddp(bucket_cap_mb=3), AmpNative(), Checkpoint()))
-    space = compositions(start[0], cluster(2), fixed=fixed)
-    assert fixed in space.strategies
-    assert names(space) == {("parallel_mode", "amp_native", "checkpoint", "ddp")}
-    assert {strategy.get(AmpNative).dtype for strategy in space.strategies} == {"fp16", "bf16"}
-    assert {strategy.get(Ddp).bucket_cap_mb for strategy in space.strategies} == {3}
+    found = strategies(compositions(start[0], cluster(2), fixed=fixed), start[1])
+    assert fixed in found
+    assert {each.names() for each in found} == {("parallel_mode", "amp_native", "checkpoint", "ddp")}
+    assert {strategy.get(AmpNative).dtype for strategy in found} == {"fp16", "bf16"}
+    assert {strategy.get(Ddp).bucket_cap_mb for strategy in found} == {3}
 
 
 def test_fixed_tries_nothing_that_contradicts_a_knob_that_was_set(start):
     profile = replace(start[0], module_classes=frozenset())  # without BatchNorm
-    counts = compositions(profile, cluster(), fixed=Strategy((MicroBatch(),)))
-    assert {strategy.get(MicroBatch).size for strategy in counts.strategies} >= {"auto", 1, 2, 4}
+    found = strategies(compositions(profile, cluster(), fixed=Strategy((MicroBatch(),))), start[1])
+    assert {strategy.get(MicroBatch).size for strategy in found} == {"auto", 1, 2, 4}
     fixed = Strategy((MicroBatch(size=4),))
-    assert compositions(profile, cluster(), fixed=fixed).strategies == (fixed,)
+    assert strategies(compositions(profile, cluster(), fixed=fixed), start[1]) == [fixed]
+
+
+def llama(**changes):
+    shape = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 1000, "seq_len": 4096}
+    return transformer_profile(
+        TransformerShape(**{**shape, "head_dim": 32, **changes}), 1, Implementation(itemsize=4.0)
+    )
+
+
+@pytest.mark.parametrize("name", ["1xA100-80GB", "2x1xA100-80GB", "2xA100-80GB"])
+def test_the_tree_has_what_is_legal_among_all_products(name):
+    profile, spec = llama(), ClusterSpec.load(name)
+    some = ["half", "compile", "offload", "checkpoint", "zero1", "zero2"]
+    space, cost = plannable(profile, spec, excluded=some), plain_cost(profile, 8)
+    slots = {}
+    for level in space.levels:
+        slots.setdefault(level.kind.slot, [None]).extend(choice.method for choice in level.choices)
+    legal = set()
+    for chosen in itertools.product(*slots.values()):
+        strategy, folded, fits = Strategy(tuple(filter(None, chosen))), cost, True
+        for each in strategy:
+            fits = fits and each.unfit(folded) is None
+            folded = each.cost(folded) if fits else folded
+        has_mesh = spec.world_size == 1 or "parallel_mode" in strategy.names()
+        if fits and has_mesh and disagreement(strategy.methods, folded.axes) is None:
+            legal.add(strategy)
+    assert set(strategies(space, cost)) == legal
+    assert len(legal) > 20 * spec.world_size
+
+
+def test_parts_can_be_fixed_for_a_plan():
+    profile, spec = llama(), ClusterSpec.load("4xA100-80GB")
+    mesh = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)]), "ddp"])
+    found = strategies(plannable(profile, spec, fixed=mesh), plain_cost(profile, 8))
+    assert found
+    assert all(set(mesh) <= set(each) and "tensor_parallel" in each for each in found)
+    assert len({each.names() for each in found}) > 5
+    with pytest.raises(StrategyError, match="both excluded and fixed"):
+        plannable(profile, spec, fixed=mesh, excluded=["ddp"])
+    with pytest.raises(StrategyError, match="ddp is fixed and fsdp included"):
+        plannable(profile, spec, fixed=mesh, included=["fsdp"])
+
+
+def test_a_plan_of_what_can_be_applied():
+    profile, spec = llama(), ClusterSpec.load("4xA100-80GB")
+    found = strategies(plannable(profile, spec, applicable=True), plain_cost(profile, 8))
+    assert found
+    assert all(each.can_apply() for strategy in found for each in strategy)
 
 
 def test_the_fold_is_each_strategy_by_itself(start):
     profile, cost = start
-    strategies = compositions(profile, cluster(2)).strategies
-    folded = dict(fold(strategies, cost))
-    assert len(folded) == len(strategies) >= 24
-    for strategy in strategies:
-        assert folded[strategy] == strategy.cost(cost)
+    space = compositions(profile, cluster(2))
+    leaves = list(space.leaves(space.root(cost)))
+    assert len(leaves) >= 24
+    for leaf in leaves:
+        assert leaf.methods == Strategy(leaf.methods).methods, "in the order in which they apply"
+        assert leaf.cost == Strategy(leaf.methods).cost(cost)
+        assert space.follow(leaf.methods[::-1], cost).cost == leaf.cost
+    assert space.follow((Ddp(),), cost) is None, "without a mesh"
 
 
 def test_ranking_is_by_estimated_seconds(start):
     profile, cost = start
-    scored = score(compositions(profile, cluster(2)).strategies, cost, cluster(2))
+    scored = score(compositions(profile, cluster(2)), cost, cluster(2))
     brute = sorted(estimate_of(each.strategy.cost(cost), cluster(2)).step_s for each in scored)
     assert [each.estimate.step_s for each in scored] == brute
 
 
+def test_an_estimate_adds_up(start):
+    profile, cost = start
+    for each in score(compositions(profile, cluster(2)), cost, cluster(2)):
+        assert sum(each.estimate.time.values()) == pytest.approx(each.estimate.step_s)
+        assert sum(each.estimate.memory.values()) == pytest.approx(each.estimate.peak_bytes)
+        assert each.estimate.samples_per_s == pytest.approx(8 / each.estimate.step_s)
+
+
 def test_what_cannot_fit_says_what_takes_the_room(start):
     profile, cost = start
-    scored = score(compositions(profile, cluster(2)).strategies, cost, cluster(2))
+    scored = score(compositions(profile, cluster(2)), cost, cluster(2))
     sizes = sorted(each.estimate.peak_bytes for each in scored)
     small = cluster(2, memory_bytes=sizes[len(sizes) // 2] / 0.92)
     fitting, rejected = split_by_memory(scored, small)
@@ -128,8 +205,11 @@ def test_what_cannot_fit_says_what_takes_the_room(start):
 def test_sharding_saves_memory_where_there_are_many_blocks():
     ctx = context(net(layers=16))
     profile, cost = starting_point(ctx, Feed(ctx))
-    plain = compositions(profile, cluster(2), excluded=["half", "amp_native", "compile"]).strategies
-    peaks = {each.names(): estimate_of(folded, cluster(2)).peak_bytes for each, folded in fold(plain, cost)}
-    ddp, zero1, zero2, fsdp = (peaks["parallel_mode", name] for name in ("ddp", "zero1", "zero2", "fsdp"))
+    space = compositions(profile, cluster(2), excluded=["half", "amp_native", "compile"])
+    peaks = {
+        str(Strategy(leaf.methods[1:])): estimate_of(leaf.cost, cluster(2)).peak_bytes
+        for leaf in space.leaves(space.root(cost))
+    }
+    ddp, zero1, zero2, fsdp = (peaks[name] for name in ("ddp", "zero1", "zero2", "fsdp"))
     assert fsdp < min(zero1, zero2) <= max(zero1, zero2) < ddp
-    assert peaks["parallel_mode", "checkpoint", "fsdp"] < peaks["parallel_mode", "fsdp"]
+    assert peaks["checkpoint + fsdp"] < peaks["fsdp"]

@@ -1,0 +1,299 @@
+"""Which composition trains a model best on a cluster that need not be here, by arithmetic alone, and why.
+
+The best under the estimate is really found (`best_first`); what is nearer to it than the estimate is right is shown
+beside it, with what other choices would have done, and what binds those that do not fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from atorch.auto.planner.best_first import TIE, Found, best_first
+from atorch.auto.planner.cluster_plan import ClusterPlan, Ranked
+from atorch.auto.planner.columns import Columns
+from atorch.auto.planner.counterfactuals import Room, counterfactuals
+from atorch.auto.planner.estimate import RESERVE, estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.plan import Estimate, Rejected
+from atorch.auto.planner.remedies import Job, remedies
+from atorch.auto.planner.space import MESH, Space, plannable
+from atorch.auto.strategy import Method, Strategy
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile, plain_cost
+from atorch.distributed.mesh import AXES
+from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
+from atorch.units import format_bytes
+
+Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+BREADTH = 50  # compositions for each device, at least
+EXAMPLES = 3  # of what each constraint rejects
+MOST_TIES = 100
+
+
+def answer(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    *,
+    global_batch: int,
+    excluded: Iterable[str] | None = None,
+    included: Iterable[str] | None = None,
+    fixed: Strategy | None = None,
+    reserve: float = RESERVE,
+    objective: str = "step_time",
+    keep: int = 20,
+    breadth: int | None = None,
+) -> ClusterPlan:
+    """The best composition for a model, a cluster and a batch.
+
+    Args:
+        global_batch: samples of a step, of all devices together.
+        excluded, included, fixed: see `space.plannable`.
+        reserve: share of a device's memory that nothing may use.
+        objective: "step_time" and "throughput" take the fastest step, which at a given batch is the same; "cost" the
+            least device-seconds a step, on all of the cluster or a part of it; "fewest_devices" the smallest part that
+            fits, and the fastest there.
+        keep: compositions in the ranking.
+        breadth: how many compositions are scored at least, where there are as many and bounds would do with fewer;
+            None: 50 for each device.
+
+    Raises:
+        ArgumentError: an objective that there is not.
+        NoFeasiblePlanError: nothing fits; the nearest miss is named, with what would make it fit.
+        StrategyError: nothing legal is left, or an argument does not hold.
+    """
+    if objective not in OBJECTIVES:
+        raise ArgumentError(f"objective is {objective!r}; {near_miss(objective, OBJECTIVES)}")
+    began = time.monotonic()
+    question = _Question(
+        Job(profile, cluster, global_batch, _listed(excluded)),
+        included,
+        fixed,
+        reserve,
+    )
+    if objective in ("cost", "fewest_devices"):
+        question = replace(question, job=_best_part(question, _MEASURES[objective]))
+    space = question.space()
+    breadth = BREADTH * question.job.cluster.world_size if breadth is None else breadth
+    found = question.found(space, keep=keep, breadth=breadth)
+    rows = found.columns.fastest(keep)
+    if not rows:
+        raise _nothing_fits(question, space, found)
+    return _plan(question, space, found, rows, objective, began)
+
+
+def _listed(excluded: Iterable[str] | None) -> tuple[str, ...]:
+    if isinstance(excluded, str):
+        raise StrategyError(f"excluded is {excluded!r}; give a list of method names, [{excluded!r}]")
+    return tuple(excluded or ())
+
+
+@dataclass(frozen=True)
+class _Question:
+    job: Job
+    included: Iterable[str] | None
+    fixed: Strategy | None
+    reserve: float
+
+    @property
+    def start(self) -> Cost:
+        device = self.job.cluster.device
+        return replace(plain_cost(self.job.profile, self.job.global_batch), device_bytes=device.memory_bytes)
+
+    @property
+    def room(self) -> Room:
+        cluster = self.job.cluster
+        return Room(usable_bytes(cluster, self.reserve), usable_host_bytes(cluster, self.reserve))
+
+    def space(self, *, applicable: bool = False) -> Space:
+        return plannable(
+            self.job.profile,
+            self.job.cluster,
+            excluded=self.job.excluded,
+            included=self.included,
+            fixed=self.fixed,
+            applicable=applicable,
+        )
+
+    def found(self, space: Space | None = None, *, keep: int = 1, breadth: int = 0, nearest: bool = True) -> Found:
+        return best_first(
+            space or self.space(),
+            self.start,
+            self.job.cluster,
+            device_bytes=self.room.device_bytes,
+            host_bytes=self.room.host_bytes,
+            keep=keep,
+            breadth=breadth,
+            nearest=nearest,
+        )
+
+    def estimate(self, methods: Sequence[Method]) -> Estimate:
+        return estimate_of(Strategy(tuple(methods)).cost(self.start), self.job.cluster)
+
+    def ranked(self, methods: tuple[Method, ...]) -> Ranked:
+        return Ranked(Strategy(methods), self.estimate(methods))
+
+
+def _plan(
+    question: _Question, space: Space, found: Found, rows: Sequence[int], objective: str, began: float
+) -> ClusterPlan:
+    columns, room, cluster = found.columns, question.room, question.job.cluster
+    chosen = columns.methods[rows[0]]
+    best = question.ranked(chosen)
+    return ClusterPlan(
+        strategy=best.strategy,
+        estimate=best.estimate,
+        measured=None,
+        rejected=tuple(_rejected(question, space, columns, rows[0])),
+        num_compositions=len(columns),
+        num_dry_runs=0,
+        memory_bytes=cluster.device.memory_bytes,
+        cluster=cluster,
+        global_batch=question.job.global_batch,
+        objective=objective,
+        usable_bytes=room.device_bytes,
+        ranking=tuple(question.ranked(columns.methods[row]) for row in rows),
+        near_ties=tuple(question.ranked(columns.methods[row]) for row in _ties(columns, rows[0])),
+        best_applicable=_best_applicable(question, best),
+        counterfactuals=counterfactuals(space, chosen, question.start, cluster, room),
+        counts_by_axis=_counts(columns, space),
+        candidates=columns,
+        num_unopened={"slower": found.num_slow, "memory": found.num_large},
+        seconds=time.monotonic() - began,
+    )
+
+
+def _ties(columns: Columns, chosen: int) -> Iterator[int]:
+    """Rows that are nearer to the chosen one than the estimate is right, the simplest first."""
+    limit = columns.step_s[chosen] * (1 + TIE)
+    near = [row for row in columns.fastest() if columns.step_s[row] <= limit and row != chosen]
+    return iter(sorted(near, key=lambda row: (len(columns.methods[row]), columns.step_s[row]))[:MOST_TIES])
+
+
+def _best_applicable(question: _Question, best: Ranked) -> Ranked | None:
+    """The fastest of methods that can be applied today."""
+    if all(each.can_apply() for each in best.strategy):
+        return best
+    try:
+        columns = question.found(question.space(applicable=True), nearest=False).columns
+    except StrategyError:
+        return None
+    rows = columns.fastest(1)
+    if not rows or not all(each.can_apply() for each in columns.methods[rows[0]]):
+        return None
+    return question.ranked(columns.methods[rows[0]])
+
+
+def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) -> Iterator[Rejected]:
+    """The fastest that each constraint rejects; the fastest with each method that the chosen one lacks; the unmet."""
+    why, shown = columns.why(), Counter[str]()
+    lacking = {each.name for each in columns.methods[chosen]}
+    for row in columns.step_s.argsort(kind="stable").tolist():
+        names = {each.name for each in columns.methods[row]}
+        if why[row] and shown[why[row]] < EXAMPLES:
+            shown[why[row]] += 1
+            estimate = question.estimate(columns.methods[row])
+            reason = question.room.short(estimate) or why[row]
+            strategy = Strategy(columns.methods[row])
+            yield Rejected(strategy=strategy, why="memory", reason=reason, estimate=estimate)
+        elif not why[row] and row != chosen and not names <= lacking:
+            lacking |= names
+            ratio = columns.step_s[row] / columns.step_s[chosen] - 1
+            estimate = question.estimate(columns.methods[row])
+            strategy = Strategy(columns.methods[row])
+            yield Rejected(strategy=strategy, why="slower", reason=f"{ratio:.1%} slower", estimate=estimate)
+    for method, reason in space.unmet:
+        yield Rejected(strategy=Strategy((method,)), why="hardware", reason=reason)
+
+
+def _counts(columns: Columns, space: Space) -> dict[str, dict[str, int]]:
+    """How many scored compositions have each size of each axis, and each method or none in each slot."""
+    sets = Counter(map(id, (each for methods in columns.methods for each in methods)))
+    held = {id(each): each for methods in columns.methods for each in methods}
+    counts: dict[str, Counter[str]] = {axis: Counter() for axis in AXES}
+    for key, number in sets.items():
+        method = held[key]
+        if method.slot == MESH:
+            sizes = dict(method.slices) if hasattr(method, "slices") else {}
+            for axis in AXES:
+                counts[axis][str(sizes.get(axis, 1))] += number
+        else:
+            counts.setdefault(method.slot, Counter())[str(method)] += number
+    for name, values in counts.items():
+        missing = len(columns) - sum(values.values())
+        if missing:
+            values["1" if name in AXES else "none"] += missing
+    return {name: dict(sorted(values.items(), key=_by_size)) for name, values in counts.items()}
+
+
+def _by_size(item: tuple[str, int]) -> tuple[int, str]:
+    return (int(item[0]) if item[0].isdigit() else -1, item[0])
+
+
+_MEASURES: Mapping[str, Callable[[float, int], float]] = {
+    "cost": lambda step_s, devices: step_s * devices,
+    "fewest_devices": lambda step_s, devices: devices,
+}
+
+
+def _best_part(question: _Question, measure: Callable[[float, int], float]) -> Job:
+    """The job on the part of the cluster with the least of a measure of (seconds of a step, devices)."""
+    least, best = float("inf"), question.job
+    for part in _parts(question.job.cluster):
+        job = replace(question.job, cluster=part)
+        if measure(0.0, part.world_size) >= least:
+            break
+        try:
+            columns = replace(question, job=job).found(nearest=False).columns
+        except StrategyError:
+            continue
+        rows = columns.fastest(1)
+        if rows and measure(columns.step_s[rows[0]], part.world_size) < least:
+            least, best = measure(columns.step_s[rows[0]], part.world_size), job
+    return best
+
+
+def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
+    """Powers of two of a node's devices, then of nodes, then all."""
+    size = 1
+    while size < cluster.devices_per_node:
+        yield replace(cluster, num_nodes=1, devices_per_node=size)
+        size *= 2
+    size = 1
+    while size < cluster.num_nodes:
+        yield replace(cluster, num_nodes=size)
+        size *= 2
+    yield cluster
+
+
+def _nothing_fits(question: _Question, space: Space, found: Found) -> StrategyError | NoFeasiblePlanError:
+    """The nearest miss, and what would help."""
+    columns = found.columns
+    if not len(columns):
+        reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))
+        return StrategyError(f"no legal composition is left: {reasons or 'exclude fewer methods'}")
+    row = int(columns.short_bytes.argmin())
+    strategy, estimate = Strategy(columns.methods[row]), question.estimate(columns.methods[row])
+
+    def fits(job: Job) -> bool:
+        try:
+            return bool(replace(question, job=job).found(nearest=False).columns.fits.any())
+        except StrategyError:
+            return False
+
+    helps = remedies(question.job, fits)
+    short = format_bytes(float(columns.short_bytes[row]))
+    where = "host memory" if columns.why()[row] == "host memory" else f"a device of stage {estimate.stage}"
+    advice = f"What would make it fit: {'; or '.join(helps)}" if helps else "Use a smaller model, or larger devices"
+    rejected = Rejected(
+        strategy=strategy, why="memory", reason=question.room.short(estimate) or columns.why()[row], estimate=estimate
+    )
+    cluster, batch = question.job.cluster, question.job.global_batch
+    return NoFeasiblePlanError(
+        f"nothing fits on {cluster.world_size} × {cluster.device.name} with a global batch of {batch}. The nearest "
+        f"miss, {strategy}, is short of {short} on {where}: {rejected.reason}. {advice}",
+        [rejected.to_json_data() | {"short_bytes": float(columns.short_bytes[row]), "remedies": list(helps)}],
+    )

@@ -1,0 +1,99 @@
+"""A plan for a cluster that need not be here: the choice, what came near, what else there is, what was in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atorch.auto.planner.columns import CATEGORIES, Columns
+from atorch.auto.planner.plan import Estimate, Plan, estimate_data, strategy_data
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
+
+DIGITS = 5  # of the figures of candidates
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A composition with what arithmetic says of it."""
+
+    strategy: Strategy
+    estimate: Estimate
+
+    def to_json_data(self) -> dict[str, Any]:
+        """Both as plain JSON data."""
+        return {"strategy": strategy_data(self.strategy), "estimate": estimate_data(self.estimate)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterfactual:
+    """What one other choice would have done."""
+
+    change: str  # "tensor 4", "zero1 instead of fsdp", "without checkpoint"
+    ratio: float | None  # of the step's seconds to the chosen one's; None where it does not fit
+    reason: str
+
+    def to_json_data(self) -> dict[str, Any]:
+        """All of it as plain JSON data."""
+        return {"change": self.change, "ratio": self.ratio, "reason": self.reason}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan(Plan):
+    """What arithmetic alone answers. Nothing was run; `simulated` is for who simulates the best of the ranking."""
+
+    cluster: ClusterSpec
+    global_batch: int  # samples of a step
+    objective: str
+    usable_bytes: float  # of a device, without the reserve
+    ranking: tuple[Ranked, ...]  # the best that fit, the chosen one first
+    near_ties: tuple[Ranked, ...]  # nearer to the chosen one than the estimate is right, the simplest first
+    best_applicable: Ranked | None  # of methods that can be applied today
+    counterfactuals: tuple[Counterfactual, ...]
+    counts_by_axis: Mapping[str, Mapping[str, int]]  # axis or slot → value → scored compositions that have it
+    candidates: Columns  # all that were scored
+    num_unopened: Mapping[str, int]  # branches in which, by their bounds, nothing is among the best, or nothing fits
+    simulated: tuple[Mapping[str, Any], ...] = ()
+
+    def to_json_data(self) -> dict[str, Any]:
+        """The plan as plain JSON data."""
+        return super().to_json_data() | {
+            "cluster": self.cluster.to_json_data(),
+            "global_batch": self.global_batch,
+            "objective": self.objective,
+            "usable_bytes": self.usable_bytes,
+            "ranking": [each.to_json_data() for each in self.ranking],
+            "near_ties": [each.to_json_data() for each in self.near_ties],
+            "best_applicable": None if self.best_applicable is None else self.best_applicable.to_json_data(),
+            "counterfactuals": [each.to_json_data() for each in self.counterfactuals],
+            "counts_by_axis": {axis: dict(counts) for axis, counts in self.counts_by_axis.items()},
+            "pareto": [self._point(row) for row in self.candidates.pareto()],
+            "candidates": candidate_data(self.candidates),
+            "num_unopened": dict(self.num_unopened),
+            "simulated": [dict(each) for each in self.simulated],
+            "nearest_miss": None,
+        }
+
+    def _point(self, row: int) -> dict[str, Any]:
+        found = self.candidates
+        return {
+            "strategy": [str(each) for each in found.methods[row]],
+            "step_s": float(found.step_s[row]),
+            "peak_bytes": float(found.peak_bytes[row]),
+        }
+
+
+def candidate_data(columns: Columns) -> dict[str, Any]:
+    """All scored compositions column by column, as plain JSON data."""
+    return {
+        "step_s": _rounded(columns.step_s),
+        "peak_bytes": _rounded(columns.peak_bytes),
+        "label": columns.labels(),
+        "why": columns.why(),
+        "memory": {name: _rounded(columns.memory[:, index]) for index, name in enumerate(CATEGORIES)},
+    }
+
+
+def _rounded(values: Any) -> list[float]:
+    return [float(f"{value:.{DIGITS}g}") for value in values.tolist()]

@@ -1,0 +1,122 @@
+"""All scored compositions, column by column: what a ranking needs of tens of thousands, without an object for each."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from atorch.auto.strategy import Method
+from atorch.cost import Memory
+
+Floats = npt.NDArray[np.float64]
+
+CATEGORIES = tuple(each.name for each in fields(Memory) if each.name not in ("stage", "slack", "on_host"))
+_held = attrgetter(*CATEGORIES)
+FITS, DEVICE, HOST = 0, 1, 2  # what binds
+
+
+class Columns:
+    """One row a composition: its methods, seconds, bytes by category, and whether it fits."""
+
+    def __init__(self, limit_bytes: float, host_bytes: float) -> None:
+        self.limit_bytes = limit_bytes  # usable of a device
+        self.host_bytes = host_bytes  # of host memory for a device
+        self.methods: list[tuple[Method, ...]] = []
+        self._step_s, self._peak, self._on_host = array("d"), array("d"), array("d")
+        self._stage, self._binds = array("l"), array("b")
+        self._memory = array("d")
+
+    def __len__(self) -> int:
+        return len(self.methods)
+
+    def add(self, methods: tuple[Method, ...], step_s: float, memory: Memory) -> bool:
+        """One more row; whether it fits."""
+        peak = memory.total
+        binds = DEVICE if peak > self.limit_bytes else HOST if memory.on_host > self.host_bytes else FITS
+        self.methods.append(methods)
+        self._step_s.append(step_s)
+        self._peak.append(peak)
+        self._on_host.append(memory.on_host)
+        self._stage.append(memory.stage)
+        self._binds.append(binds)
+        self._memory.extend(_held(memory))
+        return binds == FITS
+
+    @property
+    def step_s(self) -> Floats:
+        """Seconds of a step."""
+        return np.frombuffer(self._step_s) if self.methods else np.zeros(0)
+
+    @property
+    def peak_bytes(self) -> Floats:
+        """Bytes of a device at the peak."""
+        return np.frombuffer(self._peak) if self.methods else np.zeros(0)
+
+    @property
+    def on_host(self) -> Floats:
+        """Bytes on the host for a device."""
+        return np.frombuffer(self._on_host) if self.methods else np.zeros(0)
+
+    @property
+    def memory(self) -> Floats:
+        """Bytes by category: a row a composition, a column for each of `CATEGORIES`."""
+        return np.frombuffer(self._memory).reshape(-1, len(CATEGORIES)) if self.methods else np.zeros((0, 1))
+
+    @property
+    def binds(self) -> npt.NDArray[np.int8]:
+        """Whether it fits, or what is short."""
+        return np.frombuffer(self._binds, dtype=np.int8) if self.methods else np.zeros(0, np.int8)
+
+    @property
+    def fits(self) -> npt.NDArray[np.bool_]:
+        """Whether it fits on device and host."""
+        return np.equal(self.binds, FITS)
+
+    @property
+    def short_bytes(self) -> Floats:
+        """Bytes that are missing on the device, or on the host where that is short alone."""
+        device = np.maximum(0.0, self.peak_bytes - self.limit_bytes)
+        return np.where(self.binds == HOST, self.on_host - self.host_bytes, device)
+
+    def why(self) -> list[str]:
+        """What binds each composition: "" where it fits, else the memory that is short, and what takes most of it."""
+        largest = self.memory.argmax(axis=1) if self.methods else []
+        names = {HOST: ["host memory"] * len(CATEGORIES), FITS: [""] * len(CATEGORIES)}
+        names[DEVICE] = [f"memory: {category}" for category in CATEGORIES]
+        return [names[int(binds)][column] for binds, column in zip(self.binds, largest, strict=True)]
+
+    def labels(self) -> list[str]:
+        """Each composition as text."""
+        return list(_labels(self.methods))
+
+    def fastest(self, number: int | None = None) -> list[int]:
+        """Rows that fit, the fastest first; of equal ones the simpler, which has fewer methods, then the smaller."""
+        rows = np.flatnonzero(self.fits)
+        sizes = np.array([len(self.methods[row]) for row in rows])
+        order = np.lexsort((self.peak_bytes[rows], sizes, self.step_s[rows]))
+        return [int(row) for row in rows[order][:number]]
+
+    def pareto(self) -> list[int]:
+        """Rows that fit of which none is both faster and smaller, the smallest first."""
+        rows = np.flatnonzero(self.fits)
+        order = rows[np.lexsort((self.step_s[rows], self.peak_bytes[rows]))]
+        least = np.minimum.accumulate(self.step_s[order]) if len(order) else order
+        is_first = np.concatenate(([True], least[1:] < least[:-1])) if len(order) else np.zeros(0, bool)
+        return [int(row) for row in order[is_first]]
+
+
+def label(methods: Sequence[Method]) -> str:
+    """A composition as text, like its `Strategy`'s."""
+    return " + ".join(map(str, methods)) or "plain"
+
+
+def _labels(rows: Sequence[tuple[Method, ...]]) -> Iterator[str]:
+    """Texts of many compositions: each method's is made once."""
+    texts: dict[int, str] = {}
+    for methods in rows:
+        yield " + ".join([texts.get(id(each)) or texts.setdefault(id(each), str(each)) for each in methods]) or "plain"

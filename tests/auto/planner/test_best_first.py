@@ -1,0 +1,166 @@
+"""Pruning loses nothing: the best N under the estimate are exactly those of brute force, whatever model and machine."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as draw
+
+import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.planner.best_first import TIE, best_first
+from atorch.auto.planner.bounds import Bounds
+from atorch.auto.planner.space import plannable
+from atorch.auto.strategy import METHODS, Method, Phase, method
+from atorch.cluster import ClusterSpec, LinkSpec
+from atorch.cost import peak_memory, plain_cost, step_seconds
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+
+KEPT = {"parallel_mode", "ddp", "fsdp"}
+
+
+@draw.composite
+def jobs(pick):
+    """A model, a cluster, a batch, and the methods that are left out."""
+    heads = pick(draw.sampled_from([4, 8]))
+    shape = TransformerShape(
+        layers=pick(draw.integers(1, 9)),
+        hidden=pick(draw.sampled_from([64, 512, 4096])),
+        heads=heads,
+        kv_heads=pick(draw.sampled_from([2, heads])),
+        ffn=pick(draw.sampled_from([128, 2048, 8192])),
+        vocab=pick(draw.sampled_from([100, 32000])),
+        seq_len=pick(draw.sampled_from([16, 2048, 4096])),
+        head_dim=64,
+        tied=pick(draw.booleans()),
+    )
+    keep = Implementation(itemsize=4.0, flash_attention=pick(draw.booleans()))
+    profile = transformer_profile(shape, 1, keep)
+    known = pick(draw.sampled_from(["H100-80GB", "V100-16GB", "RTX4090"]))
+    spec = ClusterSpec.load(f"{pick(draw.sampled_from(['1', '2', '4', '2x2']))}x{known}")
+    link = LinkSpec(bandwidth=pick(draw.sampled_from([1e9, 1e11])), latency_s=pick(draw.sampled_from([1e-6, 1e-3])))
+    spec = replace(spec, inter_node=link, host_memory_bytes=pick(draw.sampled_from([1e9, 1e12])))
+    optional = sorted(set(METHODS) - KEPT)
+    return (
+        profile,
+        spec,
+        pick(draw.sampled_from([1, 4, 8, 12])),
+        pick(draw.sets(draw.sampled_from(optional), min_size=8)),
+    )
+
+
+def brute(space, start, spec):
+    """`(methods, seconds, memory)` of every composition."""
+    for leaf in space.leaves(space.root(start)):
+        yield leaf.methods, step_seconds(leaf.cost, spec), peak_memory(leaf.cost)
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(jobs(), draw.floats(0.05, 1.5))
+def test_the_best_are_those_of_brute_force(job, tightness):
+    profile, spec, batch, excluded = job
+    space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
+    every = list(brute(space, start, spec))
+    if not every:
+        return
+    peaks = sorted(memory.total for _, _, memory in every)
+    device = peaks[min(len(peaks) - 1, int(tightness * len(peaks) / 2))]
+    host = spec.host_memory_bytes / spec.devices_per_node
+    fitting = sorted(seconds for _, seconds, held in every if held.total <= device and held.on_host <= host)
+    found = best_first(space, start, spec, device_bytes=device, host_bytes=host, keep=5).columns
+    assert found.step_s[found.fastest(5)].tolist() == fitting[:5]
+    if fitting:
+        near = [seconds for seconds in fitting if seconds <= fitting[0] * (1 + TIE)]
+        assert sum(found.fits & (found.step_s <= fitting[0] * (1 + TIE))) == len(near)
+    assert len(found) == len(set(found.methods)) <= len(every)
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(jobs(), draw.floats(0.01, 0.99))
+def test_where_nothing_fits_the_nearest_miss_is_found(job, share):
+    profile, spec, batch, excluded = job
+    space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
+    every = list(brute(space, start, spec))
+    if not every:
+        return
+    device = share * min(memory.total for _, _, memory in every)
+    found = best_first(space, start, spec, device_bytes=device).columns
+    assert not found.fits.any()
+    assert found.short_bytes.min() == min(memory.total for _, _, memory in every) - device
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(jobs())
+def test_no_composition_is_below_its_bounds(job):
+    profile, spec, batch, excluded = job
+    space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
+    bounds = Bounds.of(space, spec, 0.0, 0.0)
+    for depth in bounds.depths:
+        for node in space.descend(space.root(start), depth):
+            least_s, (short, crossing_s) = bounds.least_seconds(node.cost, depth), bounds.fitting(node.cost, depth)
+            for methods, seconds, memory in ((m, s, held) for m, s, held in brute_below(space, node, spec)):
+                assert least_s <= seconds, methods
+                assert short <= memory.total + memory.on_host, methods
+                assert crossing_s == float("inf") or crossing_s <= seconds
+
+
+def brute_below(space, node, spec):
+    for leaf in space.leaves(node):
+        yield leaf.methods, step_seconds(leaf.cost, spec), peak_memory(leaf.cost)
+
+
+def small():
+    shape = TransformerShape(
+        layers=4, hidden=256, heads=8, kv_heads=8, ffn=512, vocab=1000, seq_len=2048, head_dim=32
+    )  # fmt: skip
+    return transformer_profile(shape, 1, Implementation(itemsize=4.0)), ClusterSpec.load("8xH100-80GB")
+
+
+def test_much_is_left_unopened_and_breadth_opens_it():
+    profile, spec = small()
+    space, start = plannable(profile, spec), plain_cost(profile, 64)
+    few = best_first(space, start, spec, device_bytes=spec.device.memory_bytes)
+    more = best_first(space, start, spec, device_bytes=spec.device.memory_bytes, breadth=4 * len(few.columns))
+    assert few.num_slow > 0
+    assert len(more.columns) >= 4 * len(few.columns)
+    assert (
+        few.columns.step_s[few.columns.fastest(20)].tolist() == more.columns.step_s[more.columns.fastest(20)].tolist()
+    )
+
+
+def test_a_strangers_late_method_is_not_pruned_away():
+    @method("stranger", phase=Phase.STEP)
+    class Stranger(Method):
+        def cost(self, cost):
+            return replace(cost, extra_s=-1e-3)  # nothing that bounds could know of
+
+        @classmethod
+        def choices(cls, profile, cluster) -> Iterable["Stranger"]:
+            yield cls()
+
+    try:
+        profile, spec = small()
+        spec = replace(spec, devices_per_node=2)
+        space, start = plannable(profile, spec, excluded=["compile", "chunk", "offload"]), plain_cost(profile, 8)
+        found = best_first(space, start, spec).columns
+        every = list(brute(space, start, spec))
+        assert found.step_s[found.fastest(1)].tolist() == [min(seconds for _, seconds, _ in every)]
+        assert all("stranger" in {each.name for each in found.methods[row]} for row in found.fastest(20))
+    finally:
+        METHODS.remove("stranger")
+
+
+def test_pareto_and_order():
+    profile, spec = small()
+    found = best_first(plannable(profile, spec), plain_cost(profile, 64), spec, device_bytes=2e9, breadth=2000).columns
+    front = found.pareto()
+    assert len(front) > 1
+    assert (found.step_s[front][1:] < found.step_s[front][:-1]).all()
+    assert (found.peak_bytes[front][1:] > found.peak_bytes[front][:-1]).all()
+    for row in found.fastest():
+        assert any(
+            found.step_s[each] <= found.step_s[row] and found.peak_bytes[each] <= found.peak_bytes[row]
+            for each in front
+        )
+    assert found.memory.sum(axis=1) == pytest.approx(found.peak_bytes)
+    assert {why.split(":")[0] for why in found.why()} == {"", "memory"}
