@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from atorch.runtime.tensor_parallel.collectives import fork, reduce, share
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Rows
-from atorch.runtime.tensor_parallel.presented import Read, present
+from atorch.runtime.tensor_parallel.presented import Inside, Read, present
 from atorch.runtime.tensor_parallel.random_numbers import RankStream
 from atorch.runtime.tensor_parallel.recorded import map_arguments
 from atorch.runtime.tensor_parallel.whole_numbers import divide
@@ -75,8 +75,9 @@ def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
         module, own_name = _place(block, name)
         for holder, its_name in _holders(block, module._parameters[own_name]):
             by_module.setdefault(holder, {})[its_name] = read
+    inside = Inside(block)
     for module, own in by_module.items():
-        present(module, own)
+        present(module, own, inside)
     divide(block, layout)
     inputs = {place: rows for group in layout.groups for place, rows in group.inputs.items()}
     if inputs:

@@ -1,7 +1,8 @@
 """Parameters that are one thing to whom they belong, and another to the code that computes with them.
 
-The module keeps a DTensor, which optimizers, clipping, FSDP2 and state dicts see. `module.weight` gives the plain part
-of this rank, with the gradient's way back, so that forward code written for plain tensors runs as it is.
+The module keeps a DTensor, which optimizers, clipping, FSDP2 and state dicts see. Inside a forward of the split block,
+`module.weight` gives the plain part of this rank, with the gradient's way back, so that forward code written for plain
+tensors runs as it is.
 """
 
 from __future__ import annotations
@@ -11,24 +12,52 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from atorch.runtime.override import override
+
 Read = Callable[[Tensor], Tensor]
 
 
-def present(module: nn.Module, reads: Mapping[str, Read]) -> None:
-    """Let `module.<name>` give `reads[name](parameter)`; the parameter stays where it is registered.
+class Inside:
+    """Whether a forward of one block is running. Recomputation calls forward without hooks, so this is no hook."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._depth = 0
+        override(block, "forward", _noted, self)
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    def enter(self, step: int) -> None:
+        """One more forward, or one less."""
+        self._depth += step
+
+
+def _noted(theirs: Callable[..., Any], inside: Inside) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inside.enter(1)
+        try:
+            return theirs(self, *args, **kwargs)
+        finally:
+            inside.enter(-1)
+
+    return forward
+
+
+def present(module: nn.Module, reads: Mapping[str, Read], inside: Inside) -> None:
+    """Let `module.<name>` give `reads[name](parameter)` inside the block's forward, and the parameter elsewhere.
 
     The module gets a subclass of its class, of the same name. A deepcopy of it has the same.
     """
     base = type(module)
-    namespace: dict[str, Any] = {name: _property(name, read) for name, read in reads.items()}
+    namespace: dict[str, Any] = {name: _property(name, read, inside) for name, read in reads.items()}
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     metaclass: Any = type(base)
     module.__class__ = metaclass(base.__name__, (base,), {**names, **namespace})
 
 
-def _property(name: str, read: Read) -> property:
+def _property(name: str, read: Read, inside: Inside) -> property:
     def get(module: nn.Module) -> Tensor | None:
         parameter = module._parameters[name]
-        return None if parameter is None else read(parameter)
+        return read(parameter) if inside and parameter is not None else parameter
 
     return property(get)

@@ -184,7 +184,7 @@ def _derive_block(block: nn.Module, path: str, call: Call, mesh: DeviceMesh, pla
             )
     layout = with_draws(twin, layout, call)
     draw_weights(twin, 0)
-    layout = with_attributes(twin, layout, call, mesh.size())
+    layout = with_attributes(twin, layout, call, Cut(mesh))
     return _accepted(twin, layout, call, mesh)
 
 

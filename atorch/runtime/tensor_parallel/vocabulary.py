@@ -18,7 +18,7 @@ from atorch.runtime.override import override
 from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, SharedHook, rows_of_whole, this_part
 from atorch.runtime.tensor_parallel.collectives import gather, reduce
 from atorch.runtime.tensor_parallel.layout import Kept, Rows
-from atorch.runtime.tensor_parallel.presented import present
+from atorch.runtime.tensor_parallel.presented import Inside, present
 from atorch.runtime.tensor_parallel.products import Product
 
 
@@ -98,7 +98,7 @@ def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut) -> None
         for holder in model.modules():
             own = {own: read for own, parameter in holder._parameters.items() if parameter is bias}
             if own:
-                present(holder, own)
+                present(holder, own, Inside(holder))
 
 
 def _cut_table(model: nn.Module, name: str, rows: Rows, cut: Cut) -> Any:
@@ -106,7 +106,7 @@ def _cut_table(model: nn.Module, name: str, rows: Rows, cut: Cut) -> Any:
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     module.register_parameter(own, cut.part(model.get_parameter(name), rows))
-    present(module, {own: this_part})
+    present(module, {own: this_part}, Inside(module))
     return module
 
 

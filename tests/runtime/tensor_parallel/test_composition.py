@@ -1,0 +1,77 @@
+"""Under a split model: recomputation, FSDP2 over another axis, clipping by the true norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from atorch.runtime.clip import clip_grads
+from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
+from tests.pool import Pool
+from tests.runtime.tensor_parallel.models import batch, loss_of, make
+
+STEPS = 3
+
+
+def blocks_of(model: Any, name: str) -> Any:
+    return model.model.layers if name == "llama" else model.transformer.h
+
+
+def inputs(name: str, step: int, part: int, parts: int) -> dict[str, Tensor]:
+    both = [batch(name, 2 * step + index) for index in range(parts)]
+    return both[part]
+
+
+def step(model: nn.Module, loss: Tensor, optim: torch.optim.Optimizer) -> float:
+    loss.backward()
+    norm = clip_grads(model.parameters(), 0.05)
+    optim.step()
+    optim.zero_grad()
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def trained(rank: int, size: int, name: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+    data = mesh["data"]
+    model, plain = make(name), make(name)
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    layout = tensor_parallel(model, lambda model: model(**batch(name)), mesh["tensor"])
+    for block in blocks_of(model, name):
+        checkpoint_wrapper(block)
+        fully_shard(block, mesh=data)
+    fully_shard(model, mesh=data)
+    optim, plain_optim = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
+    norms, expected = [], []
+    for index in range(STEPS):
+        mine = inputs(name, index, data.get_local_rank(), data.size())
+        norms.append(step(model, loss_of(model(**mine)), optim))
+        losses = [loss_of(plain(**inputs(name, index, part, data.size()))) for part in range(data.size())]
+        expected.append(step(plain, torch.stack(losses).mean(), plain_optim))
+    got = whole_state(model, layout)
+    error = torch.stack([(got[key] - value).norm() for key, value in plain.state_dict().items()]).norm()
+    moved = torch.stack([(before[key] - value).norm() for key, value in plain.state_dict().items()]).norm()
+    weight: Any = blocks_of(model, name)[0].get_parameter(
+        "mlp.down_proj.weight" if name == "llama" else "mlp.c_proj.weight"
+    )
+    return {
+        "update": float(error / moved),
+        "norms": max(abs(a - b) / b for a, b in zip(norms, expected, strict=True)),
+        "clips": min(expected) > 0.05,
+        "placements": [placement.dim for placement in weight.placements],
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_recomputed_and_sharded_over_data(pool: Pool, name: str) -> None:
+    for seen in pool.run(trained, name, ranks=4):
+        assert seen["update"] <= 1e-4
+        assert seen["norms"] <= 1e-4
+        assert seen["clips"]
+        assert seen["placements"] == ([0, 1] if name == "llama" else [0, 0])  # over data, over tensor
