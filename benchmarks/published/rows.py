@@ -43,7 +43,8 @@ GIVEN = (
 MEASURED = ("step_time_s", "tok_s_gpu", "peak_mem_gib", "mem_metric", "status")
 
 _NODE = 8  # devices of a node that says nothing
-_BLANK = ("", "none", "no", "false", "0", "0.0", "notchosen", "n/a", "nan", "-")
+_UNKNOWN = ("", "none", "n/a", "nan", "null", "-", "?")
+_BLANK = (*_UNKNOWN, "no", "false", "0", "0.0", "notchosen")
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,15 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _number(text: str, column: str) -> float | None:
-    if not text.strip():
+    if text.strip().lower() in _UNKNOWN:
         return None
     try:
-        return float(text.replace(",", ""))
+        value = float(text.replace(",", ""))
     except ValueError as error:
         raise ArgumentError(f"{column} is {text!r}; it is a number, or blank") from error
+    if not 0 <= value < math.inf:
+        raise ArgumentError(f"{column} is {text!r}; it is a number of at least 0, or blank")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +138,9 @@ def layout_of(row: Row) -> Layout:
     if data < 1 or data != int(data):
         raise ArgumentError(f"tp {tensor}, pp {pipeline} and cp {context} do not divide {devices:g} devices")
     micro, accumulated, whole = (row.number(name) for name in ("micro_batch", "grad_accum", "global_batch"))
-    if micro is None:
+    if not micro:
         micro = whole / data / (accumulated or 1) if whole else None
-    if micro is None or (accumulated is None and whole is None):
+    if not micro or not (accumulated or whole):
         raise ArgumentError("of micro_batch, grad_accum and global_batch two are needed")
     times = whole / (micro * data) if whole else accumulated
     if not times or times < 1:
@@ -188,11 +192,13 @@ def shape_of(row: Row) -> TransformerShape:
     known = dict(known_dimensions(row.given["model"]))
     _reduce(known, row.number("layers"))
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"):
-        if row.number(name) is not None:
+        if row.number(name):
             known[name] = int(row.number(name) or 0)
     missing = [name for name in ("layers", "hidden", "heads", "seq_len") if not known.get(name)]
     if missing:
         raise ArgumentError(f"{', '.join(missing)} of model {row.given['model']!r} not given, and it is not known")
+    if known["hidden"] < known["heads"]:
+        raise ArgumentError(f"hidden is {known['hidden']}, which is less than heads, {known['heads']}")
     style = _style(row)
     known.setdefault("kv_heads", known["heads"])
     known.setdefault("head_dim", known["hidden"] // known["heads"])
@@ -270,7 +276,7 @@ def dtype_of(row: Row) -> Literal["float32", "float16", "bfloat16", "float8"]:
         return "bfloat16"
     if "fp16" in words or "float16" in words or "half" in words:
         return "float16"
-    if words in _BLANK[1:] or "32" in words:
+    if words in ("none", "no", "notchosen", "false") or "32" in words:
         return "float32"
     return "float16" if "v100" in row.text("hardware") else "bfloat16"
 
