@@ -1,0 +1,110 @@
+"""What is simulated is what happens: bytes and collectives of every method on fakes against two real processes.
+
+The same counters watch both. Nothing is fitted: calls and bytes that are sent must be equal, live bytes within 3 %.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from atorch.auto.context import Context
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.completion import complete
+from atorch.auto.planner.depth import Observed
+from atorch.auto.planner.simulate import Simulated, observe, simulate
+from atorch.auto.strategy import METHODS, Strategy
+from atorch.cluster import ClusterSpec
+from atorch.distributed.world import World, init
+from tests.contract.job import BATCH, Tokens, arguments, make_model
+from tests.contract.test_parity import SETTINGS
+from tests.pool import Pool
+
+AGREES = 0.03
+
+EAGER = ("compile",)
+"""Methods that are left out of a simulation, which says so."""
+
+HYBRID = ("parallel_mode", ([("zero", 4), ("data", 2)], None))
+
+COMPOSITIONS: tuple[tuple[Any, ...], ...] = (
+    *((name,) for name in METHODS if METHODS[name].can_apply() and name not in EAGER),
+    ("ddp", "half"),
+    ("ddp", ("amp_native", "fp16"), "checkpoint"),
+    ("zero1", "half"),
+    ("zero2", "amp_native", "micro_batch"),
+    ("fsdp", "half", "checkpoint"),
+    ("fsdp", "amp_native", "micro_batch"),
+    ("fsdp", "checkpoint", "module_replace"),
+)
+
+
+def named(composition: tuple[Any, ...]) -> str:
+    return "+".join(part if isinstance(part, str) else part[0] for part in composition)
+
+
+def strategy_of(composition: tuple[Any, ...]) -> Strategy:
+    return Strategy.of([(part, SETTINGS[part]) if isinstance(part, str) else part for part in composition])
+
+
+def job(world: World, **more: Any) -> Context:
+    """The contract's job with an optimizer that keeps state."""
+    optimizer = {"optim_func": torch.optim.AdamW, "optim_args": {"lr": 1e-3}}
+    cluster = ClusterSpec.detect(world, measure=False)
+    return make_context(make_model(), **arguments(**{**optimizer, **more}), world=world, cluster=cluster)
+
+
+def batch_of(rows: int) -> dict[str, torch.Tensor]:
+    tokens = Tokens().tokens[:rows]
+    return {"input_ids": tokens.clone(), "labels": tokens.clone()}  # storages of their own: those are counted
+
+
+def real(rank: int, size: int, composition: tuple[Any, ...]) -> Observed:
+    """The same counts of a real run on this rank."""
+    return observe(job(init()), complete(strategy_of(composition), size), batch_of(BATCH // size))
+
+
+def simulated(composition: tuple[Any, ...], size: int, rank: int = 0) -> Simulated:
+    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    return simulate(job(alone), strategy_of(composition), batch_of(BATCH), world_size=size, rank=rank)
+
+
+SAMPLE = 4
+"""`make test` runs the methods alone and every SAMPLE-th pair or triple, `make test-all` all of them."""
+
+
+@pytest.mark.parametrize(
+    "composition",
+    [
+        pytest.param(each, id=named(each), marks=[] if len(each) == 1 or i % SAMPLE == 0 else pytest.mark.matrix)
+        for i, each in enumerate(COMPOSITIONS)
+    ],
+)
+def test_a_simulation_is_what_two_real_processes_do(pool: Pool, composition: tuple[Any, ...]) -> None:
+    for rank, happened in enumerate(pool.run(real, composition, ranks=2)):
+        if rank > 0 and "zero1" not in composition:
+            break  # all ranks hold as much, but for the optimizer states that zero1 deals out whole
+        expected = simulated(composition, 2, rank)
+        assert expected.collectives == happened.sent
+        places = [(each.name, each.index) for each in happened.moments]
+        assert [(each.name, each.index) for each in expected.moments] == places
+        most = max(moment.total_bytes for moment in happened.moments)
+        assert expected.peak_bytes == pytest.approx(most, rel=AGREES)
+
+
+@pytest.mark.parametrize("composition", [("fsdp", "half"), (HYBRID, "fsdp"), ("zero1",)], ids=named)
+def test_eight_fake_ranks_send_as_often_as_two(composition: tuple[Any, ...]) -> None:
+    """The calls along an axis do not depend on its size, but for zero1, where every rank sends its own share."""
+    one = simulated(tuple(each for each in composition if each is not HYBRID), 2).collectives
+    calls = {kind: sum(count for (k, _), (count, _) in one.items() if k == kind) for kind, _ in one}
+    many = simulated(composition, 8).collectives
+    if "zero1" in composition:
+        assert many["all_reduce", ("data",)] == one["all_reduce", ("data",)]
+        assert many["broadcast", ("data",)][1] == one["broadcast", ("data",)][1], "every parameter once, however dealt"
+        return
+    axes = ("zero",) if HYBRID in composition else ("data",)
+    assert {kind: count for (kind, along), (count, _) in many.items() if along == axes} == calls
+    if HYBRID in composition:
+        assert many["all_reduce", ("data",)][0] == calls["reduce_scatter"]
