@@ -8,7 +8,6 @@ parameters exchange depends on how it is done, in buckets, by block, in which dt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
 from atorch.cost.state import Comm, Cost
@@ -24,8 +23,8 @@ REPLICA_AXES = ("data", "zero", "sequence", "context")
 
 def arrange(cost: Cost, sizes: Mapping[str, int]) -> Cost:
     """Ranks along `AXES` in their usual order; the batch shared out over the axes that see different samples."""
-    cost = replace(cost, axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
-    return replace(cost, batch_size=cost.batch_size / cost.size(*SAMPLE_AXES))
+    cost = cost.but(axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
+    return cost.but(batch_size=cost.batch_size / cost.size(*SAMPLE_AXES))
 
 
 def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
@@ -33,34 +32,34 @@ def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
 
     Shoeybi et al. 2019, arXiv 1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.
     """
-    return replace(cost, tensor=cost.size("tensor"), splits_norms=splits_norms and cost.size("tensor") > 1)
+    return cost.but(tensor=cost.size("tensor"), splits_norms=splits_norms and cost.size("tensor") > 1)
 
 
 def split_sequence(cost: Cost) -> Cost:
     """Tokens over the sequence axis, heads inside attention: Jacobs et al. 2023, arXiv 2309.14509, section 3."""
-    return replace(cost, sequence=cost.size("sequence"))
+    return cost.but(sequence=cost.size("sequence"))
 
 
 def split_context(cost: Cost) -> Cost:
     """Tokens over the context axis, keys and values passed around: Liu et al. 2023, arXiv 2310.01889, section 3."""
-    return replace(cost, context=cost.size("context"))
+    return cost.but(context=cost.size("context"))
 
 
 def split_experts(cost: Cost, degree: int) -> Cost:
     """A mixture's experts over `degree` ranks that see different samples: Lepikhin et al. 2020, arXiv 2006.16668."""
-    return replace(cost, expert=degree)
+    return cost.but(expert=degree)
 
 
 def split_pipeline(
     cost: Cost, *, schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b", interleave: int = 1
 ) -> Cost:
     """Blocks over the pipeline axis, each rank with `interleave` pieces of the model."""
-    return replace(cost, stages=cost.size("pipeline"), schedule=schedule, interleave=interleave)
+    return cost.but(stages=cost.size("pipeline"), schedule=schedule, interleave=interleave)
 
 
 def accumulate(cost: Cost, num_micro_batches: float) -> Cost:
     """A step in so many micro-batches, gradients summed."""
-    return replace(cost, num_micro_batches=float(num_micro_batches))
+    return cost.but(num_micro_batches=float(num_micro_batches))
 
 
 def replicate(
@@ -96,7 +95,7 @@ def shard_optimizer(
     """
     shards = cost.size(*over)
     calls = shards if gathers == "broadcast" else cost.param_bytes / bucket_bytes + 1
-    return replace(cost, optim_shards=cost.optim_shards * shards).send(
+    return cost.but(optim_shards=cost.optim_shards * shards).send(
         _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
         Comm(gathers, over, cost.param_bytes, count=calls),
     )
@@ -121,8 +120,7 @@ def shard(
     inside = sum(each.count * cost.local_params(each) for each in cost.segments if each.is_block)
     gathered = itemsize * (cost.num_params + (0.0 if keeps_gathered else inside))
     reduced = reduced_itemsize * cost.num_trainable
-    return replace(
-        cost,
+    return cost.but(
         param_shards=cost.param_shards * shards,
         grad_shards=cost.grad_shards * shards,
         optim_shards=cost.optim_shards * shards,
