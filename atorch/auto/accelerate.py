@@ -1,13 +1,14 @@
 """The front doors: `auto_accelerate`, which plans where no strategy is given, applies and builds; and `plan` alone.
 
 The same call on one process or on many: every rank makes it with the same arguments, and all ranks return together
-or raise together. What they do is imported when they are called, so that importing them costs next to nothing.
+or raise together; only a plan for a cluster that is elsewhere is one process's own. What the doors do is imported when
+they are called, so that importing them costs next to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
     import os
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from atorch.auto.job import InputFormat
     from atorch.auto.planner.plan import Plan
     from atorch.auto.strategy import Strategy
+    from atorch.cluster import ClusterSpec
+    from atorch.cost import ModelProfile
 
 
 def auto_accelerate(
@@ -100,6 +103,7 @@ def auto_accelerate(
     )
 
 
+@overload
 def plan(
     model: nn.Module,
     optim_func: Callable[..., Any],
@@ -109,16 +113,54 @@ def plan(
     excluded: Sequence[str] | None = None,
     included: Sequence[str] | None = None,
     **kargs: Any,
-) -> Plan:
-    """What the fully automatic mode of `auto_accelerate` would choose, and why. The model is left as it is.
+) -> Plan: ...
+@overload
+def plan(
+    model: nn.Module | Callable[[], nn.Module] | ModelProfile,
+    sample_batch: Any = None,
+    *,
+    cluster: str | os.PathLike[str] | ClusterSpec,
+    global_batch: int | None = None,
+    loss_func: LossFunc | None = None,
+    optim_func: Callable[..., Any] | None = None,
+    excluded: Sequence[str] | None = None,
+    included: Sequence[str] | None = None,
+    fixed: Any = None,
+    objective: str = "step_time",
+    reserve: float = 0.08,
+    verify: int = 3,
+    **kargs: Any,
+) -> Plan: ...
+def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
+    """What would be chosen for a job, and why: on its own devices, or on a `cluster` that need not be here.
 
-    Takes the arguments of `auto_accelerate` that describe the job.
+    Without `cluster` it takes the arguments of `auto_accelerate` that describe the job, and does what the fully
+    automatic mode does before it applies anything: all processes call it together, and it takes real steps.
+
+    With one, such as "16x8xH100-80GB", a cluster file or a ClusterSpec, arithmetic alone answers, on one process.
+
+    Args:
+        model: the module, which is left as it is. For a cluster also a function that makes it, which is then called
+            under the meta device, or a ModelProfile.
+        sample_batch: what `loss_func` and the model take; its figures are scaled to other batch sizes.
+        global_batch: samples of a step on all devices together; None for the sample batch on each.
+        excluded, included: names of methods that the strategy must not, or must, have.
+        fixed: a strategy, or what makes one: exactly these methods; knobs that it leaves unset are searched.
+        objective: what is best: "step_time", "throughput", "cost" (device-seconds) or "fewest_devices".
+        reserve: share of a device's memory that nothing may use.
+        verify: how many of the best are simulated on fake tensors.
+        **kargs: model_input_format, prepare_input, optim_args, optim_param_func, as for `auto_accelerate`.
 
     Raises:
         NoFeasiblePlanError: nothing fits; the nearest miss is named.
+        ArgumentError, StrategyError: for whatever does not hold.
     """
-    from atorch.auto.session import Options, searched, split
+    if cluster is not None:
+        from atorch.auto.offline import plan_elsewhere
 
-    job, options = split(kargs)
-    job |= {"model": model, "optim_func": optim_func, "dataset": dataset, "loss_func": loss_func}
-    return searched(job, Options.of(options), excluded, included)
+        return plan_elsewhere(model, given, cluster, kargs)
+    from atorch.auto.session import Options, positioned, searched, split
+
+    job, options = split(kargs | positioned(given, ("optim_func", "dataset", "loss_func"), kargs))
+    excluded, included = job.pop("excluded", None), job.pop("included", None)
+    return searched({"model": model, **job}, Options.of(options), excluded, included)

@@ -15,12 +15,12 @@ from atorch.cluster import ClusterSpec
 from atorch.errors import NoFeasiblePlanError
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.plan import Plan
+    from atorch.auto.planner.cluster_plan import ClusterPlan
 
 HALVINGS = 3
 
-Ask = Callable[[int], "Plan"]  # raises NoFeasiblePlanError
-Tell = Callable[[int, "Plan | None"], None]
+Ask = Callable[[int], "ClusterPlan"]  # raises NoFeasiblePlanError
+Tell = Callable[[int, "ClusterPlan | None"], None]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Fit:
     """The border: the last size that fits, and the plan for it."""
 
     size: int
-    plan: Plan
+    plan: ClusterPlan
     tried: tuple[tuple[int, bool], ...]  # (size, whether it fits), as asked
     is_bounded: bool = True  # False where all that was tried fits
 
@@ -41,9 +41,9 @@ class _Questions:
         self.refusal: NoFeasiblePlanError | None = None  # the last
         self._ask, self._tell = ask, tell
 
-    def plan(self, size: int) -> Plan | None:
+    def plan(self, size: int) -> ClusterPlan | None:
         """The plan for a size, or None where nothing fits."""
-        found: Plan | None = None
+        found: ClusterPlan | None = None
         try:
             found = self._ask(size)
         except NoFeasiblePlanError as error:
@@ -80,7 +80,7 @@ def largest(ask: Ask, first: int, limit: int, tell: Tell) -> Fit:
     return Fit(size, plan, tuple(questions.tried))
 
 
-def smallest_cluster(ask: Callable[[ClusterSpec], Plan], kind: ClusterSpec, limit: int, tell: Tell) -> Fit:
+def smallest_cluster(ask: Callable[[ClusterSpec], ClusterPlan], kind: ClusterSpec, limit: int, tell: Tell) -> Fit:
     """The fewest devices of this kind that fit, up to `limit`: of one node at first, then whole nodes.
 
     Raises:
@@ -116,7 +116,7 @@ def _ladder(per_node: int, limit: int) -> Iterator[int]:
         size *= 2
 
 
-def _fewer(questions: _Questions, per_node: int, below: int, size: int, plan: Plan) -> Fit:
+def _fewer(questions: _Questions, per_node: int, below: int, size: int, plan: ClusterPlan) -> Fit:
     """Whole nodes between the last that did not fit and the first that did."""
     best, low, high = plan, below // per_node, size // per_node
     for _ in range(HALVINGS):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from atorch.auto.planner.plan import Plan
 
 MAX_KEPT = 50  # rejected compositions in a strategy's report
+FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "objective", "reserve", "verify")  # arguments of `plan`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +105,29 @@ def split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keywords of `plan`, those that describe the job apart from the options; raises ArgumentError for others."""
     own = {each.name for each in fields(Options)}
     job = {name: value for name, value in keywords.items() if name not in own}
-    known = set(inspect.signature(make_context).parameters) - {"world", "cluster"} - own
+    known = {*inspect.signature(make_context).parameters, "excluded", "included"} - {"world", "cluster"} - own
     for name in job:
+        if name in FOR_A_CLUSTER:
+            raise ArgumentError(
+                f"{name} is for a plan for a cluster; give one, as in plan(model, sample_batch, "
+                f"cluster='8xH100-80GB', {name}=…)"
+            )
         if name not in known:
             raise ArgumentError(f"plan has no argument {name!r}; {near_miss(name, known | own)}")
     return job, {name: value for name, value in keywords.items() if name in own}
+
+
+def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Positional arguments of `plan` under their names; raises ArgumentError for one too many, or given twice."""
+    if len(given) > len(names):
+        raise ArgumentError(
+            f"plan was given {1 + len(given)} arguments by position; these are model, {', '.join(names)}"
+        )
+    placed = dict(zip(names, given, strict=False))
+    for name in placed:
+        if name in keywords:
+            raise ArgumentError(f"plan was given {name} twice, by position and by name; leave one out")
+    return placed
 
 
 def accelerate(ctx: Context, strategy: Strategy) -> AccelerateResult:

@@ -7,7 +7,7 @@ from typing import cast
 
 import typer
 
-from atorch.cli import calibrate, doctor, selftest, strategy
+from atorch.cli import calibrate, doctor, plan, selftest, strategy
 from atorch.errors import AtorchError
 
 __all__ = ["app", "main"]
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 app.command("test")(selftest.selftest)
 app.add_typer(strategy.app, name="strategy")
 

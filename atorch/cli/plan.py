@@ -1,0 +1,236 @@
+"""`atorch plan`: the best strategy for a model on a cluster, neither of which need be here.
+
+The model is a job in a file, a Hugging Face config, or a shape. The answer goes to the terminal, and where it is asked
+for into a JSON file, a page, and a strategy file.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from atorch.cli import files
+from atorch.cli.sources import Source, source_of
+
+if TYPE_CHECKING:
+    from atorch.auto.fit import Fit
+    from atorch.auto.offline import Subject
+    from atorch.auto.planner.cluster_plan import ClusterPlan
+    from atorch.cluster import ClusterSpec
+
+MAX_DEVICES, MAX_BATCH, MAX_SEQ = 2**17, 2**24, 2**24  # where --fit stops looking
+FIRST_SEQ = 4096
+IN_PARTS = ("micro_batch", "pipeline_parallel")  # with these a batch goes through the model part by part
+WIDTH = 120  # where there is no terminal
+
+What = Literal["devices", "batch", "seq"]
+Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
+
+
+def _number(help_text: str) -> Any:
+    return typer.Option(min=1, metavar="N", help=help_text)
+
+
+def _file(name: str, help_text: str, exists: bool = False) -> Any:
+    return typer.Option(name, exists=exists, dir_okay=False, metavar="FILE", help=help_text)
+
+
+Number = int | None
+File = Path | None
+Names = Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Methods, separated by commas.")]
+
+
+def plan(
+    cluster: Annotated[str, typer.Option(metavar="TEXT", help="8xA100-40GB, 16x8xH100-80GB, or a cluster file.")],
+    named: Annotated[str | None, typer.Argument(metavar="FILE.py:JOB", help="A job: arguments of atorch.plan.")] = None,
+    model: Annotated[File, _file("--model", "Instead of a job: a Hugging Face config.json.", exists=True)] = None,
+    layers: Annotated[Number, _number("Instead of a job, a shape: its blocks.")] = None,
+    hidden: Annotated[Number, _number("Of a shape: elements of the stream between blocks.")] = None,
+    heads: Annotated[Number, _number("Of a shape: attention heads.")] = None,
+    kv_heads: Annotated[Number, _number("Of a shape: heads of keys and values.")] = None,
+    ffn: Annotated[Number, _number("Of a shape: elements inside the feed-forward layer, or an expert.")] = None,
+    vocab: Annotated[Number, _number("Of a shape: tokens that there are.")] = None,
+    experts: Annotated[Number, _number("Of a shape: experts of a block.")] = None,
+    top_k: Annotated[Number, _number("Of a shape: experts that a token goes to.")] = None,
+    batch: Annotated[Number, _number("Samples of a step, on all devices together.")] = None,
+    seq: Annotated[Number, _number("Tokens of a sample.")] = None,
+    fit: Annotated[What | None, typer.Option(help="Find the fewest devices, largest batch, longest sample.")] = None,
+    objective: Annotated[Objective, typer.Option(help="What is best.")] = "step_time",
+    exclude: Names = None,
+    include: Names = None,
+    fixed: Annotated[File, _file("--fixed", "A strategy file: these methods alone.", exists=True)] = None,
+    reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of a device's memory to keep free.")] = 0.08,
+    verify: Annotated[int, typer.Option(min=0, max=32, help="How many of the best are simulated.")] = 3,
+    top: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 8,
+    json_file: Annotated[File, _file("--json", "Write the answer as JSON.")] = None,
+    html: Annotated[File, _file("--html", "Write the answer as a page.")] = None,
+    save: Annotated[File, _file("--save", "Write the file of the best strategy that can be applied today.")] = None,
+) -> None:
+    """Find the best strategy for a model on a cluster, neither of which need be here."""
+    files.check_folders(json_file, html, save)
+    shape = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv-heads": kv_heads,
+        "ffn": ffn,
+        "vocab": vocab,
+        "experts": experts,
+        "top-k": top_k,
+    }
+    source = source_of(named, model, shape)
+    wanted = {
+        "global_batch": batch,
+        "excluded": _names(exclude),
+        "included": _names(include),
+        "fixed": fixed,
+        "objective": objective,
+        "reserve": reserve,
+    }
+    found = _fitting(fit, source, cluster, seq, wanted) if fit else _answer(source, cluster, seq, wanted, verify)
+    data = found.plan.to_json_data() | ({"fit": found.fit} if found.fit else {})
+    _show(data, source.title, found.headline, top)
+    if json_file is not None:
+        files.write(json_file, json.dumps(data, allow_nan=False) + "\n")
+    if html is not None:
+        from atorch.report.html import plan_page
+
+        files.write(html, plan_page(data, source.title))
+    if save is not None:
+        _save(found.plan, data, save)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan, and for `--fit` the border that it stands at: in words, and as data."""
+
+    plan: ClusterPlan
+    headline: str = ""
+    fit: Mapping[str, Any] | None = None
+
+
+def _answer(source: Source, cluster: str, seq: int | None, wanted: Mapping[str, Any], verify: int) -> _Found:
+    from atorch.auto.offline import cluster_of, plan_for
+
+    spec = cluster_of(cluster)
+    return _Found(plan_for(_read(source, seq, spec), spec, verify=verify, **wanted))
+
+
+def _fitting(what: What, source: Source, cluster: str, seq: int | None, wanted: Mapping[str, Any]) -> _Found:
+    """The border of what fits. Nothing is simulated on the way: that is for the size that is then chosen.
+
+    Raises:
+        NoFeasiblePlanError: nothing fits at any size.
+    """
+    from atorch.auto.fit import largest, smallest_cluster
+    from atorch.auto.offline import cluster_of, plan_for
+
+    _check_fit(what, source, wanted)
+    spec = cluster_of(cluster)
+    if what == "seq":
+
+        def of_length(size: int) -> ClusterPlan:
+            return plan_for(source.subject(size, spec), spec, verify=0, breadth=0, **wanted)
+
+        return _border(what, largest(of_length, seq or FIRST_SEQ, MAX_SEQ, _tell("tokens a sample")))
+    subject = _read(source, seq, spec)
+    if what == "devices":
+        of_cluster = partial(plan_for, subject, verify=0, breadth=0, **wanted)
+        return _border(what, smallest_cluster(of_cluster, spec, MAX_DEVICES, _tell("devices")))
+    whole = {**wanted, "excluded": sorted({*(wanted["excluded"] or ()), *IN_PARTS})}
+
+    def of_batch(size: int) -> ClusterPlan:
+        return plan_for(subject, spec, verify=0, breadth=0, **{**whole, "global_batch": size})
+
+    return _border(what, largest(of_batch, spec.world_size, MAX_BATCH, _tell("samples a step")))
+
+
+def _check_fit(what: What, source: Source, wanted: Mapping[str, Any]) -> None:
+    """Raises:
+    ArgumentError: the number that is looked for is given, or cannot be varied, or what it depends on is missing.
+    """
+    from atorch.errors import ArgumentError
+
+    if what == "batch" and wanted["global_batch"] is not None:
+        raise ArgumentError("--fit batch looks for the batch; leave --batch out")
+    if what == "devices" and wanted["global_batch"] is None:
+        raise ArgumentError("--fit devices needs the batch that all devices share; give --batch")
+    if what == "seq" and not source.takes_seq:
+        raise ArgumentError(f"--fit seq varies the length of a sample; let {source.title} have a parameter seq")
+
+
+def _read(source: Source, seq: int | None, cluster: ClusterSpec) -> Subject:
+    """The model in numbers; how long that took goes to standard error."""
+    from atorch.units import format_count, format_seconds
+
+    began = time.monotonic()
+    subject = source.subject(seq, cluster)
+    count = format_count(subject.profile.num_params)
+    typer.echo(f"{count} parameters, read in {format_seconds(time.monotonic() - began)}", err=True)
+    return subject
+
+
+def _tell(unit: str) -> Callable[[int, ClusterPlan | None], None]:
+    """Says of each size that was tried whether it fits, on standard error."""
+
+    def tell(size: int, found: ClusterPlan | None) -> None:
+        from atorch.units import format_bytes, format_seconds
+
+        told = "nothing fits"
+        if found is not None:
+            step, peak = format_seconds(found.estimate.step_s), format_bytes(found.estimate.peak_bytes)
+            told = f"fits, {step} a step, {peak} a device"
+        typer.echo(f"{size:,} {unit}: {told}", err=True)
+
+    return tell
+
+
+def _border(what: What, found: Fit) -> _Found:
+    words = {
+        "devices": "The fewest devices that fit: {}",
+        "batch": "The largest batch that fits in one pass: {} samples a step",
+        "seq": "The longest sequence that fits: {} tokens",
+    }
+    said = words[what].format(f"{found.size:,}") + ("" if found.is_bounded else ", where the search ends")
+    data = {"what": what, "size": found.size, "is_bounded": found.is_bounded, "tried": found.tried}
+    return _Found(found.plan, said, data)
+
+
+def _show(data: Mapping[str, Any], title: str, headline: str, top: int) -> None:
+    from rich.console import Console
+
+    from atorch.report.answer import answer_report
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    if headline:
+        console.print(headline, style="bold", markup=False)
+    console.print(answer_report(data, title, max_rows=top))
+
+
+def _save(plan: ClusterPlan, data: Mapping[str, Any], path: Path) -> None:
+    """Write the best strategy that can be applied today, with the plan, but for the columns of every candidate.
+
+    Raises:
+        NoFeasiblePlanError: none of what fits can be applied today.
+    """
+    from atorch.errors import NoFeasiblePlanError
+
+    if plan.best_applicable is None:
+        raise NoFeasiblePlanError(f"{path} is not written: none of what fits can be applied today, only planned for")
+    report = {name: value for name, value in data.items() if name != "candidates"}
+    replace(plan.best_applicable.strategy, metadata={"report": report}).save(path)
+
+
+def _names(given: list[str] | None) -> list[str] | None:
+    """The names in options such as `--exclude fp8,compile --exclude zero2`."""
+    names = [name.strip() for each in given or () for name in each.split(",")]
+    return [name for name in names if name] or None

@@ -1,0 +1,98 @@
+"""`atorch plan`: answers as text, data, page and strategy file; what fits; and one line about what does not hold."""
+
+import json
+
+import pytest
+
+from atorch.auto.strategy import METHODS, Strategy
+from atorch.cli import main
+from tests.report.test_html import Page, data_of
+
+SHAPE = "--layers 4 --hidden 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 1000"
+SMALL = [*SHAPE.split(), "--seq", "128"]
+FEW = ["--exclude", "tensor_parallel,sequence_parallel,context_parallel,pipeline_parallel,offload,chunk"]  # is quick
+HUGE = "--layers 126 --hidden 16384 --heads 128 --ffn 53248 --vocab 128256 --seq 8192"
+
+
+def plan(*arguments: str) -> int:
+    return main(["plan", *arguments, "--verify", "0"])
+
+
+def test_a_shape_has_an_answer_in_every_form(tmp_path, capsys):
+    data, page, saved = (tmp_path / name for name in ("plan.json", "plan.html", "strategy.json"))
+    forms = ["--json", str(data), "--html", str(page), "--save", str(saved)]
+    assert plan(*SMALL, *FEW, "--cluster", "2x4xA100-40GB", "--batch", "64", *forms) == 0
+    output = capsys.readouterr()
+    found = json.loads(data.read_text())
+    assert f"Chosen: {' + '.join(found['strategy'])}" in output.out.replace("\n", " ").replace("  ", " ")
+    assert "2 × 4 × NVIDIA A100" in output.out
+    assert "parameters, read in" in output.err
+    assert found["global_batch"] == 64
+    assert len(data_of(Page(page.read_text()))["labels"]) == len(found["candidates"]["label"])
+    strategy = Strategy.of(saved)
+    assert [str(each) for each in strategy] == found["best_applicable"]["strategy"]
+    assert all(METHODS[name].can_apply() for name in strategy.names())
+
+
+def test_methods_are_left_out_and_put_in(tmp_path):
+    data = tmp_path / "plan.json"
+    options = ["--exclude", "fsdp, zero1", "--exclude", "compile", "--include", "checkpoint", "--json", str(data)]
+    assert plan(*SMALL, *FEW, "--cluster", "8xA100-40GB", "--batch", "64", *options) == 0
+    labels = json.loads(data.read_text())["candidates"]["label"]
+    assert labels
+    for label in labels:
+        names = {method.partition("(")[0] for method in label.split(" + ")}
+        assert "checkpoint" in names
+        assert not names & {"fsdp", "zero1", "compile"}
+
+
+@pytest.mark.parametrize(("what", "more"), [("devices", ["--batch", "64"]), ("batch", []), ("seq", ["--batch", "64"])])
+def test_what_fits_is_found(what, more, tmp_path, capsys):
+    data = tmp_path / "plan.json"
+    size = ["--seq", "4096"] if what == "seq" else ["--seq", "128"]
+    command = [*SHAPE.split(), *FEW, *size, "--cluster", "8xL4", "--fit", what, "--json", str(data), *more]
+    assert plan(*command) == 0
+    fit = json.loads(data.read_text())["fit"]
+    assert fit["what"] == what
+    assert [fit["size"], True] in fit["tried"]
+    assert f"{fit['size']:,}" in capsys.readouterr().out
+    fitting = [size for size, fits in fit["tried"] if fits]
+    assert fit["size"] == (min(fitting) if what == "devices" else max(fitting))
+
+
+def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
+    assert plan(*HUGE.split(), "--cluster", "1xL4", "--batch", "1") == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert "GiB" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([*SMALL], "Missing option '--cluster'"),
+        (["--cluster", "8xL4"], "give one of a job (FILE.py:NAME), --model config.json, or a shape"),
+        (["jobs.py:job", *SMALL, "--cluster", "8xL4"], "give one of a job"),
+        (["jobs.py:job", "--cluster", "8xL4"], "there is no file 'jobs.py'"),
+        (["--model", "config.json", "--cluster", "8xL4"], "config.json"),
+        (["--layers", "4", "--heads", "4", "--cluster", "8xL4"], "a shape needs --hidden, --ffn, --vocab as well"),
+        ([*SHAPE.split(), "--cluster", "8xL4"], "give --seq"),
+        ([*SMALL, "--heads", "3", "--cluster", "8xL4"], "--hidden 256, --heads 3"),
+        ([*SMALL, "--top-k", "2", "--cluster", "8xL4"], "--top-k 2 of no experts"),
+        ([*SMALL, "--experts", "4", "--top-k", "5", "--cluster", "8xL4"], "--top-k 5 of 4 experts"),
+        ([*SMALL, "--cluster", "8xL44"], "there is no cluster named 'L44'"),
+        ([*SMALL, "--cluster", "8xL4", "--batch", "0"], "--batch"),
+        ([*SMALL, "--cluster", "8xL4", "--objective", "joy"], "joy"),
+        ([*SMALL, "--cluster", "8xL4", "--exclude", "fdsp"], "fsdp"),
+        ([*SMALL, "--cluster", "8xL4", "--html", "no/such/folder/p.html"], "no/such/folder"),
+        ([*SMALL, "--cluster", "8xL4", "--fit", "devices"], "give --batch"),
+        ([*SMALL, "--cluster", "8xL4", "--fit", "batch", "--batch", "8"], "leave --batch out"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, told, capsys):
+    assert plan(*arguments) == 2
+    output = capsys.readouterr()
+    lines = [line for line in output.err.splitlines() if "parameters, read in" not in line]
+    assert output.out == ""
+    assert told in output.err
+    assert [line[:8] for line in lines] == ["atorch: "]
