@@ -145,11 +145,18 @@ class ForkArguments(SharedHook):
         self._last: tuple[Tensor, Tensor, int] | None = None  # the tensor, its fork, and how many are still to ask
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return map_arguments(self._forked, args, kwargs)
+        here: dict[int, Tensor] = {}  # attention is given one tensor as query, key and value
 
-    def _forked(self, _: str, tensor: Tensor) -> Tensor:
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor
+        def forked(_: str, tensor: Tensor) -> Tensor:
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor
+            if id(tensor) not in here:
+                here[id(tensor)] = self._forked(tensor)
+            return here[id(tensor)]
+
+        return map_arguments(forked, args, kwargs)
+
+    def _forked(self, tensor: Tensor) -> Tensor:
         last = self._last
         if last is not None and last[0] is tensor:
             self._last = (tensor, last[1], last[2] - 1) if last[2] > 1 else None

@@ -26,6 +26,7 @@ from atorch.runtime.tensor_parallel.attention_heads import with_attributes
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.dropout import with_draws
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Kept, Rows
+from atorch.runtime.tensor_parallel.multihead_attention import make_splittable
 from atorch.runtime.tensor_parallel.plan import Plan, check_names, chosen
 from atorch.runtime.tensor_parallel.products import Product, SeeProducts
 from atorch.runtime.tensor_parallel.recorded import Call, apart, draw_weights, record_calls, tensors_of
@@ -81,6 +82,7 @@ def tensor_parallel(model: nn.Module, run: Run, mesh: DeviceMesh, plan: Plan | N
     """
     if plan is not None:
         check_names(model, plan)
+    make_splittable(model)
     seen = _Seen(model, run, mesh.get_group())
     layout = _derive(model, seen, mesh, plan)
     cut = Cut(mesh)

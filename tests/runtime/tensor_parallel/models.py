@@ -85,6 +85,20 @@ def qwen3() -> nn.Module:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
 
 
+class Encoder(nn.Module):
+    """torch's own encoder, whose attention hides its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.config = transformers.PretrainedConfig()
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        x = pixel_values.flatten(2).transpose(1, 2).repeat(1, 1, 11)[..., :32]
+        return transformers.utils.ModelOutput(logits=self.encoder(x))
+
+
 FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "gpt2": gpt2,
@@ -94,6 +108,7 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "mixtral": mixtral,
     "phi3": phi3,
     "qwen3": qwen3,
+    "encoder": Encoder,
 }
 
 
@@ -114,7 +129,7 @@ def make(name: str, **settings: Any) -> nn.Module:
 def batch(name: str, step: int = 0) -> dict[str, Tensor]:
     """The inputs of a step, the same on every rank."""
     generator = torch.Generator().manual_seed(100 + step)
-    if name == "vit":
+    if name in ("vit", "encoder"):
         return {"pixel_values": torch.randn(3, 3, 8, 8, generator=generator)}
     tokens = torch.randint(0, VOCAB, (3, 7), generator=generator)
     return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)} if name == "t5" else {"input_ids": tokens}

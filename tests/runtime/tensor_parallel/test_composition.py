@@ -75,3 +75,28 @@ def test_recomputed_and_sharded_over_data(pool: Pool, name: str) -> None:
         assert seen["norms"] <= 1e-4
         assert seen["clips"]
         assert seen["placements"] == ([0, 1] if name == "llama" else [0, 0])  # over data, over tensor
+
+
+def recomputed(rank: int, size: int) -> float:
+    """How far gradients through recomputed dropout are from those through dropout that is kept."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    grads = []
+    for recomputes in (False, True):
+        model = make("gpt2", dropout=0.5)
+        tensor_parallel(model, lambda model: model(**batch("gpt2")), mesh)
+        for block in blocks_of(model, "gpt2") if recomputes else ():
+            checkpoint_wrapper(block)
+        torch.manual_seed(9)
+        loss_of(model(**batch("gpt2"))).backward()
+        grads.append([whole(parameter.grad) for parameter in model.parameters()])
+    assert all(bool(grad.norm() > 0) for grad in grads[0] if grad.dim() > 1)
+    return max(float((a - b).norm()) for a, b in zip(*grads, strict=True))
+
+
+def whole(tensor: Any) -> Tensor:
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full
+
+
+def test_recomputed_dropout_falls_on_the_same_elements(pool: Pool) -> None:
+    assert max(pool.run(recomputed)) <= 1e-6

@@ -108,6 +108,7 @@ COUNTS = {
     "mixtral": counts(2, more=2),
     "phi3": counts(2),
     "qwen3": counts(2, more=4),
+    "encoder": counts(2, embedding=False, more=-1),  # nothing before its first block has a gradient
 }
 
 

@@ -1,0 +1,72 @@
+"""Tables split over the vocabulary: padding, ties, sizes that do not divide, and tables that stay whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.runtime.tensor_parallel import whole_state
+from atorch.runtime.tensor_parallel.split import tensor_parallel
+from tests.pool import Pool
+from tests.runtime.tensor_parallel.test_split import mesh_of
+
+ROWS, WIDTH, PADDING = 7, 6, 5
+
+
+class Tied(nn.Module):
+    """Embedding and logits on one table, with a token for padding, and a bias; a table of another size."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tokens = nn.Embedding(ROWS, WIDTH, padding_idx=PADDING, **settings)
+        self.places = nn.Embedding(ROWS + 2, WIDTH)
+        self.logits = nn.Linear(WIDTH, ROWS)
+        self.logits.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.logits(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
+        return logits
+
+
+def run(model: nn.Module) -> Any:
+    return model(torch.arange(ROWS)[None].repeat(2, 1))
+
+
+def seen(rank: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    model = Tied(**settings)
+    plain = copy.deepcopy(model)
+    layout = tensor_parallel(model, run, mesh_of(size))
+    for each in (model, plain):
+        weights = torch.arange(2.0 * ROWS * ROWS).view(2, ROWS, ROWS)
+        (run(each) * weights).mean().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    state, expected = whole_state(model, layout), plain.state_dict()
+    return {
+        "equal": all(torch.allclose(state[name], expected[name], rtol=1e-5) for name in expected),
+        "tied": model.logits.weight is model.tokens.weight,
+        "held": getattr(model.tokens.weight, "to_local", lambda: model.tokens.weight)().shape[0],
+        "cut": sorted(layout.rows),
+        "kept": [(each.name, each.reason) for each in layout.kept],
+    }
+
+
+def test_a_tied_table_is_cut_once(pool: Pool) -> None:
+    for rank, each in enumerate(pool.run(seen, {})):
+        assert each == {
+            "equal": True,
+            "tied": True,
+            "held": [4, 3][rank],
+            "cut": ["logits.weight", "tokens.weight"],
+            "kept": [],
+        }
+
+
+def test_a_table_that_is_renormed_stays_whole(pool: Pool) -> None:
+    for each in pool.run(seen, {"max_norm": 100.0}):
+        assert each["equal"]
+        assert each["held"] == ROWS
+        assert each["kept"] == [("tokens.weight", "max_norm and scale_grad_by_freq need the whole table")]
