@@ -1,0 +1,168 @@
+"""What splits send in a micro-batch, by hand, and what the splits make of a cost."""
+
+from dataclasses import replace
+
+import pytest
+
+from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cost import Comm, Cost, Matmul, Region, Segment, step_time
+from atorch.cost.collectives import Group, group_of, group_of_neighbours
+from atorch.cost.communication import of_copy
+from atorch.cost.splits import (
+    accumulate,
+    arrange,
+    replicate,
+    shard,
+    shard_optimizer,
+    split_context,
+    split_experts,
+    split_pipeline,
+    split_sequence,
+    split_tensor,
+)
+
+# Eight tokens of a stream of 4 elements, in 16 bits: 64 bytes.
+BLOCK = Segment(
+    name="blocks", count=4, is_block=True, num_params=100, num_trainable=100, split_params=96, input_bytes=64,
+    matmuls=(
+        Matmul(rows=8, inner=4, columns=12, split="columns"), Matmul(rows=8, inner=4, columns=4, split="rows"),
+        Matmul(rows=8, inner=4, columns=16, split="columns"), Matmul(rows=8, inner=16, columns=4, split="rows"),
+    ),
+    attention_flops=100.0, num_heads=4, num_kv_heads=2, num_ops=10, outside=Region(traffic_bytes=100),
+)  # fmt: skip
+HEAD = Segment(
+    name="head", num_params=40, num_trainable=40, split_params=40,
+    matmuls=(Matmul(rows=8, inner=4, columns=10, split="columns"),),
+)  # fmt: skip
+EMBEDDING = Segment(name="embedding", num_params=40, num_trainable=40, split_params=40)
+PLAIN = Cost(
+    segments=(EMBEDDING, BLOCK, HEAD), traced_batch=1.0, batch_size=8.0, dtype="bfloat16", param_itemsize=2.0,
+    grad_itemsize=4.0,
+)  # fmt: skip
+LINK = LinkSpec(bandwidth=1e6, latency_s=1e-3)
+CLUSTER = ClusterSpec(
+    device=DeviceSpec(type="cuda", name="toy", memory_bytes=1e6, peak_flops={"bfloat16": 1e9}, memory_bandwidth=1e9),
+    devices_per_node=2,
+    intra_node=LINK,
+    inter_node=LinkSpec(bandwidth=1e5, latency_s=1e-2, efficiency=0.5),
+)
+
+
+def tensor(degree=2, **others):
+    return split_tensor(arrange(accumulate(PLAIN, 8), {"tensor": degree}), **others)
+
+
+def test_blocks_sum_after_both_branches_forward_and_backward():
+    assert of_copy(tensor(), BLOCK) == [Comm("all_reduce", ("tensor",), 4 * 64, count=4)]
+
+
+def test_recomputation_sums_again():
+    assert of_copy(replace(tensor(), recompute=1.0), BLOCK) == [Comm("all_reduce", ("tensor",), 6 * 64, count=6)]
+
+
+def test_sums_of_norms_that_are_split_are_scattered_and_gathered():
+    """And what a product by columns was given is gathered again behind its weight's gradient."""
+    assert of_copy(tensor(splits_norms=True), BLOCK) == [
+        Comm("reduce_scatter", ("tensor",), 4 * 64, count=4),
+        Comm("all_gather", ("tensor",), 4 * 64, count=4),
+        Comm("all_gather", ("tensor",), 2 * 64, count=2, overlap=1.0),
+    ]
+
+
+def test_a_head_sums_in_backward_and_an_embedding_in_forward():
+    assert of_copy(tensor(), HEAD) == [Comm("all_reduce", ("tensor",), 64, count=1)]
+    assert of_copy(tensor(), EMBEDDING) == [Comm("all_reduce", ("tensor",), 64, count=1)]
+
+
+def test_a_sequence_split_exchanges_queries_keys_values_and_results():
+    cost = split_sequence(arrange(accumulate(PLAIN, 8), {"sequence": 2}))
+    assert of_copy(cost, BLOCK) == [Comm("all_to_all", ("sequence",), 2 * (2 + 2 * 0.5) * 32, count=8)]
+
+
+def test_a_context_split_passes_keys_and_values_around_behind_attention():
+    cost = split_context(arrange(accumulate(PLAIN, 8), {"context": 4}))
+    assert of_copy(cost, BLOCK) == [Comm("send", ("context",), 3 * 3 * 16, count=9, overlap=1.0)]
+
+
+def test_experts_get_tokens_and_send_them_back():
+    cost = split_experts(arrange(accumulate(PLAIN, 8), {"data": 2}), 2)
+    mixture = replace(BLOCK, dispatched_bytes=128)
+    share = 8 / 2 / 8  # of the traced sample
+    assert of_copy(cost, mixture) == [Comm("all_to_all", ("expert",), 4 * 128 * share, count=4)]
+
+
+def test_ranks_are_arranged_tensor_first_and_share_the_batch():
+    cost = arrange(PLAIN, {"pipeline": 2, "data": 2, "zero": 2, "tensor": 2, "context": 1})
+    assert list(cost.axes.items()) == [("tensor", 2), ("zero", 2), ("data", 2), ("pipeline", 2)]
+    assert cost.batch_size == 2
+
+
+def test_replicas_reduce_in_buckets_of_which_the_last_shows():
+    cost = replicate(arrange(PLAIN, {"data": 2}), bucket_bytes=480.0)
+    gradients = (40 + 4 * 100 + 40) * 4.0
+    assert cost.comm == (Comm("all_reduce", REPLICAS, gradients, count=5, overlap=0.8),)
+    assert replicate(arrange(PLAIN, {"data": 2}), overlaps=False).comm[0].overlap == 0
+
+
+REPLICAS = ("data", "zero", "sequence", "context")
+
+
+def test_a_sharded_optimizer_gathers_what_it_stepped_over_its_own_group():
+    cost = shard_optimizer(arrange(PLAIN, {"data": 2, "zero": 4}), over=("zero",), bucket_bytes=480.0)
+    assert cost.optim_shards == 4
+    reduced, gathered = cost.comm
+    assert (reduced.kind, reduced.axis, reduced.num_bytes) == ("reduce_scatter", REPLICAS, 1920)
+    assert (gathered.kind, gathered.axis, gathered.num_bytes, gathered.count) == ("all_gather", ("zero",), 960, 3)
+
+
+def test_sharded_parameters_are_gathered_twice_in_every_micro_batch():
+    cost = shard(arrange(PLAIN, {"data": 2}))
+    gathered, reduced = cost.comm
+    assert (gathered.num_bytes, gathered.count, gathered.each_micro_batch) == (2 * (480 + 400), 12, True)
+    assert (reduced.num_bytes, reduced.count) == (4 * 480, 6)
+    assert shard(arrange(PLAIN, {"data": 2}), keeps_gathered=True).comm[0].num_bytes == 2 * 480
+    once, twice = (step_time(accumulate(cost, times), CLUSTER).exposed_comm_s for times in (1, 2))
+    assert twice == pytest.approx(2 * once, rel=0.05)
+
+
+def test_groups_inside_a_node_across_nodes_and_of_neighbours():
+    axes = {"tensor": 2, "data": 4}
+    assert group_of(("tensor",), axes, CLUSTER) == Group(2, 1, 1e6, 1e-3, 1e-2)
+    assert group_of(("data",), axes, CLUSTER) == Group(4, 4, 5e4, 1e-3, 1e-2)
+    assert group_of(("tensor", "data"), axes, CLUSTER) == Group(8, 4, 1e5, 1e-3, 1e-2)
+    assert group_of_neighbours(4, CLUSTER, stride=2) == Group(4, 4, 5e4, 1e-3, 1e-2)
+
+
+def test_an_all_reduce_over_many_nodes_goes_up_and_down_a_tree():
+    group = Group(size=32, num_nodes=16, bandwidth=1e5, inner_latency_s=1e-3, outer_latency_s=1e-2)
+    carried = 2 * 31 / 32 * 1000 / 1e5
+    assert group.seconds("all_reduce", 1, 1000) == pytest.approx(2 * (1e-3 + 4 * 1e-2) + carried)
+    assert group.seconds("all_gather", 1, 1000) == pytest.approx(16 * 1e-3 + 15 * 1e-2 + carried / 2)
+
+
+def test_hops_hold_up_launches_only_where_a_pipeline_leaves_the_node():
+    within = split_tensor(split_pipeline(arrange(accumulate(PLAIN, 8), {"tensor": 2, "pipeline": 2})))
+    slow = replace(within, hop_wait_s=1.0)
+    alone = replace(tensor(), hop_wait_s=1.0)
+    wide = replace(CLUSTER, devices_per_node=4)
+    calls = 8 * 2 * 4  # micro-batches, blocks of a stage, sums of a block
+    ends = 8 * 1  # the embedding's sum, or the head's
+    waited = step_time(slow, CLUSTER).launch_s - step_time(within, CLUSTER).launch_s
+    assert waited == pytest.approx(2 * (calls + ends))  # an all-reduce of two ranks has two hops
+    assert step_time(slow, wide) == step_time(within, wide)
+    assert step_time(alone, CLUSTER) == step_time(tensor(), CLUSTER)
+
+
+def test_attention_that_is_slower_than_the_devices_own_takes_as_much_longer():
+    fast, slow = (step_time(replace(PLAIN, attention_scale=scale), CLUSTER).matmul_s for scale in (1.0, 2.0))
+    assert slow - fast == pytest.approx(4 * 8 * 3.5 * 100 / 1e9 / CLUSTER.device.efficiency.attention)
+
+
+def test_where_launches_and_work_are_alike_neither_hides_the_other():
+    cost = replace(PLAIN, segments=(replace(BLOCK, attention_flops=0.0, matmuls=(), num_params=0, num_trainable=0),))
+    busy = 4 * 8 * 2.5 * 100 / CLUSTER.device.memory_bandwidth
+    launching = 4 * 3 * 10
+    alike = replace(CLUSTER, device=replace(CLUSTER.device, launch_s=busy / launching))
+    assert step_time(cost, alike).total_s == pytest.approx(2 ** (1 / 6) * busy)
+    quick = replace(CLUSTER, device=replace(CLUSTER.device, launch_s=busy / launching / 10))
+    assert step_time(cost, quick).total_s == pytest.approx(busy, rel=1e-6)
