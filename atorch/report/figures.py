@@ -134,9 +134,10 @@ def simulated(entry: Mapping[str, Any]) -> str:
     if "why_not" in entry:
         return f"not simulated: {entry['why_not']}"
     found, estimated = entry["peak_bytes"], entry["estimated_bytes"]
+    notes = "".join(f"; {note}" for note in entry.get("notes", ()))
     return (
         f"{format_bytes(found)} counted against {format_bytes(estimated)} estimated "
-        f"({estimated / found - 1:+.1%}), in {format_seconds(entry['seconds'])}"
+        f"({estimated / found - 1:+.1%}), in {format_seconds(entry['seconds'])}{notes}"
     )
 
 

@@ -89,7 +89,7 @@ def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
             "why": ["" if each[2] <= USABLE else "memory: optimizer" for each in found],
         },
         "simulated": [
-            {**entry(best), "peak_bytes": 61.2 * GiB, "estimated_bytes": 60 * GiB, "seconds": 12.0},
+            {**entry(best), "peak_bytes": 61.2 * GiB, "estimated_bytes": 60 * GiB, "seconds": 12.0, "notes": ["whole"]},
             {**entry(fitting[1]), "why_not": "fp8 has no fake tensors"},
         ],
         "nearest_miss": None,
