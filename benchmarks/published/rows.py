@@ -32,8 +32,8 @@ from atorch.cost.splits import (
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
 from benchmarks.published.frameworks import Framework, framework_of
+from benchmarks.published.hardware import cluster_described
 from benchmarks.published.models import known_dimensions
-from benchmarks.published.networks import network_of
 
 GIVEN = (
     *("row_id", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "arch"),
@@ -42,7 +42,6 @@ GIVEN = (
 )
 MEASURED = ("step_time_s", "tok_s_gpu", "peak_mem_gib", "mem_metric", "status")
 
-_NODE = 8  # devices of a node that says nothing
 _UNKNOWN = ("", "none", "n/a", "nan", "null", "-", "?")
 _BLANK = (*_UNKNOWN, "no", "false", "0", "0.0", "notchosen")
 
@@ -367,33 +366,9 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework) -> Cost:
     return cost
 
 
-_DEVICES = {
-    # What a hardware's text says → the name of its cluster file's device.
-    r"b200": "B200",
-    r"h200": "H200",
-    r"h[18]00": "H100-80GB",
-    r"a[18]00": "A100-80GB",
-    r"v100": "V100-16GB",
-    r"mi300": "MI300X",
-    r"4090": "RTX4090",
-    r"\bl4\b": "L4",
-}
-
-
 def cluster_of(row: Row) -> ClusterSpec:
-    """The cluster that the run was on.
-
-    Raises:
-        ArgumentError: its devices are not known.
-    """
-    words, layout = row.text("hardware"), layout_of(row)
-    name = next((device for pattern, device in _DEVICES.items() if re.search(pattern, words)), None)
-    if name is None:
-        raise ArgumentError(f"hardware is {row.given['hardware']!r}; known are {', '.join(_DEVICES.values())}")
-    memory = row.number("gpu_mem_gb") or 0
-    if name.startswith("A100") and 0 < memory <= 48:
-        name = "A100-40GB"
-    if name.startswith("V100") and memory > 24:
-        name = "V100-32GB"
-    per_node = min(int(row.number("gpus_per_node") or _NODE), layout.devices)
-    return ClusterSpec.load(name, -(-layout.devices // per_node), per_node, network_of(words, _NODE))
+    """The cluster that the run was on, or the nearest one that is known."""
+    per_node = row.number("gpus_per_node")
+    return cluster_described(
+        row.text("hardware"), row.number("gpu_mem_gb"), layout_of(row).devices, int(per_node) if per_node else None
+    )

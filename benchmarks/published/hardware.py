@@ -1,0 +1,105 @@
+"""The cluster that a table's text of a hardware describes: its devices, and how they are joined.
+
+Devices without a file of their own are the nearest one that has, with the figures of their data sheets; a text that
+names none is taken for what has as much memory. "4x100Gb RoCE/node" is a network of four ports of 100 Gbit/s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from atorch.cluster import ClusterSpec
+
+NODE = 8  # devices of a node that says nothing
+
+
+class _Device(NamedTuple):
+    """A device by what a text says of it: its file, and what its data sheet says otherwise."""
+
+    pattern: str
+    file: str
+    memory_gib: float | None = None
+    flops: float | None = None  # of 16-bit products, dense
+    memory_bandwidth: float | None = None
+    link_bandwidth: float | None = None  # inside a node
+
+
+_DEVICES = (
+    _Device(r"b[23]00", "B200"),
+    _Device(r"gh200", "H100-80GB", memory_gib=94.5, memory_bandwidth=4e12),
+    _Device(r"h200", "H200"),
+    _Device(r"h800", "H100-80GB", link_bandwidth=2e11),
+    _Device(r"h100", "H100-80GB"),
+    _Device(r"\bh20\b", "H100-80GB", memory_gib=95.0, flops=1.48e14, memory_bandwidth=4e12),
+    _Device(r"a800", "A100-80GB", link_bandwidth=2e11),
+    _Device(r"a100", "A100-80GB"),
+    _Device(r"a10g", "L4", memory_gib=22.1, flops=7e13, memory_bandwidth=6e11),
+    _Device(r"\ba10\b", "L4", memory_gib=22.1, flops=1.25e14, memory_bandwidth=6e11),
+    _Device(r"l40s", "RTX4090", memory_gib=44.4, flops=3.62e14, memory_bandwidth=8.64e11),
+    _Device(r"\ba40\b", "RTX4090", memory_gib=44.4, flops=1.497e14, memory_bandwidth=6.96e11),
+    _Device(r"a6000", "RTX4090", memory_gib=47.5, flops=1.548e14, memory_bandwidth=7.68e11),
+    _Device(r"3090", "RTX4090", memory_gib=23.7, flops=7.1e13, memory_bandwidth=9.36e11),
+    _Device(r"4090", "RTX4090"),
+    _Device(r"\bl4\b", "L4"),
+    _Device(r"\bt4\b", "L4", memory_gib=14.6, flops=6.5e13, memory_bandwidth=3.2e11),
+    _Device(r"v100", "V100-16GB"),
+    _Device(r"mi250", "MI300X", memory_gib=64.0, flops=1.915e14, memory_bandwidth=1.6e12, link_bandwidth=1e11),
+    _Device(r"mi300", "MI300X"),
+)
+_BY_MEMORY: Mapping[str, float] = {
+    "V100-16GB": 16, "L4": 24, "V100-32GB": 32, "A100-40GB": 40, "A100-80GB": 80, "H200": 141, "B200": 180,
+}  # fmt: skip
+_PCIE = 3.15e10  # bytes/s of 16 lanes of the fourth generation, one direction
+_PORTS = re.compile(
+    r"(?:(?P<count>\d+)\s*x\s*)?(?P<rate>\d+)\s*g(?:bps|b/s|bit/s|b)\s*(?:edr|hdr|ndr|fdr)?\s*"
+    r"(?:ib|infiniband|roce|rdma|ethernet|efa)\b"
+)
+_NETWORKS: Mapping[str, Mapping[str, float]] = {
+    # Fitted by fit.py on runs without pipelines: of a hop from node to node, and of the line rate.
+    "efa": {"inter_node.latency_s": 5.2e-4, "inter_node.efficiency": 0.32},
+}
+
+
+def cluster_described(hardware: str, memory_gb: float | None, num_devices: int, per_node: int | None) -> ClusterSpec:
+    """The cluster of so many devices, by a table's text, a device's memory and the devices of a node."""
+    words, per_node = hardware.lower(), min(per_node or NODE, num_devices)
+    device = next((each for each in _DEVICES if re.search(each.pattern, words)), None)
+    if device is None:
+        file, figures = _nearest(memory_gb), {"device.memory_gib": 0.95 * memory_gb} if memory_gb else {}
+    else:
+        file, figures = device.file, _figures(device, words)
+    if file == "A100-80GB" and memory_gb and memory_gb <= 48:
+        file = "A100-40GB"
+    if file == "V100-16GB" and memory_gb and memory_gb > 24:
+        file = "V100-32GB"
+    return ClusterSpec.load(file, -(-num_devices // per_node), per_node, {**figures, **network_of(words, NODE)})
+
+
+def _nearest(memory_gb: float | None) -> str:
+    return min(_BY_MEMORY, key=lambda file: abs(_BY_MEMORY[file] - (memory_gb or 80.0)))
+
+
+def _figures(device: _Device, words: str) -> dict[str, float]:
+    link = _PCIE if "pcie" in words and "nvlink" not in words else device.link_bandwidth
+    figures = {
+        "device.memory_gib": device.memory_gib,
+        "device.peak_flops.bfloat16": device.flops,
+        "device.peak_flops.float16": device.flops,
+        "device.memory_bandwidth": device.memory_bandwidth,
+        "intra_node.bandwidth": link,
+    }
+    return {place: value for place, value in figures.items() if value is not None}
+
+
+def network_of(words: str, per_node: int) -> dict[str, float]:
+    """Figures of `inter_node`, by their place in a cluster, that a hardware's text tells; none of others.
+
+    Where a rate is written it is of a node; what a rank has of it is its share.
+    """
+    figures = {place: value for word, known in _NETWORKS.items() if word in words for place, value in known.items()}
+    ports = _PORTS.search(words)
+    if ports is not None:
+        figures["inter_node.bandwidth"] = int(ports["count"] or 1) * int(ports["rate"]) * 1e9 / 8 / per_node
+    return figures

@@ -1,0 +1,54 @@
+"""What tables say of hardware, as clusters."""
+
+import pytest
+
+from atorch.units import GiB
+from benchmarks.published.hardware import cluster_described, network_of
+
+
+@pytest.mark.parametrize(
+    ("text", "per_node"),
+    [
+        ("A100-80GB (8/node NVSwitch; multi: 800 Gbps IB/node)", 1e11),
+        ("A100-80GB-SXM4 (4x100Gb RoCE/node)", 5e10),
+        ("V100-SXM2-16GB (8/node NVLink, 100Gb EDR IB)", 1.25e10),
+        ("A100-80GB (NVLink, 800 Gb/s RDMA/node)", 1e11),
+        ("H100-80GB-SXM", None),
+        ("B200-SXM 8x", None),
+    ],
+)
+def test_a_network_is_shared_by_the_devices_of_a_node(text, per_node):
+    expected = {} if per_node is None else {"inter_node.bandwidth": per_node / 8}
+    assert network_of(text.lower(), 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "memory_gb", "name"),
+    [
+        ("H100-80GB-SXM (EFA)", 80, "NVIDIA H100 80GB HBM3"),
+        ("A100-40GB PCIe", 40, "NVIDIA A100-SXM4-40GB"),
+        ("A800-80GB", 80, "NVIDIA A100-SXM4-80GB"),
+        ("Tesla V100-SXM2", 32, "Tesla V100-SXM2-32GB"),
+        ("L4, 8/node", 24, "NVIDIA L4"),
+        ("something new", 40, "NVIDIA A100-SXM4-40GB"),
+        ("", None, "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_the_nearest_known_device(text, memory_gb, name):
+    assert cluster_described(text, memory_gb, 16, None).device.name == name
+
+
+def test_a_device_without_a_file_has_the_figures_of_its_data_sheet():
+    device = cluster_described("8x A10G", 24, 8, 8).device
+    assert (device.peak_flops["bfloat16"], device.memory_bandwidth) == (7e13, 6e11)
+    assert cluster_described("something new", 64, 8, 8).device.memory_bytes == pytest.approx(0.95 * 64 * GiB)
+
+
+def test_cards_on_pcie_have_no_faster_link():
+    assert cluster_described("A100-40GB PCIe", 40, 8, 8).intra_node.bandwidth == 3.15e10
+    assert cluster_described("A100 PCIe with NVLink", 40, 8, 8).intra_node.bandwidth == 3e11
+
+
+def test_nodes_are_filled():
+    clusters = [cluster_described("H100", 80, *counts) for counts in ((64, 8), (64, 4), (2, 8), (9, None))]
+    assert [(each.num_nodes, each.devices_per_node) for each in clusters] == [(8, 8), (16, 4), (1, 2), (2, 8)]
