@@ -68,11 +68,10 @@ def test_a_row_that_cannot_be_understood_says_why(given, reason):
         cost_of(row(**given))
 
 
-def test_hardware_that_is_not_known():
+def test_hardware_that_is_not_known_is_the_nearest():
     assert "H100" in cluster_of(row()).device.name
     assert (cluster_of(row()).num_nodes, cluster_of(row()).devices_per_node) == (2, 8)
-    with pytest.raises(ArgumentError, match="known are"):
-        cluster_of(row(hardware="abacus"))
+    assert cluster_of(row(hardware="abacus", gpu_mem_gb="40")).device.name == "NVIDIA A100-SXM4-40GB"
 
 
 def test_named_models_fill_in_what_is_blank():
