@@ -8,6 +8,7 @@ copy to copy of a block, so that the first and the last of each run tell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -77,7 +78,7 @@ class _Copy(NamedTuple):
 
 
 def peak_memory(cost: Cost) -> Memory:
-    """The bytes at a step's peak, on the stage that needs the most; `on_host` is of the stage that has the most there."""
+    """The bytes at a step's peak, on the stage that needs the most; `on_host` is of the stage with the most there."""
     scale, stages = _scale(cost), heaviest_stages(cost)
     segments = {id(segment): segment for stage in stages for segment, _ in stage.parts}
     copies = {key: _copy(cost, segment, scale) for key, segment in segments.items()}
@@ -114,21 +115,32 @@ def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
         params += number * each.stored_params
         state += number * each.stored_state
         trained += number * each.trained
-    peak = max(_moments(cost, stage.in_flight, parts), key=sum)
-    transient = peak.transient + cost.bucket_bytes + cost.bucket_itemsize * trained
-    whole = Memory(
-        stage=stage.index,
-        parameters=params * cost.param_itemsize,
-        gradients=peak.gradients,
-        optimizer=state * cost.optim_itemsize,
-        masters=state * cost.master_itemsize,
-        activations=peak.activations,
-        buffers=cost.buffer_bytes,
-        transient=transient,
-        working=peak.working,
-        slack=SLACK * (peak.activations + peak.transient + peak.working),
-    )
-    return _with_host(cost, whole)
+    always = cost.bucket_bytes + cost.bucket_itemsize * trained
+
+    def memory(moment: _Moment) -> Memory:
+        return Memory(
+            stage=stage.index,
+            parameters=params * cost.param_itemsize,
+            gradients=moment.gradients,
+            optimizer=state * cost.optim_itemsize,
+            masters=state * cost.master_itemsize,
+            activations=moment.activations,
+            buffers=cost.buffer_bytes,
+            transient=moment.transient + always,
+            working=moment.working,
+            slack=SLACK * (moment.activations + moment.transient + moment.working),
+        )
+
+    moments = _moments(cost, stage.in_flight, parts)
+    if not uses_host(cost):
+        return memory(max(moments, key=sum))
+    # What makes way differs from moment to moment, and so the peak's moment is another one with it.
+    return max((_with_host(cost, memory(each)) for each in moments), key=lambda each: each.total)
+
+
+def uses_host(cost: Cost) -> bool:
+    """Whether anything may wait in host memory."""
+    return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
 
 
 def _moments(cost: Cost, in_flight: float, parts: list[tuple[bool, float, _Copy]]) -> Iterator[_Moment]:
@@ -170,7 +182,7 @@ def _moments(cost: Cost, in_flight: float, parts: list[tuple[bool, float, _Copy]
             made = cost.grad_itemsize * done if appear else all_grads
             new = cost.fresh_itemsize * fresh + cost.placeholder_itemsize * each.weights
             yield _Moment(made, alive, always + around + new, each.working)
-    yield _Moment(all_grads, 0.0, cost.step_itemsize * state, 0.0)
+    yield _Moment(all_grads, 0.0, cost.step_itemsize * state * (1.0 - cost.optim_offload), 0.0)
 
 
 def _gathered(cost: Cost, parts: list[tuple[bool, float, _Copy]]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from atorch.cluster import ClusterSpec
-from atorch.cost.memory import Memory, stage_memory
+from atorch.cost.memory import Memory, stage_memory, uses_host
 from atorch.cost.stages import Stage
 from atorch.cost.state import Cost
 
@@ -35,11 +35,6 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     transfers = max(fetches * waiting + saved, gradients + saved) / rate
     step = (2.0 * (parameters + states) + gradients + max(0.0, parameters - waiting)) / rate
     return max(0.0, transfers - computing_s) + step
-
-
-def uses_host(cost: Cost) -> bool:
-    """Whether anything may wait in host memory."""
-    return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
 
 
 def _all_on_device(cost: Cost) -> Cost:
