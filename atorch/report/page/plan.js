@@ -22,7 +22,8 @@
   const spent = (i) => Object.entries(data.shares).map(([name, column]) => [column[i], name]).filter((each) => each[0])
     .sort((a, b) => b[0] - a[0]).map(([share, name]) => `${name} ${share}%`).join(", ");
   const kindOf = data.reasons.map((text) => text.split(":")[0] || "fits");
-  const kinds = [...new Set(data.why.map((why) => kindOf[why]))].sort((a, b) => (b === "fits") - (a === "fits"));
+  const place = (name) => ["memory", "fits"].indexOf(name);  // their colours stay, whatever else there is
+  const kinds = [...new Set(data.why.map((why) => kindOf[why]))].sort((a, b) => place(b) - place(a) || (a < b ? -1 : 1));
   const kind = Int8Array.from(data.why, (why) => kinds.indexOf(kindOf[why]));
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const colourOf = (k) => (kinds[k] === "fits" ? "--fits" : `--c${(kinds[0] === "fits" ? k : k + 1) % 10}`);
