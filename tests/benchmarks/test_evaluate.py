@@ -1,0 +1,91 @@
+"""A small table from its file to its figures: what is read, labelled, refused and left out."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published.evaluate import evaluate
+from benchmarks.published.rows import GIVEN, MEASURED, read_rows
+
+ROOT = Path(__file__).parents[2]
+RUN = {
+    "model": "toy", "layers": "4", "hidden": "1024", "heads": "16", "ffn": "4096", "vocab": "32000", "seq_len": "2048",
+    "arch": "llama swiglu", "hardware": "H100-80GB", "gpu_mem_gb": "80", "gpus_per_node": "8", "n_gpus": "8", "dp": "8",
+    "micro_batch": "1", "global_batch": "64", "precision": "bf16", "framework": "Megatron-LM", "status": "ok",
+    "mem_metric": "torch max allocated",
+}  # fmt: skip
+
+
+def table(path, *runs):
+    """A CSV file of runs that differ from `RUN` as given."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*GIVEN, *MEASURED, "notes"])
+        writer.writeheader()
+        writer.writerows({**RUN, "row_id": f"toy-{i}", "notes": "fast", **run} for i, run in enumerate(runs))
+    return path
+
+
+def test_step_time_is_told_from_tokens_a_second_where_it_is_blank(tmp_path):
+    runs = ({"step_time_s": "2.0"}, {"tok_s_gpu": "8192"}, {})
+    results = evaluate(read_rows(table(tmp_path / "t.csv", *runs)))
+    assert [each.measured_s for each in results] == [2.0, pytest.approx(64 * 2048 / 8192 / 8), None]
+    assert {each.tokens for each in results} == {64 * 2048}
+
+
+def test_a_row_that_cannot_be_understood_is_refused_with_its_reason(tmp_path):
+    (result,) = evaluate(read_rows(table(tmp_path / "t.csv", {"tp": "3", "dp": "", "step_time_s": "1.0"})))
+    assert "do not divide" in result.refused
+    assert (result.estimated_s, result.time_error, result.said_to_fit) == (None, -1.0, False)
+
+
+def test_crashes_are_labelled_where_a_line_through_other_sizes_explains_them(tmp_path):
+    runs = (
+        {"micro_batch": "1", "peak_mem_gib": "30"}, {"micro_batch": "2", "peak_mem_gib": "50"},
+        {"micro_batch": "4", "status": "crash_or_oom"}, {"micro_batch": "4", "status": "crash_or_oom", "zero": "1"},
+        {"micro_batch": "8", "status": "oom", "zero": "1"},
+    )  # fmt: skip
+    results = evaluate(read_rows(table(tmp_path / "t.csv", *runs)))
+    assert [each.label for each in results] == ["fits", "fits", "oom", None, "oom"]
+
+
+def test_rows_that_were_refitted_on_are_left_out(tmp_path):
+    path = table(
+        tmp_path / "t.csv", *({"step_time_s": str(1 + i), "global_batch": str(64 * (1 + i))} for i in range(8))
+    )
+    every, few = evaluate(read_rows(path), "shipped"), evaluate(read_rows(path), "5")
+    assert (len(every), len(few)) == (8, 3)
+    before, after = ({each.row_id: abs(each.time_error) for each in results} for results in (every, few))
+    assert all(after[name] < before[name] for name in after)
+
+
+def test_data_sheets_alone_know_nothing_of_what_was_fitted(tmp_path):
+    rows = read_rows(table(tmp_path / "t.csv", {"step_time_s": "1.0"}))
+    assert evaluate(rows, "none")[0].estimated_s != evaluate(rows, "shipped")[0].estimated_s
+
+
+def test_the_command_prints_a_line_a_table_and_writes_json(tmp_path):
+    one = table(tmp_path / "one.csv", *({"step_time_s": str(1 + i), "micro_batch": str(2**i)} for i in range(4)))
+    two = table(tmp_path / "two.csv", {"tp": "3", "dp": ""})
+    written = tmp_path / "accuracy.json"
+    command = [
+        sys.executable,
+        ROOT / "benchmarks/planner_accuracy.py",
+        one,
+        two,
+        "--calibrate",
+        "none",
+        "--json",
+        written,
+    ]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    data = json.loads(written.read_text())
+    assert set(data) == {"tables", "all"}
+    assert {name: each["rows"] for name, each in data["tables"].items()} == {"one": 4, "two": 1}
+    assert data["all"]["refused"] == 0.2
+    assert set(data["all"]) == set(data["tables"]["one"])
+    assert "refused toy-0" in shown.stdout
+    assert "models not fitted on" in shown.stdout
