@@ -1,11 +1,12 @@
 """Which composition trains a model best on a cluster that need not be here, by arithmetic alone, and why.
 
-The best under the estimate is really found (`best_first`); what is nearer to it than the estimate is right is shown
-beside it, with what other choices would have done, and what binds those that do not fit.
+The best under the estimate is found, or how far from it the answer may be is told (`best_first`); what is nearer to it
+than the estimate is right is shown beside it, with what other choices would have done, and what binds the others.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,8 @@ from atorch.units import format_bytes
 
 Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
-BREADTH = 50  # compositions for each device, at least
+BREADTH, LEAST_BREADTH = 50, 5_000  # compositions to be scored: for each device, and at least
+MOST = 50_000  # compositions that are scored without proof that the best is among them
 EXAMPLES = 3  # of what each constraint rejects
 MOST_TIES = 100
 
@@ -46,6 +48,7 @@ def answer(
     objective: str = "step_time",
     keep: int = 20,
     breadth: int | None = None,
+    prove: bool = False,
 ) -> ClusterPlan:
     """The best composition for a model, a cluster and a batch.
 
@@ -58,7 +61,9 @@ def answer(
             fits, and the fastest there.
         keep: compositions in the ranking.
         breadth: how many compositions are scored at least, where there are as many and bounds would do with fewer;
-            None: 50 for each device.
+            None: 50 for each device, and 5,000.
+        prove: search until the best under the estimate is proven, however long it takes; else the search ends with
+            50,000 compositions, and `gap` says what one that was not scored might save.
 
     Raises:
         ArgumentError: an objective that there is not.
@@ -77,8 +82,10 @@ def answer(
     if objective in ("cost", "fewest_devices"):
         question = replace(question, job=_best_part(question, _MEASURES[objective]))
     space = question.space()
-    breadth = BREADTH * question.job.cluster.world_size if breadth is None else breadth
-    found = question.found(space, keep=keep, breadth=breadth)
+    if breadth is None:
+        breadth = max(BREADTH * question.job.cluster.world_size, LEAST_BREADTH)
+    most = math.inf if prove else max(breadth, MOST)
+    found = question.found(space, keep=keep, breadth=breadth, most=most)
     rows = found.columns.fastest(keep)
     if not rows:
         raise _nothing_fits(question, space, found)
@@ -118,7 +125,9 @@ class _Question:
             applicable=applicable,
         )
 
-    def found(self, space: Space | None = None, *, keep: int = 1, breadth: int = 0, nearest: bool = True) -> Found:
+    def found(
+        self, space: Space | None = None, *, keep: int = 1, breadth: int = 0, most: float = MOST, nearest: bool = True
+    ) -> Found:
         return best_first(
             space or self.space(),
             self.start,
@@ -127,6 +136,7 @@ class _Question:
             host_bytes=self.room.host_bytes,
             keep=keep,
             breadth=breadth,
+            most=most,
             nearest=nearest,
         )
 
@@ -161,6 +171,7 @@ def _plan(
         counterfactuals=counterfactuals(space, chosen, question.start, cluster, room),
         counts_by_axis=_counts(columns, space),
         candidates=columns,
+        gap=found.gap,
         num_unopened={"slower": found.num_slow, "memory": found.num_large},
         seconds=time.monotonic() - began,
     )

@@ -31,6 +31,7 @@ class Found:
     columns: Columns
     num_slow: int  # branches that were not opened: nothing in them is among the best
     num_large: int  # branches that were not opened: nothing in them fits
+    gap: float = 0.0  # of the best one's seconds, what a branch that was not opened might save; 0 where that is proven
 
 
 def best_first(
@@ -42,23 +43,27 @@ def best_first(
     host_bytes: float = math.inf,
     keep: int = 20,
     breadth: int = 0,
+    most: float = math.inf,
     nearest: bool = True,
 ) -> Found:
     """The `keep` fastest compositions that fit and all that tie with the fastest; with some more.
 
     Where fewer than `breadth` were scored by then, the next ones in order of their bounds are, so that there is
     something to compare with. `device_bytes` and, for each device, `host_bytes` are what a composition may take; where
-    nothing fits, those that miss by least are scored, unless `nearest` is off.
+    nothing fits, those that miss by least are scored, unless `nearest` is off. Where `most` were scored and one fits,
+    the search ends without proof that it is the best, and says how far from it it may be.
     """
-    found = _Search(space, cluster, Columns(device_bytes, host_bytes), keep, breadth)
+    found = _Search(space, cluster, Columns(device_bytes, host_bytes), keep, breadth, most)
     return found.run(start, nearest=nearest)
 
 
 class _Search:
     """Branches wait in a heap by their bound; a branch is a node at one of the depths that have bounds."""
 
-    def __init__(self, space: Space, cluster: ClusterSpec, columns: Columns, keep: int, breadth: int) -> None:
-        self.columns = columns
+    def __init__(
+        self, space: Space, cluster: ClusterSpec, columns: Columns, keep: int, breadth: int, most: float
+    ) -> None:
+        self.columns, self._most = columns, most
         self._space, self._cluster, self._keep, self._breadth = space, cluster, keep, breadth
         self._bounds = Bounds.of(space, cluster, columns.limit_bytes, columns.host_bytes)
         self._count = itertools.count()  # of equal bounds the branch that was found first is opened first
@@ -72,10 +77,13 @@ class _Search:
         while self._open:
             if self._open[0][0] > self._enough_s() and len(self.columns) >= self._breadth:
                 break
+            if self._best and len(self.columns) >= self._most:
+                break
             self._visit(*heapq.heappop(self._open))
         if nearest and not self._best:
             self._nearest()
-        return Found(self.columns, len(self._open), len(self._aside))
+        gap = max(0.0, 1 - self._open[0][0] / self._best[0]) if self._open and self._best else 0.0
+        return Found(self.columns, len(self._open), len(self._aside), gap)
 
     def _visit(self, bound: float, number: int, index: int, node: Node) -> None:
         """Look whether a branch can fit, and what that takes, before it is opened."""

@@ -96,7 +96,8 @@ class Bounds:
             least = min(least, short)
             if short <= 0:
                 seconds = min(seconds, self._crossing_seconds(settled))
-        return max(0.0, least), seconds * (1 - SLACK)
+        seconds *= 1 - SLACK
+        return max(0.0, least), seconds
 
     def _relaxed(self, cost: Cost, depth: int) -> Cost:
         """What is still to be chosen for blocks and shards at its best."""
@@ -131,14 +132,14 @@ class Bounds:
         """Bytes that are short on the device, or on it and the host together."""
         costs: tuple[Cost, ...] = (cost,)
         if MicroBatch in left:
-            states = cost.but(num_micro_batches=1.0, activation_scale=0.0)
-            costs = (states, _finest(cost).but(grad_itemsize=0.0))
-        for each in costs:
-            held = peak_memory(each)
-            both = held.total + held.on_host
-            short = max(held.total - self.device_bytes, both - self.device_bytes - self.host_bytes) - SLACK * both
-            if short > 0:
-                break
+            costs = (cost.but(num_micro_batches=1.0, activation_scale=0.0), _finest(cost).but(grad_itemsize=0.0))
+        short = max(peak_memory(each).total for each in costs) * (1 - SLACK) - self.device_bytes
+        if short <= 0 and not left.isdisjoint((Offload, Chunk)):
+            kept = peak_memory(
+                cost.but(param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf)
+            )
+            states = kept.parameters + kept.optimizer + kept.masters  # which are somewhere at every moment
+            short = states * (1 - SLACK) - self.device_bytes - self.host_bytes
         return short
 
     def _crossing_seconds(self, cost: Cost) -> float:

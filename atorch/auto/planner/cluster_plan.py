@@ -54,6 +54,7 @@ class ClusterPlan(Plan):
     counts_by_axis: Mapping[str, Mapping[str, int]]  # axis or slot → value → scored compositions that have it
     candidates: Columns  # all that were scored
     num_unopened: Mapping[str, int]  # branches in which, by their bounds, nothing is among the best, or nothing fits
+    gap: float = 0.0  # of a step, what something that was not scored might save; 0 where the choice is proven the best
     simulated: tuple[Mapping[str, Any], ...] = ()
 
     def to_json_data(self) -> dict[str, Any]:
@@ -71,6 +72,7 @@ class ClusterPlan(Plan):
             "pareto": [self._point(row) for row in self.candidates.pareto()],
             "candidates": candidate_data(self.candidates),
             "num_unopened": dict(self.num_unopened),
+            "gap": self.gap,
             "simulated": [dict(each) for each in self.simulated],
             "nearest_miss": None,
         }

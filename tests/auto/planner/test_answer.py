@@ -1,0 +1,144 @@
+"""Answers for clusters: what is told of the choice, its neighbours and what does not fit, and by which objective."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.planner.answer import answer
+from atorch.auto.planner.estimate import estimate_of
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
+from atorch.cost import plain_cost
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
+
+
+def llama(layers=16):
+    shape = TransformerShape(
+        layers=layers, hidden=2048, heads=16, kv_heads=8, ffn=8192, vocab=32000, seq_len=4096, head_dim=128
+    )  # fmt: skip
+    return transformer_profile(shape, 1, Implementation(itemsize=4.0))
+
+
+CLUSTER = ClusterSpec.load("4xA100-40GB")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return answer(llama(), CLUSTER, global_batch=16)
+
+
+def test_the_choice_is_what_its_methods_cost(plan):
+    start = replace(plain_cost(llama(), 16), device_bytes=CLUSTER.device.memory_bytes)
+    assert estimate_of(plan.strategy.cost(start), CLUSTER) == plan.estimate
+    assert plan.estimate.peak_bytes <= plan.usable_bytes < plan.memory_bytes
+    assert plan.estimate.tokens_per_s == pytest.approx(16 * 4096 / plan.estimate.step_s)
+    assert plan.ranking[0].strategy == plan.strategy
+    seconds = [each.estimate.step_s for each in plan.ranking]
+    assert seconds == sorted(seconds)
+    assert len(seconds) == 20
+
+
+def test_near_ties_are_near_and_the_simplest_comes_first(plan):
+    assert plan.near_ties
+    assert all(each.estimate.step_s <= 1.03 * plan.estimate.step_s for each in plan.near_ties)
+    sizes = [len(each.strategy) for each in plan.near_ties]
+    assert sizes == sorted(sizes)
+    assert plan.strategy not in [each.strategy for each in plan.near_ties]
+
+
+def test_the_best_of_today_can_be_applied(plan):
+    assert all(each.can_apply() for each in plan.best_applicable.strategy)
+    assert plan.best_applicable.estimate.step_s >= plan.estimate.step_s
+
+
+def test_counterfactuals_differ_in_one_choice_and_say_why(plan):
+    told = {each.change: each for each in plan.counterfactuals}
+    assert any(change.startswith(("tensor", "pipeline", "sequence")) for change in told)
+    assert any(change.startswith("without") or "instead of" in change for change in told)
+    for each in plan.counterfactuals:
+        assert each.reason
+        assert each.ratio is None or each.ratio >= 1 - 1e-9, "nothing legal that fits is faster than the choice"
+        assert (each.ratio is None) == ("needs" in each.reason)
+
+
+def test_every_scored_composition_has_its_bytes_and_what_binds(plan):
+    data = json.loads(json.dumps(plan.to_json_data(), allow_nan=False))
+    candidates = data["candidates"]
+    assert {len(candidates[name]) for name in ("step_s", "peak_bytes", "label", "why")} == {plan.num_compositions}
+    assert len(set(candidates["label"])) == plan.num_compositions
+    for row in range(0, plan.num_compositions, 97):
+        held = sum(values[row] for values in candidates["memory"].values())
+        assert held == pytest.approx(candidates["peak_bytes"][row], rel=1e-3)
+        assert bool(candidates["why"][row]) == (candidates["peak_bytes"][row] > data["usable_bytes"]) or (
+            candidates["why"][row] == "host memory"
+        )
+    assert {each["why"] for each in data["rejected"]} >= {"memory", "slower"}
+    assert all(sum(counts.values()) == plan.num_compositions for counts in data["counts_by_axis"].values())
+    assert len(data["counts_by_axis"]["tensor"]) > 1
+    assert data["nearest_miss"] is None
+    assert ClusterSpec.of_json_data(data["cluster"]) == CLUSTER
+
+
+def test_a_search_that_ends_early_says_what_it_may_have_missed(monkeypatch, plan):
+    assert plan.gap == 0.0, "proven"
+    monkeypatch.setattr("atorch.auto.planner.answer.MOST", 40)
+    hasty = answer(llama(), CLUSTER, global_batch=16, breadth=0)
+    assert 40 <= hasty.num_compositions < plan.num_compositions
+    assert hasty.gap > 0
+    assert hasty.estimate.step_s * (1 - hasty.gap) <= plan.estimate.step_s
+    proven = answer(llama(), CLUSTER, global_batch=16, breadth=0, prove=True)
+    assert proven.gap == 0.0
+    assert proven.estimate.step_s == plan.estimate.step_s
+
+
+def test_a_reserve_is_kept_free():
+    plan = answer(llama(), CLUSTER, global_batch=16, reserve=0.5)
+    assert plan.estimate.peak_bytes <= plan.usable_bytes == CLUSTER.device.memory_bytes / 2
+
+
+def test_parts_are_fixed_included_and_excluded():
+    fixed = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)])])
+    plan = answer(llama(), CLUSTER, global_batch=16, fixed=fixed, included=["checkpoint"], excluded=["compile", "half"])
+    assert {"parallel_mode", "tensor_parallel", "checkpoint"} <= set(plan.strategy.names())
+    assert not {"compile", "half"} & set(plan.strategy.names())
+    assert dict(plan.strategy[0].slices) == {"tensor": 2, "data": 2}
+
+
+def test_fewest_devices_and_cost():
+    least = answer(llama(), CLUSTER, global_batch=16, objective="fewest_devices")
+    assert least.cluster.world_size == 1, "offloaded, it fits on one"
+    cheap = answer(llama(), CLUSTER, global_batch=16, objective="cost")
+    whole = answer(llama(), CLUSTER, global_batch=16, objective="throughput")
+    spent = [each.estimate.step_s * each.cluster.world_size for each in (cheap, least, whole)]
+    assert spent[0] == min(spent)
+
+
+def test_what_does_not_hold():
+    with pytest.raises(ArgumentError, match="did you mean 'step_time'"):
+        answer(llama(), CLUSTER, global_batch=16, objective="steptime")
+    with pytest.raises(StrategyError, match="give a list"):
+        answer(llama(), CLUSTER, global_batch=16, excluded="ddp")
+    fixed = Strategy.of([("parallel_mode", [("tensor", 3)])])
+    with pytest.raises(StrategyError, match=r"no legal composition is left: .*tensor 3 does not divide"):
+        answer(llama(), replace(CLUSTER, devices_per_node=3), global_batch=16, fixed=fixed)
+
+
+def test_a_job_that_fits_nowhere_names_the_nearest_miss_and_remedies_that_work():
+    small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=1e9))
+    excluded = ["offload", "chunk"]
+    with pytest.raises(
+        NoFeasiblePlanError, match=r"nothing fits on 4 × .*nearest miss, parallel_mode.*is short of"
+    ) as no:
+        answer(llama(), small, global_batch=16, excluded=excluded)
+    (miss,) = no.value.rejected
+    assert miss["short_bytes"] == pytest.approx(miss["estimate"]["peak_bytes"] - 0.92e9)
+    assert 1 <= len(miss["remedies"]) <= 3
+    for remedy in miss["remedies"]:
+        assert remedy in str(no.value)
+    devices = [remedy for remedy in miss["remedies"] if "of these devices" in remedy]
+    for remedy in devices:
+        nodes = int(remedy.split()[1]) // 4
+        assert answer(llama(), replace(small, num_nodes=nodes), global_batch=16, excluded=excluded, keep=1, breadth=0)
