@@ -7,7 +7,8 @@ from typing import NamedTuple
 from atorch.cluster import ClusterSpec
 from atorch.cost.collectives import Group, comm_seconds, group_of, group_of_neighbours, rounds_of
 from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
-from atorch.cost.offload import host_seconds, uses_host
+from atorch.cost.memory import uses_host
+from atorch.cost.offload import host_seconds
 from atorch.cost.operations import seconds_of_copy
 from atorch.cost.profile import Segment
 from atorch.cost.stages import Parts, heaviest_stages, parts_of_stages
