@@ -7,8 +7,8 @@ import pytest
 
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Cost, Region, Segment, peak_memory
-from atorch.cost.memory import host_bytes
-from atorch.cost.offload import host_seconds, uses_host
+from atorch.cost.memory import host_bytes, uses_host
+from atorch.cost.offload import host_seconds
 from atorch.cost.stages import stages_of
 
 BLOCK = Segment(
