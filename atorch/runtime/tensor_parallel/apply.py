@@ -125,7 +125,7 @@ def _hook(block: nn.Module, group: Group, cut: Cut) -> None:
                 module.register_forward_pre_hook(_Enter(stream), with_kwargs=True)
             module.register_forward_pre_hook(forked, with_kwargs=True)
             is_first = False
-    row_module.register_forward_hook(_Sum(cut.group, stream))
+    row_module.register_forward_hook(Sum(cut.group, stream))
 
 
 class SharedHook:
@@ -178,7 +178,7 @@ class _Enter(SharedHook):
             self._stream.enter(tensors[0].device)
 
 
-class _Sum(SharedHook):
+class Sum(SharedHook):
     """After a row split: the sum over ranks, of the first tensor where there are several."""
 
     def __init__(self, group: dist.ProcessGroup, stream: RankStream | None) -> None:

@@ -44,10 +44,7 @@ def chosen(layout: BlockLayout, path: str, plan: Plan) -> BlockLayout:
         StrategyError: the plan names a part of what can only be split together, or what cannot be split so.
     """
     named = {
-        name: kind
-        for name in _names(layout)
-        for pattern, kind in plan.items()
-        if matches(_target(f"{path}.{name}"), pattern)
+        name: kind for name in _names(layout) for pattern, kind in plan.items() if matches(_target(name, path), pattern)
     }
     groups, kept = [], list(layout.kept)
     for group in layout.groups:
@@ -60,15 +57,13 @@ def chosen(layout: BlockLayout, path: str, plan: Plan) -> BlockLayout:
             if given != kind:
                 what = "leaves it out" if given is None else f"splits it by {given}"
                 raise StrategyError(
-                    f"{_target(f'{path}.{name}')} has to be split by {kind} for {_target(f'{path}.{group.row}')} to be "
+                    f"{_target(name, path)} has to be split by {kind} for {_target(group.row, path)} to be "
                     f"split by row, but the plan {what}; give all of {sorted(_target(each) for each in kinds)}, or none"
                 )
         groups.append(group)
     for each in layout.kept:
         if each.name in named:
-            raise StrategyError(
-                f"the plan names {_target(f'{path}.{each.name}')}, which cannot be split: {each.reason}"
-            )
+            raise StrategyError(f"the plan names {_target(each.name, path)}, which cannot be split: {each.reason}")
     return replace(layout, groups=tuple(groups), kept=tuple(kept))
 
 
@@ -80,6 +75,6 @@ def _names(layout: BlockLayout) -> list[str]:
     return [name for group in layout.groups for name in _kinds(group)] + [each.name for each in layout.kept]
 
 
-def _target(parameter: str) -> str:
-    """What a plan calls a parameter: its module, where it is the module's `weight`."""
-    return parameter.removesuffix(".weight")
+def _target(parameter: str, path: str = "") -> str:
+    """What a plan calls a parameter of the block at `path`: its module, where it is the module's `weight`."""
+    return (f"{path}.{parameter}" if path else parameter).removesuffix(".weight")

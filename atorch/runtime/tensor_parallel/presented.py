@@ -24,6 +24,9 @@ class Inside:
         self._depth = 0
         override(block, "forward", _noted, self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inside:
+        return self  # what a copied block's parameters ask
+
     def __bool__(self) -> bool:
         return self._depth > 0
 

@@ -85,7 +85,7 @@ def first_failure(block: nn.Module, layout: BlockLayout, call: Call, tape: Tape,
 def why_refused(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut) -> str | None:
     """What differs between the whole and the split block on any rank: None if nothing does. All ranks call it."""
     expected = _Run(block, call, cut)
-    split = copy.deepcopy(block)
+    split = copy.deepcopy(block, {id(parameter): parameter for parameter in block.parameters()})
     split_block(split, layout, cut)
     got = _Run(split, call, cut, expected)
     reason = got.reason or _gradients_differ(layout, expected, got, cut.rank)

@@ -46,26 +46,33 @@ class ModelLayout:
 
     blocks: Mapping[str, BlockLayout]
     vocabulary: Vocabulary
+    outside: tuple[Kept, ...] = ()
+    """What is multiplied with outside of the blocks, and is not of the vocabulary."""
 
     @property
     def kept(self) -> tuple[Kept, ...]:
         """What stays whole on every rank, by its full name, and why."""
         inner = [
-            replace(each, name=f"{path}.{each.name}") for path, block in self.blocks.items() for each in block.kept
+            replace(each, name=full_name(path, each.name)) for path, block in self.blocks.items() for each in block.kept
         ]
-        return (*inner, *self.vocabulary.kept)
+        return (*inner, *self.vocabulary.kept, *self.outside)
 
     @property
     def rows(self) -> Mapping[str, Rows]:
         """The rows that each rank holds, for every parameter that was cut, by its full name."""
         cut = {
-            f"{path}.{name}": rows
+            full_name(path, name): rows
             for path, block in self.blocks.items()
             for group in block.groups
             for name, rows in group.rows.items()
         }
         cut.update({**self.vocabulary.lookups, **self.vocabulary.logits})
         return {name: rows for name, rows in cut.items() if not rows.is_shared}
+
+
+def full_name(path: str, name: str) -> str:
+    """The name in the model of what has a name in its module at `path`."""
+    return f"{path}.{name}" if path and name else path or name
 
 
 def tensor_parallel(model: nn.Module, run: Run, mesh: DeviceMesh, plan: Plan | None = None) -> ModelLayout:
@@ -82,6 +89,8 @@ def tensor_parallel(model: nn.Module, run: Run, mesh: DeviceMesh, plan: Plan | N
     """
     if plan is not None:
         check_names(model, plan)
+    if mesh.size() == 1:
+        return ModelLayout({}, Vocabulary({}, {}, {}))
     make_splittable(model)
     seen = _Seen(model, run, mesh.get_group())
     layout = _derive(model, seen, mesh, plan)
@@ -97,7 +106,7 @@ class _Seen:
     """What one evaluation of the whole model shows: its output, its blocks' arguments, what is used outside of them."""
 
     def __init__(self, model: nn.Module, run: Run, group: dist.ProcessGroup) -> None:
-        self.blocks = repeated_blocks(model)
+        self.blocks = repeated_blocks(model) or {"": model}  # where nothing repeats, all is one block
         self.kinds = _kinds(self.blocks)
         first = {paths[0]: self.blocks[paths[0]] for paths in self.kinds}
         inner = {id(p) for block in self.blocks.values() for p in block.parameters()}
@@ -169,7 +178,11 @@ def _derive(model: nn.Module, seen: _Seen, mesh: DeviceMesh, plan: Plan | None) 
     vocabulary = Vocabulary({}, {}, {})
     if plan is None:
         vocabulary = derive_vocabulary(model, seen.tables, seen.products, mesh.size())
-    return ModelLayout({path: layouts[path] for path in seen.blocks}, vocabulary)
+    known = {*vocabulary.lookups, *vocabulary.logits, *(each.name for each in vocabulary.kept)}
+    outside = dict.fromkeys(product.weight for product in seen.products if product.weight not in known)
+    reason = "the plan does not name it" if plan is not None else "it is outside of the repeated blocks"
+    kept = tuple(Kept(name, reason) for name in outside)
+    return ModelLayout({path: layouts[path] for path in seen.blocks}, vocabulary, kept)
 
 
 def _derive_block(block: nn.Module, path: str, call: Call, mesh: DeviceMesh, plan: Plan | None) -> BlockLayout:
@@ -181,8 +194,9 @@ def _derive_block(block: nn.Module, path: str, call: Call, mesh: DeviceMesh, pla
         if each.heads and plan is None:
             degrees = ", ".join(str(n) for n in range(2, each.heads + 1) if each.heads % n == 0)
             raise StrategyError(
-                f"tensor is {mesh.size()}, which does not divide the {each.heads} heads before {path}.{each.name}; "
-                f"give the axis tensor a size of {degrees}, or name in a plan what else is to be split"
+                f"tensor is {mesh.size()}, which does not divide the {each.heads} heads before "
+                f"{full_name(path, each.name)}; give the axis tensor a size of {degrees}, or name in a plan what "
+                "else is to be split"
             )
     layout = with_draws(twin, layout, call)
     draw_weights(twin, 0)
@@ -210,7 +224,10 @@ def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
     split = {
-        f"{path}.{name}" for path, layout in layouts.items() for group in layout.groups for name in group.parameters
+        full_name(path, name)
+        for path, layout in layouts.items()
+        for group in layout.groups
+        for name in group.parameters
     }
     result = {}
     for path, layout in layouts.items():

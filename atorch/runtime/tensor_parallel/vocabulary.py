@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from atorch.runtime.override import override
-from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, SharedHook, rows_of_whole, this_part
-from atorch.runtime.tensor_parallel.collectives import gather, reduce
+from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, SharedHook, Sum, rows_of_whole, this_part
+from atorch.runtime.tensor_parallel.collectives import gather
 from atorch.runtime.tensor_parallel.layout import Kept, Rows
 from atorch.runtime.tensor_parallel.presented import Inside, present
 from atorch.runtime.tensor_parallel.products import Product
@@ -87,7 +87,7 @@ def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut) -> None
         ((start, stop),) = rows.by_rank[cut.rank]
         if module.padding_idx is not None:
             module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
-        override(module, "forward", _look_up, start, stop - start, cut)
+        override(module, "forward", _look_up, start, stop - start, Sum(cut.group, None))
     for name, rows in vocabulary.logits.items():
         module = _cut_table(model, name, rows, cut)
         module.register_forward_pre_hook(ForkArguments(cut.group, 1), with_kwargs=True)
@@ -110,12 +110,13 @@ def _cut_table(model: nn.Module, name: str, rows: Rows, cut: Cut) -> Any:
     return module
 
 
-def _look_up(theirs: Callable[..., Tensor], start: int, count: int, cut: Cut) -> Callable[..., Tensor]:
+def _look_up(theirs: Callable[..., Tensor], start: int, count: int, total: Sum) -> Callable[..., Tensor]:
     def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = input - start
         others = (own < 0) | (own >= count)
         found = theirs(self, own.masked_fill(others, 0), *args, **kwargs)
-        return reduce(found.masked_fill(others.unsqueeze(-1), 0), cut.group)
+        summed: Tensor = total(self, (), found.masked_fill(others.unsqueeze(-1), 0))
+        return summed
 
     return forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def parity(rank: int, size: int, name: str, settings: dict[str, Any]) -> dict[st
         "update": distance(whole_state(model, layout), plain.state_dict(), before),
         "forward": forward.counts,
         "backward": backward.counts,
-        "kept": [each.name for each in layout.kept],
+        "kept": [each.name for each in layout.kept if "outside" not in each.reason],
     }
 
 
@@ -229,4 +230,50 @@ def test_dropout_of_what_is_split_repeats_and_leaves_the_ranks_together(pool: Po
             "repeats": True,
             "agree outside": True,
             "same output": True,
+        }
+
+
+class Lone(nn.Module):
+    """Nothing that repeats, and a head that has no partner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x + self.down(torch.relu(self.up(x))))
+        return out
+
+
+def alone(rank: int, size: int) -> dict[str, Any]:
+    torch.manual_seed(2)
+    model, x = Lone(), torch.randn(4, 6)
+    plain = copy.deepcopy(model)
+    layout = tensor_parallel(model, lambda model: model(x), mesh_of(size))
+    twin = copy.deepcopy(model)
+    for each in (model, plain, twin):
+        each(x).square().mean().backward()
+    return {
+        "cut": sorted(layout.rows),
+        "kept": [each.name for each in layout.kept],
+        "equal": torch.allclose(model(x), plain(x), atol=1e-6) and torch.equal(model(x), twin(x)),
+        "gradients": torch.allclose(whole(model.down.weight.grad), plain.down.weight.grad, atol=1e-6)
+        and torch.allclose(whole(twin.down.weight.grad), plain.down.weight.grad, atol=1e-6),
+        "bias": torch.allclose(model.down.bias.grad, plain.down.bias.grad, atol=1e-6),
+    }
+
+
+def whole(tensor: Any) -> Tensor:
+    full: Tensor = tensor.full_tensor()
+    return full
+
+
+def test_a_model_without_blocks_is_one_and_can_be_copied(pool: Pool) -> None:
+    for seen in pool.run(alone):
+        assert seen == {
+            "cut": ["down.weight", "up.bias", "up.weight"],
+            "kept": ["head.weight"],
+            "equal": True,
+            "gradients": True,
+            "bias": True,
         }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from atorch.runtime.tensor_parallel import whole_state
 from atorch.runtime.tensor_parallel.split import tensor_parallel
 from tests.pool import Pool
+from tests.runtime.sharing import Block
 from tests.runtime.tensor_parallel.test_split import mesh_of
 
 ROWS, WIDTH, PADDING = 7, 6, 5
@@ -24,11 +25,13 @@ class Tied(nn.Module):
         torch.manual_seed(1)
         self.tokens = nn.Embedding(ROWS, WIDTH, padding_idx=PADDING, **settings)
         self.places = nn.Embedding(ROWS + 2, WIDTH)
+        self.blocks = nn.Sequential(Block(WIDTH), Block(WIDTH))
         self.logits = nn.Linear(WIDTH, ROWS)
         self.logits.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.logits(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        logits: Tensor = self.logits(self.blocks(x))
         return logits
 
 
@@ -46,10 +49,10 @@ def seen(rank: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     state, expected = whole_state(model, layout), plain.state_dict()
     return {
-        "equal": all(torch.allclose(state[name], expected[name], rtol=1e-5) for name in expected),
+        "equal": all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected),
         "tied": model.logits.weight is model.tokens.weight,
         "held": getattr(model.tokens.weight, "to_local", lambda: model.tokens.weight)().shape[0],
-        "cut": sorted(layout.rows),
+        "cut": sorted(name for name in layout.rows if "blocks" not in name),
         "kept": [(each.name, each.reason) for each in layout.kept],
     }
 
