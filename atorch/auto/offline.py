@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 MakeModel = Callable[[], nn.Module]
 MAX_SIMULATED = 32
-BREADTH = 50_000  # compositions to compare with
 _OPTIONS = ("global_batch", "excluded", "included", "fixed", "objective", "reserve", "verify")
 _JOB = ("loss_func", "optim_func", "optim_args", "optim_param_func", "prepare_input", "model_input_format")
 ROOM = 0.25  # of the memory that is free, what a model that must be made for real may take
@@ -102,7 +101,8 @@ def plan_for(
     objective: str = "step_time",
     reserve: float = RESERVE,
     verify: int = 3,
-    breadth: int = BREADTH,
+    breadth: int | None = None,
+    advise: bool = True,
 ) -> ClusterPlan:
     """The best composition for the cluster by estimate, and the best `verify` of the ranking simulated.
 
@@ -110,7 +110,7 @@ def plan_for(
         global_batch: samples of a step on all devices together; None for the traced batch on every device.
         fixed: what `Strategy.of` takes: compositions have exactly these methods.
         reserve: share of a device's memory that nothing may use.
-        breadth: how many compositions are scored at least, beside what finding the best takes.
+        breadth, advise: see `answer`.
 
     Raises:
         NoFeasiblePlanError: nothing fits; the nearest miss is named, with what would make it fit.
@@ -130,6 +130,7 @@ def plan_for(
         objective=objective,
         reserve=reserve,
         breadth=breadth,
+        advise=advise,
     )
     return _verified(plan, subject, verify) if verify else plan
 

@@ -49,6 +49,7 @@ def answer(
     keep: int = 20,
     breadth: int | None = None,
     prove: bool = False,
+    advise: bool = True,
 ) -> ClusterPlan:
     """The best composition for a model, a cluster and a batch.
 
@@ -64,6 +65,7 @@ def answer(
             None: 50 for each device, and 5,000.
         prove: search until the best under the estimate is proven, however long it takes; else the search ends with
             50,000 compositions, and `gap` says what one that was not scored might save.
+        advise: where nothing fits, look for the nearest miss and for what would make it fit.
 
     Raises:
         ArgumentError: an objective that there is not.
@@ -85,8 +87,10 @@ def answer(
     if breadth is None:
         breadth = max(BREADTH * question.job.cluster.world_size, LEAST_BREADTH)
     most = math.inf if prove else max(breadth, MOST)
-    found = question.found(space, keep=keep, breadth=breadth, most=most)
+    found = question.found(space, keep=keep, breadth=breadth, most=most, nearest=advise)
     rows = found.columns.fastest(keep)
+    if not rows and not advise:
+        raise NoFeasiblePlanError(f"nothing fits on {question.job.cluster.world_size} × {cluster.device.name}")
     if not rows:
         raise _nothing_fits(question, space, found)
     return _plan(question, space, found, rows, objective, began)
