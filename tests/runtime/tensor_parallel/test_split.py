@@ -277,3 +277,36 @@ def test_a_model_without_blocks_is_one_and_can_be_copied(pool: Pool) -> None:
             "gradients": True,
             "bias": True,
         }
+
+
+class Latent(nn.Module):
+    """A result that is split for one use of it and read whole by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide, self.out = nn.Linear(6, 4), nn.Linear(4, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.narrow(x)
+        heads = self.wide(latent).unflatten(-1, (4, 2)).softmax(-1).flatten(-2)
+        out: Tensor = self.out(heads * latent.mean(-1, keepdim=True))
+        return x + out
+
+
+def refused(rank: int, size: int) -> dict[str, Any]:
+    torch.manual_seed(2)
+    model, x = nn.Sequential(Latent(), Latent()), torch.randn(4, 6)
+    before = list(model.parameters())
+    layout = tensor_parallel(model, lambda model: model(x), mesh_of(size))
+    return {
+        "untouched": all(a is b for a, b in zip(before, model.parameters(), strict=True)),
+        "kept": {each.name: each.reason for each in layout.kept},
+    }
+
+
+def test_what_computes_something_else_stays_whole_and_is_reported(pool: Pool) -> None:
+    for seen in pool.run(refused):
+        assert seen["untouched"]
+        assert "differs from the whole block's" in seen["kept"]["0.wide.weight"]
+        assert "differs from the whole block's" in seen["kept"]["1.wide.weight"]
+        assert "with another split" in seen["kept"]["0.out.weight"]
