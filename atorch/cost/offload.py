@@ -1,7 +1,8 @@
 """Seconds of what waits in host memory: fetched before it is used, and stepped where it is.
 
-Transfers run beside computation, each way by itself, so that only what takes longer than that shows; the host's
-optimizer step waits for the last gradient, and the next forward for it (Ren et al. 2021, arXiv 2101.06840, section 4).
+Transfers run beside the pass that they belong to, each way by itself, so that what takes longer than that pass shows:
+activations go down while forward computes and come up while backward does. The host's optimizer step waits for the
+last gradient, and the next forward for it (Ren et al. 2021, arXiv 2101.06840, section 4).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     """What offloading adds to a step of a stage that computes for `computing_s`.
 
     Parameters that wait are fetched for every forward and backward, unless backward still has them; gradients of what
-    the host steps go down once, and what it stepped and the device holds comes up. The host is taken to have as much
-    memory bandwidth for each device as the link between them.
+    the host steps go down once, and what it stepped and the device holds comes up. Forward is a third of the
+    computation, or a quarter where backward runs it again. The host is taken to have as much memory bandwidth for each
+    device as the link between them.
     """
     if not uses_host(cost):
         return 0.0
@@ -28,13 +30,15 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     rate = cluster.host_link.bandwidth * cluster.host_link.efficiency
     waiting, stepped = whole.parameters - held.parameters, _stepped(cost, whole, held)
     saved = (whole.activations - held.activations) / stage.in_flight * cost.num_micro_batches
-    fetches = cost.num_micro_batches * (1.0 if cost.keeps_gathered else 2.0)
+    fetched = cost.num_micro_batches * waiting
     gradients = stepped * whole.gradients * cost.grad_shards / cost.optim_shards
     parameters = stepped * whole.parameters * cost.param_shards / cost.optim_shards
     states = stepped * (whole.optimizer + whole.masters)
-    transfers = max(fetches * waiting + saved, gradients + saved) / rate
+    forward_s = computing_s / (3.0 + cost.recompute)
+    forward = max(fetched, saved) / rate - forward_s
+    backward = max(saved + (0.0 if cost.keeps_gathered else fetched), gradients) / rate - (computing_s - forward_s)
     step = (2.0 * (parameters + states) + gradients + max(0.0, parameters - waiting)) / rate
-    return max(0.0, transfers - computing_s) + step
+    return max(0.0, forward) + max(0.0, backward) + step
 
 
 def _all_on_device(cost: Cost) -> Cost:

@@ -57,7 +57,7 @@ def test_the_host_steps_what_it_holds():
     # Gradients down, 4,000 at 1,000 B/s; the step reads and writes 4,000 + 8,000 and reads 4,000; parameters up.
     cost = replace(PLAIN, optim_offload=1.0)
     assert seconds(cost) == pytest.approx(4 + 24 + 4 + 4)
-    assert seconds(cost, computing_s=3.0) == pytest.approx(1 + 24 + 4 + 4)
+    assert seconds(cost, computing_s=3.0) == pytest.approx(2 + 24 + 4 + 4)  # behind the two seconds of backward
     assert seconds(cost, computing_s=9.0) == pytest.approx(24 + 4 + 4)
     assert seconds(replace(cost, optim_offload=0.5)) == pytest.approx(18)
 
@@ -67,13 +67,19 @@ def test_parameters_are_fetched_for_forward_and_backward_of_every_micro_batch():
     step = 24 + 4  # nothing comes up: parameters are fetched anyway
     assert seconds(cost) == pytest.approx(2 * 4 + step)
     assert seconds(replace(cost, num_micro_batches=3.0)) == pytest.approx(6 * 4 + step)
-    assert seconds(replace(cost, keeps_gathered=True)) == pytest.approx(4 + step)
+    assert seconds(replace(cost, keeps_gathered=True)) == pytest.approx(4 + 4 + step)  # gradients come down alone
 
 
 def test_activations_go_down_and_up_once_for_each_micro_batch():
     cost = replace(PLAIN, activation_offload=1.0)
-    assert seconds(cost) == pytest.approx(0.5)
-    assert seconds(replace(cost, num_micro_batches=5.0, batch_size=5.0)) == pytest.approx(2.5)
+    assert seconds(cost) == pytest.approx(2 * 0.5)
+    assert seconds(replace(cost, num_micro_batches=5.0, batch_size=5.0)) == pytest.approx(2 * 2.5)
+
+
+def test_activations_go_down_behind_forward_and_come_up_behind_backward():
+    cost = replace(PLAIN, activation_offload=1.0)
+    assert seconds(cost, computing_s=0.9) == pytest.approx(0.5 - 0.3)  # backward's 0.6 hides the way up
+    assert seconds(cost, computing_s=1.5) == 0
 
 
 def test_shards_wait_as_shards():
