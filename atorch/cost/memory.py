@@ -134,8 +134,9 @@ def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
     moments = _moments(cost, stage.in_flight, parts)
     if not uses_host(cost):
         return memory(max(moments, key=sum))
-    # What makes way differs from moment to moment, and so the peak's moment is another one with it.
-    return max((_with_host(cost, memory(each)) for each in moments), key=lambda each: each.total)
+    # What makes way differs from moment to moment, and so the peak's moment is another one with it. Of those that fill
+    # a budget the one counts that most makes way for.
+    return max((_with_host(cost, memory(each)) for each in moments), key=lambda each: (round(each.total), each.on_host))
 
 
 def uses_host(cost: Cost) -> bool:
