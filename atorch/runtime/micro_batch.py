@@ -41,6 +41,7 @@ class MicroBatched:
     size: rows of a micro-batch on this process; "auto" is the largest that the device has memory for, halved from the
         whole batch on all processes together. count: the number of micro-batches instead.
     loss_weight, tolerance: see `LossWeight`.
+    reduce: gradients of sharded parameters once, whole until then, or with "each" micro-batch, as shards.
     The items of a loss behind the first are put together by `merge`.
     """
 
@@ -52,6 +53,7 @@ class MicroBatched:
         count: int | None = None,
         loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
+        reduce: Literal["once", "each"] = "once",
     ) -> None:
         for name, number in (("size", size), ("count", count)):
             if isinstance(number, int) and number < 1:
@@ -59,7 +61,7 @@ class MicroBatched:
         self._loss_func, self._size, self._count = loss_func, size if count is None else None, count
         self._weight = LossWeight(loss_weight, tolerance)
         self._switch = _Switch()
-        self._reduction = Reduction(model)
+        self._reduction = Reduction(model, each=reduce == "each")
         self._parameters = list(model.parameters())  # now: FSDP2 shows others while it is unsharded
         self._kept_apart: weakref.ref[Gradients] = weakref.ref(Gradients())  # of the last call, while its loss lives
         # The optimizer makes its state in the first step, so the second tries again. The host has no such error.

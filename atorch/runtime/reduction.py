@@ -1,6 +1,7 @@
 """When gradients are reduced over processes: with the last of several backward passes, the others only add up.
 
-FSDP2 keeps whole gradients until then, in its reduce dtype: memory for no communication.
+FSDP2 keeps whole gradients until then, in its reduce dtype: memory for no communication. Where that is too much it
+reduces with every pass, and adds up shards.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 class Reduction:
     """The reduction of one model's gradients: DDP, FSDP2, any module with a `no_sync()`, or none."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, each: bool = False) -> None:
+        """With `each`, shards are reduced with every pass; gradients that are not sharded gain nothing by that."""
+        self._model, self._each = model, each
         self._no_sync: Callable[[], AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
         fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever a model was sharded by it
         self._sharded_class: Any = fsdp.FSDPModule if fsdp is not None else ()
@@ -32,7 +34,7 @@ class Reduction:
     def only(self, now: bool) -> AbstractContextManager[None]:
         """A forward and backward pass that reduces gradients now, or leaves them to a later one."""
         if self._shards and not now:
-            return self._held_by_fsdp()
+            return nullcontext() if self._each else self._held_by_fsdp()
         if self._no_sync is not None and not now:
             return self._no_sync()
         return nullcontext()

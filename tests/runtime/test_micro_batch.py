@@ -266,7 +266,7 @@ class Counting(torch.utils._python_dispatch.TorchDispatchMode):
 def reduced(rank, size, kind):
     model = Net()
     bytes_sent = []
-    if kind == "fsdp":
+    if kind in ("fsdp", "each"):
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model)
@@ -274,7 +274,7 @@ def reduced(rank, size, kind):
     else:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=kind == "buckets")
         wrapped.register_comm_hook(bytes_sent, averaged)
-    loss_func = MicroBatched(wrapped, mse, size=2)
+    loss_func = MicroBatched(wrapped, mse, size=2, reduce="each" if kind == "each" else "once")
     batch = make_batch(5, seed=rank)
     loss_func(batch, wrapped(batch["tokens"])).backward()
     wrapped.zero_grad()
@@ -286,7 +286,7 @@ def reduced(rank, size, kind):
     added = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
     added = added + loss_func(make_batch(4, rank + 1), wrapped(make_batch(4, rank + 1)["tokens"]))
     added.backward()
-    grads = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in model.parameters()]
+    grads = [p.grad.full_tensor() if kind in ("fsdp", "each") else p.grad for p in model.parameters()]
     return [grad.clone() for grad in grads], counting.calls, sum(bytes_sent)
 
 
@@ -308,13 +308,14 @@ def expected_gradients(size):
     return gradients(model)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "buckets", "fsdp"])
-def test_gradients_are_reduced_once_a_call(pool, kind):
+@pytest.mark.parametrize("kind", ["ddp", "buckets", "fsdp", "each"])
+def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(pool, kind):
     num_bytes = sum(p.nbytes for p in Net().parameters())
     for grads, calls, sent in pool.run(reduced, kind):
         close(grads, expected_gradients(2), 1e-5)
-        if kind == "fsdp":
-            assert calls.count("_reduce_scatter_base_") + calls.count("reduce_scatter_tensor") == 2, calls
+        if kind in ("fsdp", "each"):
+            calls_of_two = 2 if kind == "fsdp" else 2 * 3  # five rows, two at a time
+            assert calls.count("_reduce_scatter_base_") + calls.count("reduce_scatter_tensor") == calls_of_two, calls
         else:
             assert sent == 4 * num_bytes
 

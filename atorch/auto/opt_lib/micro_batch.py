@@ -41,6 +41,9 @@ class MicroBatch(Method):
     loss_weight: str = "auto"
     """How micro-batches' losses make the batch's: "rows", "labels", "shifted_labels", "sum", the name of an entry of
     the batch that is a mask or holds labels, or "auto" to find out which of the four."""
+    reduce: Literal["once", "each"] = "once"
+    """Sharded gradients: whole until they are reduced once, or reduced with "each" micro-batch, so that shards are all
+    that is kept."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -50,6 +53,8 @@ class MicroBatch(Method):
 
     def unfit(self, cost: Cost) -> str | None:
         """Equal parts of the batch of a process, and more than one; interleaved pipelines take them in rounds."""
+        if self.reduce == "each" and (not cost.gathered_itemsize or cost.grads_persist):
+            return f"{self} has no sharded gradients to reduce"
         samples = f"the {cost.batch_size:g} samples of a process"
         parts = cost.batch_size / self.size if isinstance(self.size, int) else self.count
         if parts is None:
@@ -70,7 +75,8 @@ class MicroBatch(Method):
         else:
             return cost
         count = float(math.ceil(cost.batch_size / rows))
-        return reduce_once(cost.but(num_micro_batches=count, batch_size=count * rows))
+        cost = cost.but(num_micro_batches=count, batch_size=count * rows)
+        return cost if self.reduce == "each" else reduce_once(cost)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -78,6 +84,7 @@ class MicroBatch(Method):
         if not any("BatchNorm" in name for name in profile.module_classes):
             for power in range(LARGEST.bit_length()):
                 yield cls(size=2**power)
+                yield cls(size=2**power, reduce="each")
 
     def apply(self, ctx: Context) -> Context:
         """Let the model defer its output to a loss function that runs micro-batches."""
@@ -86,6 +93,11 @@ class MicroBatch(Method):
         if len(ctx.parts) != 1:
             raise StrategyError("a pipeline splits its batch itself; set its micro-batches and leave micro_batch out")
         gathers = ctx.strategy is not None and not {"fsdp", "zero2"}.isdisjoint(ctx.strategy.names())
+        if self.reduce == "each" and not gathers:
+            raise StrategyError(
+                'micro_batch was given reduce="each", but only gradients that fsdp or zero2 shards gain by that; '
+                'leave reduce at "once", or add fsdp'
+            )
         if self.size == "auto" and self.count is None and gathers and ctx.device.type == "cuda":
             raise StrategyError(
                 'micro_batch was given size="auto" beside sharded parameters: a process that runs out of memory alone '
@@ -96,7 +108,13 @@ class MicroBatch(Method):
             if built.args["use_optim_backward"] or built.loss_func is None:
                 raise StrategyError("micro_batch needs loss.backward(); a backend with its own backward cannot take it")
             loss_func = MicroBatched(
-                built.model, built.loss_func, self.size, self.count, self.loss_weight, _tolerance(ctx.compute_dtype)
+                built.model,
+                built.loss_func,
+                self.size,
+                self.count,
+                self.loss_weight,
+                _tolerance(ctx.compute_dtype),
+                self.reduce,
             )
             return replace(built, loss_func=loss_func)
 

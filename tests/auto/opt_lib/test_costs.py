@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
@@ -146,6 +147,15 @@ def test_micro_batches_divide_activations_and_gather_again():
     assert reducing == replace(whole.comm[1], each_micro_batch=False)
     assert (found.grad_bytes, whole.grad_bytes) == (4000, 1000), "whole until the last micro-batch"
     assert cost(MESH, "ddp", ("micro_batch", {"size": 2})).num_micro_batches == 2  # of four samples a device
+
+
+def test_shards_of_gradients_are_reduced_with_each_micro_batch():
+    found = cost(MESH, "fsdp", ("micro_batch", {"count": 2, "reduce": "each"}))
+    assert found.comm == cost(MESH, "fsdp").comm
+    assert found.grad_bytes == 1000
+    assert cost(MESH, "fsdp", ("micro_batch", {"count": 2})).grad_bytes == 4000
+    refused = MicroBatch(size=2, reduce="each").unfit(cost(MESH, "ddp"))
+    assert "no sharded gradients" in str(refused)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ def test_what_is_no_part_of_a_batch(config: Any, changes: Any, reason: str | Non
 
 
 def test_powers_of_two_are_tried_where_samples_are_apart() -> None:
-    assert [each.size for each in MicroBatch.choices(PROFILE, cluster())] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    tried = [(each.size, each.reduce) for each in MicroBatch.choices(PROFILE, cluster())]
+    assert tried == [(2**power, reduce) for power in range(9) for reduce in ("once", "each")]
     together = replace(PROFILE, module_classes=frozenset({"BatchNorm1d"}))
     assert not list(MicroBatch.choices(together, cluster()))
