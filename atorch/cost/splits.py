@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from atorch.cost.buckets import deal_out, num_reductions
 from atorch.cost.state import Comm, Cost
 
 MiB = 2**20
@@ -94,8 +95,10 @@ def shard_optimizer(
     `over` as many or fewer of them.
     """
     shards = cost.size(*over)
-    calls = shards if gathers == "broadcast" else cost.param_bytes / bucket_bytes + 1
-    return cost.but(optim_shards=cost.optim_shards * shards).send(
+    calls, share = cost.param_bytes / bucket_bytes + 1, 1 / shards
+    if gathers == "broadcast":  # by their owners, who have whole parameters
+        calls, share = deal_out(cost, shards)
+    return cost.but(optim_shards=cost.optim_shards / share).send(
         _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
         Comm(gathers, over, cost.param_bytes, count=calls),
     )
@@ -116,7 +119,9 @@ def shard(
     Zhao et al. 2023, arXiv 2304.11277. All of it in every micro-batch. Blocks are gathered again in backward unless
     `keeps_gathered`; over `replicas` the shards of gradients are all-reduced.
     """
-    shards, calls = cost.size(*axes), cost.num_blocks + 2.0
+    shards, around = cost.size(*axes), _num_groups_around(cost)
+    calls = float(cost.num_blocks + around)
+    again = 0.0 if keeps_gathered else float(cost.num_blocks)  # the others stay gathered, as torch does with a root
     inside = sum(each.count * cost.local_params(each) for each in cost.segments if each.is_block)
     gathered = itemsize * (cost.num_params + (0.0 if keeps_gathered else inside))
     reduced = reduced_itemsize * cost.num_trainable
@@ -129,10 +134,27 @@ def shard(
         cast_itemsize=0.0,  # shards are cast before they are gathered
         cast_traffic_bytes=cost.cast_traffic_bytes / shards,
     ).send(
-        Comm("all_gather", axes, gathered, calls if keeps_gathered else 2 * calls, overlap, each_micro_batch=True),
+        Comm("all_gather", axes, gathered, calls + again, overlap, each_micro_batch=True),
         Comm("reduce_scatter", axes, reduced, calls, overlap, each_micro_batch=True),
         Comm("all_reduce", replicas, reduced / shards, calls, overlap, each_micro_batch=True),
     )
+
+
+def _num_groups_around(cost: Cost) -> int:
+    """What is gathered as one outside of blocks: embeddings, a head of its own, and the rest with the root."""
+    tables = head = rest = False
+    for each in (segment for segment in cost.segments if not segment.is_block):
+        largest = max((product.inner * product.columns for product in each.matmuls), default=0)
+        own = largest if 0 < largest <= each.num_params else 0
+        tables |= not each.matmuls and each.num_params > 0
+        head |= own > 0
+        rest |= bool(each.matmuls) and each.num_params > own
+    return tables + head + rest
+
+
+def share_buffers(cost: Cost, axes: tuple[str, ...] = REPLICA_AXES) -> Cost:
+    """Buffers sent from the first replica before the first forward pass of a step."""
+    return cost.send(Comm("broadcast", axes, cost.buffer_bytes)) if cost.buffer_bytes else cost
 
 
 def _reduction(
@@ -144,5 +166,5 @@ def _reduction(
     overlaps: bool,
 ) -> Comm:
     num_bytes = cost.grad_bytes if itemsize is None else cost.num_trainable / cost.grad_shards * itemsize
-    num_buckets = num_bytes / bucket_bytes + 1
+    num_buckets = num_reductions(cost, num_bytes / cost.num_trainable, bucket_bytes) if num_bytes else 1
     return Comm(kind, axes, num_bytes, count=num_buckets, overlap=1 - 1 / num_buckets if overlaps else 0.0)

@@ -34,7 +34,7 @@ class AmpNative(Precision):
         bits; the casts add a third to the operations.
         """
         return replace(
-            cost,
+            self.agree(cost) if self.dtype == "fp16" or self.skip_if_nonfinite else cost,
             dtype=cost.dtype if cost.dtype == "float8" else NAMES[self.dtype],
             activation_scale=cost.activation_scale * 2 / 3,
             traffic_scale=cost.traffic_scale * 2 / 3,

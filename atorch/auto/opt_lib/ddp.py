@@ -18,6 +18,7 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import replicate as replica_cost
+from atorch.cost.splits import share_buffers
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.runtime.replicate import replicate
 from atorch.units import MiB
@@ -37,7 +38,8 @@ class Ddp(Method):
     """Size of the buckets that are reduced at once, in MiB."""
 
     def cost(self, cost: Cost) -> Cost:
-        """An all-reduce of the gradients by bucket, of which the last one is not hidden."""
+        """An all-reduce of the gradients by bucket, of which the last one is not hidden; the first rank's buffers."""
+        cost = share_buffers(cost)
         return replica_cost(cost.but(grads_persist=True), bucket_bytes=self.bucket_cap_mb * MiB)
 
     @classmethod

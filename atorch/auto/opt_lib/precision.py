@@ -12,7 +12,7 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method
 from atorch.cluster import ClusterSpec
-from atorch.cost import ModelProfile
+from atorch.cost import Comm, Cost, ModelProfile
 from atorch.runtime.amp import LossScale
 
 DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -80,3 +80,8 @@ class Precision(Method):
         return LossScale(
             self.init_scale, growth=self.growth_factor, backoff=self.backoff_factor, interval=self.growth_interval
         )
+
+    @staticmethod
+    def agree(cost: Cost) -> Cost:
+        """One flag a step over all processes, whether all gradients are finite."""
+        return cost.send(Comm("all_reduce", tuple(cost.axes), 4.0))

@@ -17,7 +17,7 @@ from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, named
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import shard_optimizer
+from atorch.cost.splits import shard_optimizer, share_buffers
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.runtime.replicate import replicate
 from atorch.runtime.zero import ShardedOptimizer
@@ -44,7 +44,7 @@ class Zero1(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """The optimizer's share of this device; ddp's all-reduce, and every parameter once from its owner."""
-        cost = cost.but(grads_persist=True)
+        cost = share_buffers(cost.but(grads_persist=True))
         return shard_optimizer(cost, reduces="all_reduce", gathers="broadcast")
 
     @classmethod

@@ -1,0 +1,203 @@
+"""What arithmetic promises of a composition is what the composition does when it is simulated.
+
+Nothing is fitted here: a profile is traced once, every method's `cost` is folded over it, and the methods' own `apply`
+runs on fakes. Calls by kind and axes must be equal; bytes that are sent, and the peak, within 10 %; parameters, masters
+and optimizer states within 1 %. What a profile cannot tell is in `KNOWN`, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from atorch.auto.context import Context
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.completion import complete
+from atorch.auto.planner.simulate import Simulated, simulate
+from atorch.auto.strategy import METHODS, Strategy
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, ModelProfile, peak_memory, plain_cost
+from atorch.distributed.world import World
+from atorch.profiler.trace import trace
+
+VOCAB, SEQ, WIDTH, ROWS = 8000, 512, 1024, 4
+STATES = ("parameters", "masters", "optimizer")
+
+AMP, HALF = ("amp_native", "bf16"), ("half", "bf16")
+SELECTIVE, MICRO = ("checkpoint", {"selective": True}), ("micro_batch", {"size": 2})
+HYBRID = "hybrid"  # shards over four ranks, replicas over the others
+
+Composition = tuple[Any, ...]
+ALONE: tuple[Composition, ...] = (("ddp",), ("zero1",), ("zero2",), ("fsdp",))
+TOGETHER: tuple[Composition, ...] = (
+    (HYBRID, "fsdp"),
+    (HYBRID, "ddp"),
+    ("ddp", AMP),
+    ("ddp", HALF),
+    ("ddp", ("amp_native", "fp16")),
+    ("zero1", HALF),
+    ("zero2", AMP),
+    ("zero2", HALF),
+    ("fsdp", AMP),
+    ("fsdp", ("half", "fp16")),
+    (HYBRID, "fsdp", AMP),
+    ("ddp", "checkpoint"),
+    ("ddp", SELECTIVE),
+    ("fsdp", "checkpoint"),
+    ("fsdp", SELECTIVE),
+    ("fsdp", "module_replace"),
+    ("zero2", HALF, "checkpoint"),
+    ("fsdp", AMP, "checkpoint"),
+    ("ddp", MICRO),
+    ("zero1", HALF, MICRO),
+    ("zero2", AMP, MICRO),
+    ("fsdp", MICRO),
+    ("fsdp", AMP, "checkpoint", MICRO),
+)
+
+KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
+    (
+        frozenset(("half",)),
+        -0.17,
+        0.1,
+        "norms and losses stay in fp32 inside of a 16-bit model; traced in fp32, the profile has no copies of that",
+    ),
+    (
+        frozenset(("fsdp", "checkpoint")),
+        -0.1,
+        0.2,
+        "a block's whole gradients are there when what it recomputed is gone; the estimate adds them, to be safe",
+    ),
+)
+"""Methods together, how far the estimated peak may be below and above the simulated one, and why."""
+DEALT = 0.03
+"""zero1 deals out whole parameters: the estimate is of the rank that has the most, the simulation of the first."""
+
+
+def llama(layers: int) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=2816,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=SEQ,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(layers: int) -> nn.Module:
+    """Tied embeddings. Without dropout in attention, which the CPU's kernels take no part of in 16 bits."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=SEQ,
+        n_embd=WIDTH,
+        n_layer=layers,
+        n_head=16,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def cross_entropy(batch: Any, output: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(output["logits"].float().reshape(-1, VOCAB), batch["labels"].reshape(-1))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(ROWS, SEQ, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+@lru_cache
+def job(make: Callable[[int], nn.Module], layers: int) -> tuple[Context, ModelProfile]:
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    with torch.device("meta"):
+        model = make(layers)
+    ctx = make_context(
+        model,
+        optim_func=torch.optim.AdamW,
+        loss_func=cross_entropy,
+        model_input_format="unpack_dict",
+        world=world,
+        cluster=ClusterSpec.detect(world, measure=False),
+    )
+    return ctx, trace(model, batch(), ctx.call_model, ctx.loss_func, ctx.make_optimizer)
+
+
+def strategy_of(composition: Composition, ranks: int) -> Strategy:
+    hybrid = ("parallel_mode", ([("zero", 4), ("data", ranks // 4)], None))
+    return complete(Strategy.of([hybrid if part == HYBRID else part for part in composition]), ranks)
+
+
+def named(composition: Composition) -> str:
+    return "+".join(part if isinstance(part, str) else part[0] for part in composition)
+
+
+def promised(cost: Cost) -> Mapping[tuple[str, frozenset[str]], tuple[float, float]]:
+    """(kind, axes) → (calls, bytes) of a step."""
+    sent: dict[tuple[str, frozenset[str]], tuple[float, float]] = {}
+    for comm in cost.comm:
+        key = comm.kind, frozenset(axis for axis in comm.axis if cost.size(axis) > 1)
+        times = cost.num_micro_batches if comm.each_micro_batch else 1.0
+        calls, size = sent.get(key, (0.0, 0.0))
+        sent[key] = calls + times * comm.count, size + times * comm.num_bytes
+    return sent
+
+
+def band(names: frozenset[str]) -> tuple[float, float]:
+    known = [(low, high) for methods, low, high, _ in KNOWN if methods <= names]
+    return min((low for low, _ in known), default=-0.1), max((high for _, high in known), default=0.1)
+
+
+def check(make: Callable[[int], nn.Module], composition: Composition, ranks: int, layers: int) -> None:
+    ctx, profile = job(make, layers)
+    strategy, samples = strategy_of(composition, ranks), ROWS * ranks
+    happened = simulate(ctx, strategy, batch(), world_size=ranks, global_batch=samples)
+    cost = strategy.cost(plain_cost(profile, samples))
+    _same_messages(promised(cost), happened)
+    memory, names = peak_memory(cost), frozenset(strategy.names())
+    for state in STATES:
+        expected = pytest.approx(happened.memory.get(state, 0.0), rel=DEALT if "zero1" in names else 0.01, abs=4096)
+        assert getattr(memory, state) == expected, state
+    low, high = band(names)
+    error = memory.total / happened.peak_bytes - 1
+    assert low <= error <= high, (error, memory.by_category(), dict(happened.memory))
+
+
+def _same_messages(expected: Mapping[tuple[str, frozenset[str]], tuple[float, float]], happened: Simulated) -> None:
+    sent = {(kind, frozenset(axes)): counted for (kind, axes), counted in happened.collectives.items()}
+    assert {key: calls for key, (calls, _) in expected.items()} == {key: calls for key, (calls, _) in sent.items()}
+    for key, (_, size) in expected.items():
+        assert size == pytest.approx(sent[key][1], rel=0.1), key
+
+
+@pytest.mark.parametrize("composition", [("zero1",), ("fsdp",), ("ddp", ("amp_native", "fp16"))], ids=named)
+def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> None:
+    check(llama, composition, ranks=8, layers=4)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("composition", [*ALONE, *TOGETHER], ids=named)
+def test_every_composition_on_small_and_large_worlds(
+    make: Callable[[int], nn.Module], composition: Composition, ranks: int
+) -> None:
+    check(make, composition, ranks, layers=4)
+
+
+def test_every_method_that_can_be_applied_is_held_to_it() -> None:
+    held = {part if isinstance(part, str) else part[0] for each in (*ALONE, *TOGETHER) for part in each}
+    left_out = {"compile", "fp8"}  # compilers take no fakes; fp8 needs a library, and changes neither bytes nor calls
+    assert held - {HYBRID} | {"parallel_mode"} | left_out == {name for name in METHODS if METHODS[name].can_apply()}

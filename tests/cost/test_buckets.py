@@ -1,0 +1,30 @@
+"""Calls by bucket, counted by hand on a model of three parts."""
+
+from atorch.cost import Cost, Matmul, Segment
+from atorch.cost.buckets import deal_out, num_reductions
+
+HEAD = Segment(name="head", num_params=40, num_trainable=40, matmuls=(Matmul(rows=8, inner=4, columns=10),))
+BLOCK = Segment(
+    name="blocks", count=2, is_block=True, num_params=36, num_trainable=36,
+    matmuls=(Matmul(rows=8, inner=4, columns=4, count=2.0),),
+)  # fmt: skip
+TABLE = Segment(name="table", num_params=50, num_trainable=50)
+MODEL = Cost(segments=(TABLE, BLOCK, HEAD), traced_batch=1.0, batch_size=1.0)
+
+
+def test_the_parameter_that_fills_a_bucket_closes_it():
+    # 40 | 16 + 16 (a norm of 4 makes 36) + 16 (52, full) ... in elements of four bytes, from the head to the table
+    assert num_reductions(MODEL, 4.0, 4.0 * 40) == 3
+    assert num_reductions(MODEL, 4.0, 4.0 * 1000) == 1
+    assert num_reductions(MODEL, 2.0, 4.0 * 40) == 2
+
+
+def test_whole_parameters_are_dealt_out():
+    calls, share = deal_out(MODEL, 2)
+    assert (calls, share) == (2, 82 / 162)  # 50 + 16 + 16, 40 + 16 + 16 + 4 + 4
+    assert deal_out(MODEL, 100) == (8, 50 / 162)
+
+
+def test_a_head_that_is_the_table_is_not_counted_twice():
+    tied = Segment(name="head", num_params=0, num_trainable=0, tied_params=40, matmuls=HEAD.matmuls)
+    assert deal_out(MODEL.but(segments=(TABLE, BLOCK, tied)), 100)[0] == 7
