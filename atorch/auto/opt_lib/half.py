@@ -32,6 +32,7 @@ class Half(Precision):
             dtype=cost.dtype if cost.dtype == "float8" else NAMES[self.dtype],
             param_itemsize=cost.param_itemsize / 2,
             grad_itemsize=cost.grad_itemsize / 2,
+            buffer_bytes=cost.buffer_bytes / 2,
             master_itemsize=cost.master_itemsize + 4.0,
             activation_scale=cost.activation_scale / 2,
             traffic_scale=cost.traffic_scale / 2,
