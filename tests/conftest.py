@@ -1,13 +1,19 @@
 """What every test starts from: one thread, fixed seeds, and a pool of processes for those that need several."""
 
+import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.pool import pool  # noqa: F401  a fixture
+
+# No test reads or writes what searches keep in the user's cache directory, in this process or in those that it starts.
+os.environ["XDG_CACHE_HOME"] = os.devnull
 
 # A busy machine makes any example slow; a slow example is no fault.
 settings.register_profile("house", deadline=None)
@@ -18,6 +24,14 @@ settings.load_profile("house")
 def _one_thread() -> None:
     # Several processes share two cores; more threads would only make them wait for one another.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_stays() -> Iterator[None]:
+    """A mesh of one process stands on a group of one; simulations want none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

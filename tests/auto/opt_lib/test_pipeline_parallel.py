@@ -15,18 +15,18 @@ def interleaved(pieces=None, **knobs):
 
 
 def test_a_stage_holds_its_blocks_and_the_micro_batches_under_way():
-    cost = cost_of(AXES, ("pipeline_parallel", {"micro_batches": 16}))
+    cost = cost_of(AXES, ("pipeline_parallel", {"micro_batches": 16}), batch_size=64)
     assert (cost.stages, cost.schedule, cost.interleave, cost.num_micro_batches) == (4, "1f1b", 1, 16)
-    memory = peak_memory(cost)  # the first stage: embedding and two blocks, four micro-batches of one sample
+    memory = peak_memory(cost)  # the first stage: embedding and two blocks, four micro-batches of four samples
     assert memory.parameters == 4 * (4000 + 2 * 1200)
-    assert memory.activations == 4 * (800 + 2 * 5000) / 2
+    assert memory.activations == 4 * (800 + 2 * 5000) * 4 / 2
 
 
 def test_interleaving_holds_more():
-    cost = cost_of(AXES, interleaved(2, micro_batches=16))
+    cost = cost_of(AXES, interleaved(2, micro_batches=16), batch_size=64)
     assert (cost.schedule, cost.interleave) == ("interleaved", 2)
     held = (2 * 3 + 4 + 1) / 2  # pieces of half a stage
-    assert peak_memory(cost).activations == held * (800 + 2 * 5000) / 2
+    assert peak_memory(cost).activations == held * (800 + 2 * 5000) * 4 / 2
 
 
 @pytest.mark.parametrize(("batch_size", "parts"), [(16, 16), (64, 16), (24, 12), (7, 7), (34, 2)])

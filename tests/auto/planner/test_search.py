@@ -68,8 +68,10 @@ def test_a_search_chooses_what_ran_fastest_and_leaves_all_as_it_was():
 
 def test_included_and_fixed_are_honoured():
     assert "checkpoint" in find(context(), included=["checkpoint"]).strategy.names()
-    fixed = Strategy.of(["checkpoint", ("amp_native", "bf16")])
+    fixed = Strategy.of([("checkpoint", {"selective": False}), ("amp_native", "bf16")])
     assert find(context(), fixed=fixed).strategy == fixed
+    found = find(context(), fixed=Strategy.of(["checkpoint"])).strategy
+    assert found.names() == ("checkpoint",)  # selective or not: it was not said
 
 
 def test_without_time_the_best_by_estimate_is_taken():
