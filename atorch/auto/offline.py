@@ -184,7 +184,8 @@ def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     ctx = make_context(model, **job, world=alone, cluster=cluster)
     batch = ctx.prepare_input(sample_batch, alone.device)
-    profile = trace(model, batch, ctx.call_model, ctx.loss_func, ctx.make_optimizer)
+    kind = cluster.device.type
+    profile = trace(model, batch, ctx.call_model, ctx.loss_func, ctx.make_optimizer, device_type=kind)
     return Subject(profile, ctx, batch)
 
 

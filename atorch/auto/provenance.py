@@ -20,12 +20,17 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def provenance(model: nn.Module, cluster: ClusterSpec, world_size: int) -> dict[str, Any]:
-    """Versions, world size, cluster and model fingerprint, as plain JSON data."""
+def versions() -> dict[str, str]:
+    """What computes, by name."""
     import atorch
 
+    return {"atorch": atorch.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def provenance(model: nn.Module, cluster: ClusterSpec, world_size: int) -> dict[str, Any]:
+    """Versions, world size, cluster and model fingerprint, as plain JSON data."""
     return {
-        "versions": {"atorch": atorch.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "world_size": world_size,
         "cluster": {
             "device": cluster.device.name,

@@ -14,7 +14,7 @@ from torch import nn
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import batch_place, complete, fills_meta, idle_axes
-from atorch.auto.provenance import fingerprint, provenance
+from atorch.auto.provenance import fingerprint, provenance, versions
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
@@ -23,6 +23,7 @@ from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, nea
 from atorch.logs import logger, speaking
 
 if TYPE_CHECKING:
+    from atorch.auto.planner.calibration import Calibration, Source
     from atorch.auto.planner.plan import Plan
 
 MAX_KEPT = 50  # rejected compositions in a strategy's report
@@ -36,6 +37,7 @@ class Options:
     ignore_dryrun_on_load_strategy: bool = True
     verbose: bool = False
     time_limit: float | None = None  # seconds for the search
+    calibration: Source = True  # where the search keeps and finds what was measured on this machine
     find_unused_parameters: bool = False
     sampler_seed: int = 0
 
@@ -50,6 +52,12 @@ class Options:
         limit = options.time_limit
         if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
+        source = options.calibration
+        if not isinstance(source, (bool, str, os.PathLike)) or (not isinstance(source, bool) and Path(source).is_dir()):
+            raise ArgumentError(
+                f"calibration is {source!r}; it is True for this machine's file in your cache directory, False for "
+                "none, or the path of a file"
+            )
         return options
 
 
@@ -98,7 +106,14 @@ def searched(
     from atorch.auto.planner import search
 
     ctx = _context(job, options, searches=True)
-    return search(ctx, excluded=excluded, included=included, time_limit=options.time_limit, verbose=options.verbose)
+    return search(
+        ctx,
+        excluded=excluded,
+        included=included,
+        time_limit=options.time_limit,
+        verbose=options.verbose,
+        calibration=_calibration(options, ctx),
+    )
 
 
 def split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -156,6 +171,12 @@ def _context(job: Mapping[str, Any], options: Options, searches: bool) -> Contex
     if searches or not options.ignore_dryrun_on_load_strategy:
         together(lambda: _need_for_steps(made))
     return made
+
+
+def _calibration(options: Options, ctx: Context) -> Calibration | None:
+    from atorch.auto.planner.calibration import Calibration
+
+    return Calibration.of(options.calibration, ctx.cluster, versions())
 
 
 def _check_target(path: str | os.PathLike[str]) -> None:
@@ -242,6 +263,7 @@ def _chosen(
         fixed=given,
         time_limit=options.time_limit,
         verbose=options.verbose,
+        calibration=_calibration(options, ctx),
     )
     report = found.to_json_data()
     if ctx.world.rank == 0:

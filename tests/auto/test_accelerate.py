@@ -153,6 +153,8 @@ NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
         ({"load_strategy": None, "loss_func": None}, ArgumentError, "need loss_func"),
         ({"ignore_dryrun_on_load_strategy": False, "loss_func": None}, ArgumentError, "need loss_func"),
         ({"time_limit": "60"}, ArgumentError, "time_limit is '60'"),
+        ({"calibration": 3}, ArgumentError, "calibration is 3; it is True for this machine's file"),
+        ({"calibration": "."}, ArgumentError, "calibration is '.'; .* the path of a file"),
         ({"save_strategy_to_file": 3}, ArgumentError, "save_strategy_to_file is 3"),
         ({"save_strategy_to_file": "/no/such/folder/strategy.json"}, ArgumentError, "no file can be written"),
         ({"model": nn.LazyLinear(1)}, ArgumentError, "run one batch through it"),

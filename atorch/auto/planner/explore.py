@@ -9,15 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from atorch.auto.context import Context
+from atorch.auto.planner.calibration import Observation, Past
 from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.estimate import Scored, usable_bytes
-from atorch.auto.planner.guide import Guide, has
+from atorch.auto.planner.guide import Guide, has, tokens_of
 from atorch.auto.planner.plan import Measurement, Rejected, Why
 from atorch.auto.planner.trial import Crew, Trial, forget_compiled
 from atorch.auto.strategy import Phase, Strategy
 from atorch.units import format_seconds
 
 MIN_RUNS = 4  # even of a small space
+MIN_AGAIN = 3  # even of one that earlier searches have measured
 MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
 NEAR = 0.12  # of a step: what came this close to the best is measured again
 TIE = 0.01  # of a step: among these the simplest is taken
@@ -60,6 +62,7 @@ class Explorer:
         began: float,
         time_limit: float | None,
         progress: Callable[[Progress], None] | None,
+        past: Past,
     ) -> None:
         self.measured: dict[int, Measurement] = {}
         self.failures: dict[int, Rejected] = {}
@@ -69,10 +72,13 @@ class Explorer:
         self._progress = progress
         self._finals: dict[int, float] = {}
         self._explored: dict[int, float] = {}  # seconds as first measured; `measured` has the comparison's
-        self._guide = Guide(candidates)
+        self._guide = Guide(candidates, past)
+        self._job = past.job
         self._startups: dict[bool, float] = {}  # whether it compiles → the longest start so far
         self._run_s = 0.0
-        self.budget = max(len(candidates) // 4, min(MIN_RUNS, len(candidates)))
+        budget, known = max(len(candidates) // 4, min(MIN_RUNS, len(candidates))), self._guide.num_known
+        # What earlier searches of this job ran is done.
+        self.budget = max(budget - known, min(MIN_AGAIN, budget)) if known else budget
 
     def explore(self) -> None:
         """Run what promises most, until nothing promises anything, the budget is used up, or time is.
@@ -105,6 +111,25 @@ class Explorer:
             for trial in trials.values():
                 trial.close()
             forget_compiled()
+
+    def observations(self, search: str) -> list[Observation]:
+        """All that was measured, as seconds of the time when it was explored."""
+        compared = [math.log(self._explored[i] / step_s) for i, step_s in self._finals.items()]
+        drift = math.exp(statistics.fmean(compared)) if compared else 1.0
+        found = []
+        for index in self.measured:
+            candidate = self._candidates[index]
+            step_s = drift * self._finals[index] if index in self._finals else self._explored[index]
+            found.append(
+                Observation(
+                    job=self._job,
+                    search=search,
+                    methods=tokens_of(candidate.strategy),
+                    estimate_s=max(candidate.estimate.step_s, 1e-12),
+                    step_s=step_s,
+                )
+            )
+        return found
 
     def best(self) -> int | None:
         """The fastest that ran; of those within a hundredth of it the one with the fewest methods."""

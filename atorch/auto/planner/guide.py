@@ -5,23 +5,30 @@ it by about the same number whatever they are combined with. So the logarithm of
 a sum: one unknown for the machine, one for each method, a smaller one for each pair, and a rest. With normal priors
 this is a Gaussian process over sets of methods (Rasmussen and Williams 2006, chapter 2), and what is best run next is
 what promises the largest expected improvement (Jones, Schonlau and Welch 1998).
+
+What earlier searches on the machine measured enters as further observations of the same process. Each unknown has a
+part that all jobs share and a part of each job's own; all times of one search share an unknown for how fast the machine
+then was.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from atorch.auto.planner.calibration import Past
 from atorch.auto.planner.estimate import Scored
 from atorch.auto.strategy import Strategy
 
 # Standard deviations of the logarithm.
 MACHINE, METHOD, PAIR, REST, NOISE = 1.0, 0.5, 0.15, 0.03, 0.03
+DRIFT = 0.15  # of the machine's speed, from one search to the next
+SHARED = 0.6  # of the variance of an unknown, what jobs have in common
 
 
 @dataclass
@@ -29,20 +36,39 @@ class Guide:
     """Predicts the seconds of every composition from the estimates and what was measured so far."""
 
     candidates: Sequence[Scored]
+    past: Past = Past()
     _measured: dict[int, float] = field(default_factory=dict)  # index → seconds
     _failed: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        tokens = self._tokens = [_tokens(each.strategy) for each in self.candidates]
+        self._tokens = [tokens_of(each.strategy) for each in self.candidates]
+        self._everywhere = frozenset.intersection(*self._tokens)
+        self._log_estimates = np.log([max(each.estimate.step_s, 1e-12) for each in self.candidates])
+        self._covariance = self._prior()
+        place = {tokens: index for index, tokens in enumerate(self._tokens)}
+        earlier = self.past.observations
+        own = [place.get(each.methods) if each.job == self.past.job else None for each in earlier]
+        # What ran in this very job tells its seconds; of others it is known how far they were from their estimates.
+        self._told = [
+            math.log(each.step_s) - (math.log(each.estimate_s) if index is None else self._log_estimates[index])
+            for each, index in zip(earlier, own, strict=True)
+        ]
+        self.num_known = len({index for index in own if index is not None})  # candidates that ran in earlier searches
+
+    def _prior(self) -> npt.NDArray[np.float64]:
+        """Covariances of all candidates and, after them, of the earlier observations."""
+        earlier, count = self.past.observations, len(self._tokens)
+        tokens = [*self._tokens, *(each.methods for each in earlier)]
         vocabulary = {token: column for column, token in enumerate(sorted(set().union(*tokens)))}
         features = np.zeros((len(tokens), len(vocabulary)))
         for row, held in enumerate(tokens):
             features[row, [vocabulary[token] for token in held]] = 1.0
         shared = features @ features.T
         pairs = shared * (shared - 1) / 2
-        self._covariance = MACHINE**2 + METHOD**2 * shared + PAIR**2 * pairs + REST**2 * np.eye(len(tokens))
-        self._everywhere = frozenset.intersection(*tokens)
-        self._log_estimates = np.log([max(each.estimate.step_s, 1e-12) for each in self.candidates])
+        unknowns = MACHINE**2 - DRIFT**2 + METHOD**2 * shared + PAIR**2 * pairs + REST**2 * _same(tokens)
+        jobs = [*([self.past.job] * count), *(each.job for each in earlier)]
+        searches = [*([""] * count), *(each.search for each in earlier)]
+        return np.asarray(unknowns * np.where(_same(jobs), 1.0, SHARED) + DRIFT**2 * _same(searches))
 
     def tell(self, index: int, seconds: float) -> None:
         """A candidate's measured step."""
@@ -65,12 +91,14 @@ class Guide:
 
     def predictions(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """The mean and standard deviation of the logarithm of every candidate's seconds."""
-        prior = np.sqrt(np.diag(self._covariance))
-        if not self._measured:
+        count = len(self._tokens)
+        prior = np.sqrt(np.diag(self._covariance)[:count])
+        seen = [*self._measured, *range(count, len(self._covariance))]
+        if not seen:
             return self._log_estimates, prior
-        seen = list(self._measured)
-        residual = np.log(list(self._measured.values())) - self._log_estimates[seen]
-        across = self._covariance[:, seen]
+        residual = [math.log(seconds) - self._log_estimates[index] for index, seconds in self._measured.items()]
+        residual += self._told
+        across = self._covariance[:count, seen]
         solved = np.linalg.solve(self._covariance[np.ix_(seen, seen)] + NOISE**2 * np.eye(len(seen)), across.T)
         mean = self._log_estimates + solved.T @ residual
         variance = np.maximum(prior**2 - np.sum(across * solved.T, axis=1), 0.0)
@@ -79,8 +107,8 @@ class Guide:
     def gains(self) -> npt.NDArray[np.float64]:
         """The expected improvement of every candidate over the best measured one, as a fraction of its seconds.
 
-        Before anything was measured the estimated order decides. What may be the reason of failures counts half, for
-        each of them.
+        Before anything was measured the order of what is predicted decides. What may be the reason of failures counts
+        half, for each of them.
         """
         mean, deviation = self.predictions()
         suspects = [self._suspects(index) for index in self._failed]
@@ -95,6 +123,13 @@ class Guide:
         return trust * gains
 
 
+def _same(values: Sequence[Hashable]) -> npt.NDArray[np.bool_]:
+    """Which are equal, each with each."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    column = np.array([numbers[value] for value in values])
+    return np.asarray(column[:, None] == column)
+
+
 def _expected_gain(margin: float, deviation: float) -> float:
     """E[max(0, x)] of a normal x with this mean and standard deviation."""
     z = margin / deviation
@@ -102,11 +137,11 @@ def _expected_gain(margin: float, deviation: float) -> float:
     return margin * (1 + math.erf(z / math.sqrt(2))) / 2 + deviation * density
 
 
-def _tokens(strategy: Strategy) -> frozenset[str]:
+def tokens_of(strategy: Strategy) -> frozenset[str]:
     """What sets a composition apart: each method in its settings."""
     return frozenset(repr(each) for each in strategy)
 
 
 def has(strategy: Strategy, token: str) -> bool:
     """Whether the strategy has a method in these settings."""
-    return token in _tokens(strategy)
+    return token in tokens_of(strategy)

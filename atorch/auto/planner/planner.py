@@ -2,12 +2,14 @@
 
 Rank 0 decides what is tried and what is taken, and the others follow. The estimated best runs first; every measurement
 corrects the estimates of all others (`guide`), and at most a quarter of the space is run. Those that come close to the
-best are then measured again side by side, since a machine's speed drifts more in minutes than they differ.
+best are then measured again side by side, since a machine's speed drifts more in minutes than they differ. What was
+measured is kept for the next search on the machine (`calibration`).
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from atorch.auto.context import Context
+from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.estimate import Scored, score, split_by_memory, usable_bytes
 from atorch.auto.planner.explore import SHARE_S, Explorer, Failure, Progress, measure
@@ -57,6 +60,7 @@ def search(
     time_limit: float | None = None,
     verbose: bool = False,
     progress: Show | None = None,
+    calibration: Calibration | None = None,
 ) -> Plan:
     """The fastest strategy that runs, found on this job's own processes. All of them call this together.
 
@@ -66,6 +70,7 @@ def search(
             one may still overrun by one step or one compilation.
         verbose: show a line for every dry run also where there is a progress bar.
         progress: called on rank 0 after every dry run; None shows a progress bar, or lines where there is no terminal.
+        calibration: where what was measured before comes from, and what is measured is kept; None for neither.
 
     Raises:
         NoFeasiblePlanError: nothing fits in memory, or nothing ran; the nearest miss is named.
@@ -81,9 +86,12 @@ def search(
             ctx = replace(ctx, cluster=cluster)
             ranking = ranked(profile, start, cluster, excluded, included, fixed)
             _need_one_that_fits(ranking, ctx)
-            explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, show)
+            past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
+            explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, show, past)
             explorer.explore()
             explorer.compare()
+            if calibration is not None and ctx.world.rank == 0:
+                calibration.add(explorer.observations(search=secrets.token_hex(8)))
             return _plan(ctx, ranking, explorer, float(crew.hear(time.monotonic() - began)))
         finally:
             crew.close()
@@ -145,7 +153,12 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
     profile = ctx.profile
     if profile is None:
         profile = trace(
-            ctx.root, ctx.prepare_input(batch, torch.device("cpu")), ctx.call_model, ctx.loss_func, ctx.make_optimizer
+            ctx.root,
+            ctx.prepare_input(batch, torch.device("cpu")),
+            ctx.call_model,
+            ctx.loss_func,
+            ctx.make_optimizer,
+            device_type=ctx.cluster.device.type,
         )
     return profile, plain_cost(profile, batch_size(batch) * size)
 
