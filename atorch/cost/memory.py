@@ -64,6 +64,25 @@ class _Moment(NamedTuple):
     working: float
 
 
+class _Held(NamedTuple):
+    """What lives at one moment, by category, and what waits on the host: `Memory` before the peak's moment is known."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    masters: float
+    activations: float
+    buffers: float
+    transient: float
+    working: float
+    on_host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
+        return kept + self.activations + self.transient + self.working
+
+
 class _Copy(NamedTuple):
     """One copy of a segment on a device: elements, then bytes of a micro-batch."""
 
@@ -117,9 +136,8 @@ def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
         trained += number * each.trained
     always = cost.bucket_bytes + cost.bucket_itemsize * trained
 
-    def memory(moment: _Moment) -> Memory:
-        return Memory(
-            stage=stage.index,
+    def held(moment: _Moment) -> _Held:
+        return _Held(
             parameters=params * cost.param_itemsize,
             gradients=moment.gradients,
             optimizer=state * cost.optim_itemsize,
@@ -128,15 +146,19 @@ def _stage_memory(cost: Cost, stage: Stage, copies: dict[int, _Copy]) -> Memory:
             buffers=cost.buffer_bytes,
             transient=moment.transient + always,
             working=moment.working,
-            slack=SLACK * (moment.activations + moment.transient + moment.working),
         )
 
     moments = _moments(cost, stage.in_flight, parts)
-    if not uses_host(cost):
-        return memory(max(moments, key=sum))
-    # What makes way differs from moment to moment, and so the peak's moment is another one with it. Of those that fill
-    # a budget the one counts that most makes way for.
-    return max((_with_host(cost, memory(each)) for each in moments), key=lambda each: (round(each.total), each.on_host))
+    if uses_host(cost):
+        # What makes way differs from moment to moment, and so the peak's moment is another one with it. Of those that
+        # fill a budget the one counts that most makes way for.
+        shared = ((moment, _with_host(cost, held(moment))) for moment in moments)
+        peak, most = max(shared, key=lambda each: (round(each[1].total), each[1].on_host))
+    else:
+        peak = max(moments, key=sum)
+        most = held(peak)
+    slack = SLACK * (peak.activations + peak.transient + peak.working)
+    return Memory(stage=stage.index, slack=slack, **most._asdict())
 
 
 def uses_host(cost: Cost) -> bool:
@@ -271,7 +293,7 @@ def _num_sums(segment: Segment) -> float:
     return sum(each.count for each in segment.matmuls if each.split == "rows" and not each.of_experts)
 
 
-def _with_host(cost: Cost, whole: Memory) -> Memory:
+def _with_host(cost: Cost, whole: _Held) -> _Held:
     """The shares that are offloaded moved to the host, and what is still beyond the budget: optimizer states first."""
     states, steps = whole.parameters + whole.gradients, whole.optimizer + whole.masters
     waiting, stepped = cost.param_offload * states, cost.optim_offload * steps
@@ -284,12 +306,14 @@ def _with_host(cost: Cost, whole: Memory) -> Memory:
         return whole
     state_share = 1 - waiting / states if states else 1.0
     step_share = 1 - stepped / steps if steps else 1.0
-    return replace(
-        whole,
+    return _Held(
         parameters=whole.parameters * state_share,
         gradients=whole.gradients * state_share,
         optimizer=whole.optimizer * step_share,
         masters=whole.masters * step_share,
         activations=whole.activations - saved,
+        buffers=whole.buffers,
+        transient=whole.transient,
+        working=whole.working,
         on_host=waiting + stepped + saved,
     )

@@ -72,6 +72,10 @@ class Segment:
     dispatched_bytes: float = 0.0  # tokens that are sent to experts, one way, in forward
     sequence_length: int = 0  # tokens of a sample
 
+    def __hash__(self) -> int:
+        """Of what tells the segments of a model apart: searches look cuts of a model up tens of thousands of times."""
+        return hash((self.name, self.count, self.num_params))
+
     @property
     def matmul_flops(self) -> float:
         """Forward FLOPs of the products with weights."""
