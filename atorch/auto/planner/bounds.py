@@ -96,6 +96,8 @@ class Bounds:
             least = min(least, short)
             if short <= 0:
                 seconds = min(seconds, self._crossing_seconds(settled))
+                if not seconds:
+                    break
         seconds *= 1 - SLACK
         return max(0.0, least), seconds
 
