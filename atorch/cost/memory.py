@@ -113,8 +113,19 @@ def peak_bytes(cost: Cost) -> float:
 
 def stage_memory(cost: Cost, stage: Stage) -> Memory:
     """The bytes at the peak of one stage."""
+    return _stage_memory(cost, stage, _copies(cost, stage))
+
+
+def beside_host(cost: Cost, stage: Stage) -> tuple[Memory, Memory]:
+    """The bytes at the peak of one stage were nothing to wait on the host, and as it is."""
+    copies = _copies(cost, stage)  # what waits where changes no copy
+    on_device = cost.but(param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf)
+    return _stage_memory(on_device, stage, copies), _stage_memory(cost, stage, copies)
+
+
+def _copies(cost: Cost, stage: Stage) -> dict[int, _Copy]:
     scale = _scale(cost)
-    return _stage_memory(cost, stage, {id(segment): _copy(cost, segment, scale) for segment, _ in stage.parts})
+    return {id(segment): _copy(cost, segment, scale) for segment, _ in stage.parts}
 
 
 def host_bytes(cost: Cost) -> float:

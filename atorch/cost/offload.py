@@ -7,10 +7,8 @@ last gradient, and the next forward for it (Ren et al. 2021, arXiv 2101.06840, s
 
 from __future__ import annotations
 
-import math
-
 from atorch.cluster import ClusterSpec
-from atorch.cost.memory import Memory, stage_memory, uses_host
+from atorch.cost.memory import Memory, beside_host, uses_host
 from atorch.cost.stages import Stage
 from atorch.cost.state import Cost
 
@@ -26,7 +24,7 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     if not uses_host(cost):
         return 0.0
     cost = cost.but(grads_persist=True)  # so that all gradients and all activations are there at the peak
-    whole, held = stage_memory(_all_on_device(cost), stage), stage_memory(cost, stage)
+    whole, held = beside_host(cost, stage)
     rate = cluster.host_link.bandwidth * cluster.host_link.efficiency
     waiting, stepped = whole.parameters - held.parameters, _stepped(cost, whole, held)
     saved = (whole.activations - held.activations) / stage.in_flight * cost.num_micro_batches
@@ -39,10 +37,6 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     backward = max(saved + (0.0 if cost.keeps_gathered else fetched), gradients) / rate - (computing_s - forward_s)
     step = (2.0 * (parameters + states) + gradients + max(0.0, parameters - waiting)) / rate
     return max(0.0, forward) + max(0.0, backward) + step
-
-
-def _all_on_device(cost: Cost) -> Cost:
-    return cost.but(param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf)
 
 
 def _stepped(cost: Cost, whole: Memory, held: Memory) -> float:
