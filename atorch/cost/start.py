@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from atorch.cost.profile import ModelProfile
 from atorch.cost.state import Cost
 
 
-def plain_cost(profile: ModelProfile, batch_size: int | None = None) -> Cost:
+def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_bytes: float = math.inf) -> Cost:
     """One optimizer step of plain training on `batch_size` samples (default: as many as were traced).
+
+    `device_bytes` is the memory of a device, where it is known.
 
     A model in 16 bits multiplies in 16 bits; bfloat16 stands for both kinds, which run alike.
     """
@@ -18,6 +22,7 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None) -> Cost:
         traced_batch=float(profile.batch_size),
         batch_size=float(profile.batch_size if batch_size is None else batch_size),
         buffer_bytes=float(profile.buffer_bytes),
+        device_bytes=float(device_bytes),
         param_itemsize=itemsize,
         grad_itemsize=grad_itemsize,
         optim_itemsize=grad_itemsize * profile.optim_state_per_param,

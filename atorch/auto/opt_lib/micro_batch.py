@@ -21,12 +21,14 @@ from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.pipeline_parallel import uneven
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost, ModelProfile
+from atorch.cost import Cost, ModelProfile, peak_memory
 from atorch.errors import StrategyError
 from atorch.runtime.micro_batch import MicroBatched
 
 LARGEST = 256
 """Rows of the largest micro-batch that the search tries."""
+AMPLE, FEW_PARTS = 4.0, 4
+"""Where the whole batch takes less than a device's memory by this factor, more parts than these only cost time."""
 _ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
@@ -63,6 +65,8 @@ class MicroBatch(Method):
             return f"{self} makes no parts of {samples}"
         if parts % 1 or cost.batch_size % parts:
             return f"{self} does not divide {samples}"
+        if cost.stages == 1 and (self.reduce == "each" or parts > FEW_PARTS) and _is_ample(cost):
+            return f"{self} saves memory where {AMPLE:g} times the whole batch would fit"
         return uneven(cost.stages, cost.schedule, parts)
 
     def cost(self, cost: Cost) -> Cost:
@@ -119,6 +123,11 @@ class MicroBatch(Method):
             return replace(built, loss_func=loss_func)
 
         return ctx.with_finish(finish)
+
+
+def _is_ample(cost: Cost) -> bool:
+    """Whether memory is no concern at all; not where nothing is known of the device."""
+    return cost.device_bytes < math.inf and AMPLE * peak_memory(cost).total < cost.device_bytes
 
 
 def _tolerance(dtype: Any) -> float:

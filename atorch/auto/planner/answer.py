@@ -113,7 +113,7 @@ class _Question:
     @property
     def start(self) -> Cost:
         device = self.job.cluster.device
-        return replace(plain_cost(self.job.profile, self.job.global_batch), device_bytes=device.memory_bytes)
+        return plain_cost(self.job.profile, self.job.global_batch, device.memory_bytes)
 
     @property
     def room(self) -> Room:

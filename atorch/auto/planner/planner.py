@@ -160,7 +160,7 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
             ctx.make_optimizer,
             device_type=ctx.cluster.device.type,
         )
-    return profile, plain_cost(profile, batch_size(batch) * size)
+    return profile, plain_cost(profile, batch_size(batch) * size, ctx.cluster.device.memory_bytes)
 
 
 def _need_one_that_fits(ranking: Ranking, ctx: Context) -> None:

@@ -18,7 +18,7 @@ from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.space import compositions, plannable
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster import ClusterSpec
-from atorch.cost import plain_cost
+from atorch.cost import peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import CapabilityError, StrategyError
 from tests.auto.planner.jobs import cluster, context, net
@@ -109,8 +109,10 @@ def test_fixed_keeps_methods_and_the_knobs_that_were_set(start):
 
 def test_fixed_tries_nothing_that_contradicts_a_knob_that_was_set(start):
     profile = replace(start[0], module_classes=frozenset())  # without BatchNorm
-    found = strategies(compositions(profile, cluster(), fixed=Strategy((MicroBatch(),))), start[1])
-    assert {strategy.get(MicroBatch).size for strategy in found} == {"auto", 1, 2, 4}
+    space = compositions(profile, cluster(), fixed=Strategy((MicroBatch(),)))
+    assert {strategy.get(MicroBatch).size for strategy in strategies(space, start[1])} == {"auto", 2, 4}
+    short = start[1].but(device_bytes=peak_memory(start[1]).total)  # so that memory is worth time
+    assert {strategy.get(MicroBatch).size for strategy in strategies(space, short)} == {"auto", 1, 2, 4}
     fixed = Strategy((MicroBatch(size=4),))
     assert strategies(compositions(profile, cluster(), fixed=fixed), start[1]) == [fixed]
 
