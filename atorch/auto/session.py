@@ -18,7 +18,7 @@ from atorch.auto.provenance import fingerprint, provenance, versions
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
-from atorch.distributed.collectives import agree, synchronise, together
+from atorch.distributed.collectives import agree, from_rank_zero, synchronise, together
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
 from atorch.logs import logger, speaking
 
@@ -40,6 +40,7 @@ class Options:
     calibration: Source = True  # where the search keeps and finds what was measured on this machine
     find_unused_parameters: bool = False
     sampler_seed: int = 0
+    sample_batch: Any = None  # what `prepare_input` takes, for methods that watch the model where there is no dataset
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Options:
@@ -152,8 +153,29 @@ def accelerate(ctx: Context, strategy: Strategy) -> AccelerateResult:
         together(lambda: make(*batch_place(strategy, ctx.device.type)))
     if ctx.world.size > 1:
         synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
-    applied = strategy.apply(ctx)
+    applied = strategy.apply(with_sample(ctx, strategy))
     return together(applied.build)  # with the user's optimizer and scheduler, which may raise
+
+
+def with_sample(ctx: Context, strategy: Strategy) -> Context:
+    """The context with rank 0's first batch as sample, where a method of the strategy needs one and none was given.
+
+    Raises:
+        ArgumentError: there is no dataset to take it from.
+    """
+    needing = [each.name for each in strategy if each.needs_sample]
+    if not needing or ctx.sample_batch is not None:
+        return ctx
+    from atorch.auto.planner.candidate import Feed
+
+    def first() -> Any:
+        if ctx.make_loader is None:
+            raise ArgumentError(
+                f"{needing[0]} watches the model at work before it splits it; give a dataset, or a sample_batch"
+            )
+        return Feed(ctx).batches(0, ctx.world.size)[0]
+
+    return replace(ctx, sample_batch=from_rank_zero(together(first)))
 
 
 def _context(job: Mapping[str, Any], options: Options, searches: bool) -> Context:
@@ -168,6 +190,7 @@ def _context(job: Mapping[str, Any], options: Options, searches: bool) -> Contex
             sampler_seed=options.sampler_seed,
         )
     )
+    made = replace(made, sample_batch=options.sample_batch)
     if searches or not options.ignore_dryrun_on_load_strategy:
         together(lambda: _need_for_steps(made))
     return made

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -82,8 +83,10 @@ def search(
         crew = Crew(ctx.world)
         try:
             # Numbers travel; strategies do not, since a user's method may be of a class that cannot be pickled.
-            profile, start, cluster = crew.led(lambda: (*starting_point(ctx, feed), ctx.cluster))
-            ctx = replace(ctx, cluster=cluster)
+            profile, start, cluster, sample = crew.led(
+                lambda: (*starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed))
+            )
+            ctx = replace(ctx, cluster=cluster, sample_batch=sample)
             ranking = ranked(profile, start, cluster, excluded, included, fixed)
             _need_one_that_fits(ranking, ctx)
             past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
@@ -114,7 +117,9 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     """
     with preserved_rng():
         crew = Crew(ctx.world)
-        trial = Trial(ctx, strategy, crew, Feed(ctx), SHARE_S)
+        feed = Feed(ctx)
+        ctx = replace(ctx, sample_batch=crew.led(lambda: sample_of(ctx, feed)))
+        trial = Trial(ctx, strategy, crew, feed, SHARE_S)
         try:
             outcome = measure(trial, math.inf, None)
         finally:
@@ -149,7 +154,7 @@ def ranked(
 def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
     """The model in numbers, and the cost of training it plainly on the global batch."""
     size = ctx.world.size
-    batch = feed.batches(0, size)[0] if ctx.sample_batch is None else ctx.sample_batch
+    batch = sample_of(ctx, feed)
     profile = ctx.profile
     if profile is None:
         profile = trace(
@@ -161,6 +166,11 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
             device_type=ctx.cluster.device.type,
         )
     return profile, plain_cost(profile, batch_size(batch) * size, ctx.cluster.device.memory_bytes)
+
+
+def sample_of(ctx: Context, feed: Feed) -> Any:
+    """What the model is watched on: the batch that was given for that, or rank 0's first."""
+    return feed.batches(0, ctx.world.size)[0] if ctx.sample_batch is None else ctx.sample_batch
 
 
 def _need_one_that_fits(ranking: Ranking, ctx: Context) -> None:

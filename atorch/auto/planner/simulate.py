@@ -192,7 +192,7 @@ def _on_fakes(
         shorten(copied, repeats)
     rows = -(-samples // batch_place(strategy, world.device.type)[1])
     own = map_tensors(partial(_rows, count=rows, of=batch_size(batch), pretending=pretending), batch)
-    job = replace(ctx, root=copied, parts=(copied,), world=world, mesh=None, make_loader=None)
+    job = replace(ctx, root=copied, parts=(copied,), world=world, mesh=None, make_loader=None, sample_batch=own)
     return observe(job, strategy, own, pretending)
 
 

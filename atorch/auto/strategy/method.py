@@ -30,8 +30,8 @@ class Phase(IntEnum):
     MESH = 0
     MODULE = 1
     PRECISION = 2
-    SPLIT = 3
-    TENSOR = 4
+    TENSOR = 3
+    SPLIT = 4
     RECOMPUTE = 5
     COMPILE = 6
     SHARD = 7
@@ -54,6 +54,8 @@ class Method(BaseModel):
     slot: ClassVar[str]
     needs_replicas: ClassVar[bool] = False
     """Whether it has nothing to do where one process holds the parameters."""
+    needs_sample: ClassVar[bool] = False
+    """Whether it watches the model at work on a batch, `ctx.sample_batch`, before it changes anything."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
