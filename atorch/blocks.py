@@ -1,7 +1,8 @@
 """The structure of a model: its repeated blocks, and its modules found by class or by name.
 
 Wrapping for sharding, checkpointing and compiling all work block by block, on any model: a block is one of
-several siblings of one class in a container, such as the layers of a transformer.
+several siblings of one class in a container, such as the layers of a transformer. Pipelines are cut between units,
+which are the blocks and whatever else has parameters.
 """
 
 from __future__ import annotations
@@ -44,6 +45,28 @@ def _outermost(
             yield path, child
         else:
             yield from _outermost(child, f"{path}.", parents, known)
+
+
+def units(model: nn.Module) -> dict[str, nn.Module]:
+    """What a model can be cut between: its repeated blocks, and outside of them the outermost modules with parameters.
+
+    By name, in the order of definition, which need not be that of execution; a module that has two names once. A
+    module with units inside, such as the model itself, is none: parameters of its own belong to no unit.
+    """
+    blocks = set(repeated_blocks(model).values())
+    named = dict(_units(model, "", blocks))
+    first = {module: name for name, module in reversed(named.items())}
+    return {name: module for name, module in named.items() if first[module] == name}
+
+
+def _units(module: nn.Module, prefix: str, blocks: Set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        holds_parameters = next(child.parameters(recurse=False), None) is not None
+        if child in blocks or (holds_parameters and blocks.isdisjoint(child.modules())):
+            yield path, child
+        else:
+            yield from _units(child, f"{path}.", blocks)
 
 
 def _can_be_block(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.blocks import find_modules, module_names, repeated_blocks
+from atorch.blocks import find_modules, module_names, repeated_blocks, units
 from atorch.errors import StrategyError
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -143,6 +143,56 @@ def test_blocks_do_not_overlap() -> None:
     for make in (llama, mixtral, t5, clip, ResNet):
         blocks = [id(module) for block in repeated_blocks(make()).values() for module in block.modules()]
         assert len(blocks) == len(set(blocks))
+
+
+class Patched(nn.Module):
+    """A block list whose parent has a parameter of its own, and an embedding that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(4))
+        self.embedding = nn.Embedding(8, 4)
+        self.encoder = nn.Module()
+        self.encoder.scale = nn.Parameter(torch.ones(4))
+        self.encoder.tokens = self.embedding
+        self.encoder.layers = nn.Sequential(Residual(4), Residual(4))
+        self.encoder.attention = nn.MultiheadAttention(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (llama, ["model.embed_tokens", *(f"model.layers.{n}" for n in range(3)), "model.norm", "lm_head"]),
+        (
+            gpt2,
+            [
+                "transformer.wte",
+                "transformer.wpe",
+                *(f"transformer.h.{n}" for n in range(3)),
+                "transformer.ln_f",
+                "lm_head",
+            ],
+        ),
+        (ResNet, ["stem.0", "stem.1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "head"]),
+        (Patched, ["embedding", "encoder.layers.0", "encoder.layers.1", "encoder.attention"]),
+        (mlp, ["0", "2", "4"]),
+        (nn.Module, []),
+        (lambda: nn.Linear(2, 2), []),
+    ],
+)
+def test_units(make: Callable[[], nn.Module], paths: list[str]) -> None:
+    model = make()
+    found = units(model)
+    assert list(found) == paths
+    assert all(module is model.get_submodule(path) for path, module in found.items())
+
+
+@pytest.mark.parametrize("make", [llama, mixtral, gpt2, bert, t5, vit, ResNet, nested])
+def test_units_hold_every_parameter_and_do_not_overlap(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    held = [module for unit in units(model).values() for module in unit.modules()]
+    assert len(held) == len(set(held))
+    assert {id(p) for module in held for p in module.parameters()} == {id(p) for p in model.parameters()}
 
 
 @pytest.mark.parametrize(
