@@ -14,6 +14,7 @@ from torch import nn
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import batch_place, complete, fills_meta, idle_axes
+from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.provenance import fingerprint, provenance, versions
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
@@ -244,7 +245,12 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
             logger.warning("%s is left out of the strategy: %s", name, reason)
             strategy = strategy.without(name)
         strategy.need_applicable()
-        strategy = complete(strategy, ctx.world.size)
+        if rejected:
+            strategy = replace(strategy, metadata={**strategy.metadata, "rejected": rejected})
+        return strategy
+
+    def completed() -> Strategy:
+        strategy = complete(read_strategy, ctx.world.size)
         for axis, size in idle_axes(strategy):
             logger.warning(
                 "parallel_mode has %s %d, but no method of the strategy splits over it: these processes repeat the "
@@ -253,14 +259,38 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
         known = strategy.metadata.get("model", {}).get("fingerprint")
         if known is not None and known != fingerprint(ctx.root):
             logger.warning("the strategy was chosen for another model; its figures need not hold for this one")
-        metadata = {**strategy.metadata, **provenance(ctx.root, ctx.cluster, ctx.world.size)}
-        if rejected:
-            metadata["rejected"] = rejected
-        return replace(strategy, metadata=metadata)
+        return replace(strategy, metadata={**strategy.metadata, **provenance(ctx.root, ctx.cluster, ctx.world.size)})
 
-    strategy = together(read)
+    read_strategy = together(read)
+    if ctx.world.size > 1 and any(each.splits for each in read_strategy):
+        read_strategy = _with_degrees(read_strategy, ctx)
+    strategy = together(completed)
     agree([repr(each) for each in strategy], "the strategy", StrategyError)
     return strategy
+
+
+def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
+    """The strategy with a mesh, where it splits the model without saying into how many parts."""
+    from atorch.auto.planner import degrees
+    from atorch.auto.planner.candidate import Feed
+    from atorch.auto.planner.planner import starting_point
+
+    if not degrees.lacks_degrees(strategy):
+        return strategy
+    known = with_sample(ctx, strategy)
+
+    def chosen() -> ParallelMode | None:
+        if ctx.world.rank != 0:
+            return None
+        return degrees.fastest_mesh(strategy, *starting_point(known, Feed(known)), ctx.cluster)
+
+    mode = from_rank_zero(together(chosen))
+    assert mode is not None, "rank 0 chose one"
+    found = degrees.on_mesh(strategy, mode, ctx.world.size)
+    idle = [name for name in strategy.names() if name not in found.names()]
+    without = f", without {' and '.join(idle)}, which would only cost" if idle else ""
+    logger.warning("the strategy names no mesh; %s is estimated fastest%s", mode, without)
+    return found
 
 
 def _chosen(

@@ -1,4 +1,4 @@
-"""The methods, one a file. Importing this package registers them all."""
+"""The methods and recipes, one a file. Importing this package registers them all."""
 
 from atorch.auto.opt_lib import (
     amp_native,
@@ -11,6 +11,7 @@ from atorch.auto.opt_lib import (
     fsdp,
     half,
     micro_batch,
+    mixed_parallel,
     module_replace,
     offload,
     parallel_mode,
@@ -32,6 +33,7 @@ __all__ = [
     "fsdp",
     "half",
     "micro_batch",
+    "mixed_parallel",
     "module_replace",
     "offload",
     "parallel_mode",
