@@ -1,0 +1,176 @@
+"""Cuts a sequence of units into pipeline stages, so that the slowest stage takes the least time that it can.
+
+Every micro-batch passes all stages, so the slowest one sets the pace of all. A cut is a choice of boundaries, and the
+best cut of the last units into the last stages does not depend on how those before are cut: a dynamic programme from
+the end finds it exactly (as in PipeDream, Harlap et al. 2018, arXiv 1806.03377, section 3.2). Costs and bytes only
+grow with a stage, so a search for its end stops early. Without a limit of bytes, the slowest of p stages takes at most
+the mean and 1 - 1/p of the largest unit (Bárány and Grolmusz 2013, arXiv 1308.2452).
+
+Of the cuts with the least slowest stage, the one that is taken parts the fewest tied units, then is the most even (the
+least sum of squares), then has the earliest boundaries. It depends on the figures alone: every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from atorch.errors import StrategyError
+from atorch.units import format_bytes
+
+Span = Callable[[int, int, int], float]  # (stage, start, end) → what the units from start to before end come to there
+
+
+def partition(
+    costs: Sequence[float],
+    stages: int,
+    memory: Sequence[float] | None = None,
+    limit: float | None = None,
+    *,
+    activations: Sequence[float] | None = None,
+    in_flight: Sequence[float] | None = None,
+    tied: Iterable[tuple[int, int]] = (),
+    joined: Iterable[tuple[int, int]] = (),
+    names: Sequence[str] = (),
+) -> tuple[int, ...]:
+    """The index of the first unit of each stage; none is empty.
+
+    Args:
+        costs: of each unit in the order of execution, at least 0, all in one measure.
+        memory: bytes that each unit takes wherever it is, such as its parameters and their optimizer states.
+        limit: bytes that a stage may take; none: as many as it needs.
+        activations: bytes that each unit keeps of one micro-batch for its backward.
+        in_flight: of how many micro-batches each stage keeps them; None: of one.
+        tied: pairs of units that share parameters; one stage has both where the slowest stage stays as fast.
+        joined: pairs of units that one stage must have, with all that is between.
+        names: of the units, for messages.
+
+    Raises:
+        StrategyError: there are more stages than units to be had apart, or no cut fits the limit.
+    """
+    count = len(costs)
+    wrong = next((index for index, cost in enumerate(costs) if not 0.0 <= cost < math.inf), None)
+    if wrong is not None:
+        raise StrategyError(
+            f"unit {wrong} costs {costs[wrong]}; a pipeline is cut by costs that are finite, at least 0"
+        )
+    starts = _separable(count, joined)
+    if not 1 <= stages <= len(starts):
+        joint = f", {len(starts)} of which can begin a stage" if len(starts) < count else ""
+        raise StrategyError(
+            f"a pipeline of {stages} stages is asked of {count} units{joint}; give at most {len(starts)}"
+        )
+    cost, held, kept = (_Sums.of(each, count) for each in (costs, memory, activations))
+    depth = [1.0] * stages if in_flight is None else in_flight
+    cut = _Cut(
+        starts=[*starts, count],
+        stages=stages,
+        cost=lambda stage, start, end: cost(start, end),
+        bytes=lambda stage, start, end: held(start, end) + depth[stage] * kept(start, end),
+        limit=math.inf if limit is None else limit,
+    )
+    slowest, _ = cut.least_largest(cut.cost)
+    if slowest == math.inf:
+        raise StrategyError(_too_large(cut, names))
+    return cut.most_even(slowest, [(min(pair), max(pair)) for pair in tied])
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of consecutive figures."""
+
+    before: Sequence[float]
+
+    @classmethod
+    def of(cls, figures: Sequence[float] | None, count: int) -> _Sums:
+        return cls(list(accumulate(figures if figures is not None else [0.0] * count, initial=0.0)))
+
+    def __call__(self, start: int, end: int) -> float:
+        return self.before[end] - self.before[start]
+
+
+def _separable(count: int, joined: Iterable[tuple[int, int]]) -> list[int]:
+    """The units that can begin a stage."""
+    inside = {index for pair in joined for index in range(min(pair) + 1, max(pair) + 1)}
+    return [index for index in range(count) if index not in inside]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What can be cut where. Tables are by stage and by the place in `starts` of the stage's first unit."""
+
+    starts: Sequence[int]  # units that can begin a stage, and the end
+    stages: int
+    cost: Span
+    bytes: Span
+    limit: float
+
+    def least_largest(self, measure: Span) -> tuple[float, tuple[int, ...]]:
+        """Over all cuts within the limit the least that the largest stage can be, and a cut that has it.
+
+        Infinite, and no cut, where none is within it.
+        """
+        end = len(self.starts) - 1
+        best: dict[int, tuple[float, tuple[int, ...]]] = {end: (0.0, ())}
+        for stage in reversed(range(self.stages)):
+            here: dict[int, tuple[float, tuple[int, ...]]] = {}
+            for first in self._firsts(stage):
+                found: tuple[float, tuple[int, ...]] = (math.inf, ())
+                for last, size in self._ends(stage, first, measure):
+                    if size >= found[0]:
+                        break
+                    largest, rest = best.get(last, (math.inf, ()))
+                    found = min(found, (max(size, largest), (self.starts[first], *rest)))
+                here[first] = found
+            best = here
+        return best[0]
+
+    def most_even(self, slowest: float, tied: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Of the cuts whose stages all cost at most `slowest` the one that is taken."""
+        end = len(self.starts) - 1
+        best: dict[int, tuple[int, float, tuple[int, ...]]] = {end: (0, 0.0, ())}
+        for stage in reversed(range(self.stages)):
+            here: dict[int, tuple[int, float, tuple[int, ...]]] = {}
+            for first in self._firsts(stage):
+                start = self.starts[first]
+                for last, cost in self._ends(stage, first, self.cost):
+                    if cost > slowest:
+                        break
+                    if last in best:
+                        parted, squares, rest = best[last]
+                        parted -= sum(start <= low and high < self.starts[last] for low, high in tied)
+                        made = (parted, squares + cost * cost, (start, *rest))
+                        here[first] = min(here.get(first, made), made)
+            best = here
+        return best[0][2]
+
+    def _firsts(self, stage: int) -> Iterable[int]:
+        """Where a stage can begin, so that those before and from it on have a unit each."""
+        if stage == 0:
+            return (0,)
+        return range(stage, len(self.starts) - (self.stages - stage))
+
+    def _ends(self, stage: int, first: int, measure: Span) -> Iterator[tuple[int, float]]:
+        """`(end, measure)` of what a stage can be that begins at `first`, the shortest first."""
+        later, end = self.stages - stage - 1, len(self.starts) - 1
+        for last in range(first + 1, end - later + 1) if later else (end,):
+            if self.bytes(stage, self.starts[first], self.starts[last]) > self.limit:
+                return
+            yield last, measure(stage, self.starts[first], self.starts[last])
+
+
+def _too_large(cut: _Cut, names: Sequence[str]) -> str:
+    """By how much the cut that needs the least is too large, and where."""
+    least, starts = _Cut(cut.starts, cut.stages, cut.cost, cut.bytes, math.inf).least_largest(cut.bytes)
+    ends = (*starts[1:], cut.starts[-1])
+    spans = list(enumerate(zip(starts, ends, strict=True)))
+    stage, (start, end) = max(spans, key=lambda each: cut.bytes(each[0], *each[1]))
+    label = [names[index] if names else f"unit {index}" for index in (start, end - 1)]
+    where = label[0] if end - start == 1 else f"{label[0]} to {label[1]}"
+    return (
+        f"no cut into {cut.stages} stages fits {format_bytes(cut.limit)} a stage: the one that needs the least has "
+        f"{format_bytes(least)} on stage {stage} ({where}), {format_bytes(least - cut.limit)} too many; use more "
+        "stages, smaller micro-batches, or a method that shards or recomputes"
+    )
