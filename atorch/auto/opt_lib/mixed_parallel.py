@@ -6,6 +6,7 @@ every axis in the mesh that is larger than 1 and has none yet. Without a mesh th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from atorch.auto.opt_lib.context_parallel import ContextParallel
@@ -16,7 +17,7 @@ from atorch.auto.opt_lib.tensor_parallel import TensorParallel
 from atorch.auto.strategy.method import RECIPES, Method, Recipe
 from atorch.errors import StrategyError, shown
 
-_OF_AXIS: dict[str, type[Method]] = {
+_OF_AXIS: Mapping[str, type[Method]] = {
     "tensor": TensorParallel,
     "pipeline": PipelineParallel,
     "sequence": SequenceParallel,
