@@ -9,7 +9,7 @@ scattered and gathered again, once more in backward for the weights' gradients (
 
 from __future__ import annotations
 
-from atorch.cost.memory import micro_batch_share
+from atorch.cost.moments import micro_batch_share
 from atorch.cost.profile import Segment
 from atorch.cost.state import Comm, Cost
 

@@ -8,7 +8,7 @@ last gradient, and the next forward for it (Ren et al. 2021, arXiv 2101.06840, s
 from __future__ import annotations
 
 from atorch.cluster import ClusterSpec
-from atorch.cost.memory import Memory, beside_host, uses_host
+from atorch.cost.memory import Held, beside_host, uses_host
 from atorch.cost.stages import Stage
 from atorch.cost.state import Cost
 
@@ -39,7 +39,7 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     return max(0.0, forward) + max(0.0, backward) + step
 
 
-def _stepped(cost: Cost, whole: Memory, held: Memory) -> float:
+def _stepped(cost: Cost, whole: Held, held: Held) -> float:
     """The share of the parameters that the host steps: all that wait, and those whose optimizer states do."""
     states = whole.optimizer + whole.masters
     share = 1 - (held.optimizer + held.masters) / states if states else cost.optim_offload

@@ -1,0 +1,239 @@
+"""What lives on a pipeline stage from moment to moment of a step, were nothing to wait on the host.
+
+What lives differs from moment to moment, and so does the peak's: at the loss all activations and the logits do, but no
+gradients yet; when the last block goes backward few activations and nearly all gradients; when the optimizer steps no
+activations at all (Rajbhandari et al. 2020, arXiv 1910.02054, section 3). In between everything changes evenly from
+copy to copy of a block, so that the first and the last of each run tell.
+
+A search asks for the same stages again and again, under costs that differ in what waits on the host or is sent. Moments
+follow from `Terms` alone, so that each is worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from operator import attrgetter
+from typing import Literal, NamedTuple
+
+from atorch.cost.profile import Matmul, Segment
+from atorch.cost.stages import Parts, Stage
+from atorch.cost.state import Cost
+
+
+class Moment(NamedTuple):
+    """What lives at one moment and not all the time, in bytes."""
+
+    gradients: float
+    activations: float
+    transient: float
+    working: float
+
+
+class Course(NamedTuple):
+    """What lives all the time, then at every moment at which the peak can be: the optimizer's step is the last."""
+
+    parameters: float
+    optimizer: float
+    masters: float
+    buckets: float
+    moments: tuple[Moment, ...]
+    peak: Moment
+
+
+class Terms(NamedTuple):
+    """Of a cost, what bytes on a device follow from before anything makes way to the host."""
+
+    param_itemsize: float
+    grad_itemsize: float
+    optim_itemsize: float
+    master_itemsize: float
+    param_shards: float
+    grad_shards: float
+    optim_shards: float
+    fresh_itemsize: float
+    cast_itemsize: float
+    gathered_itemsize: float
+    keeps_gathered: bool
+    bucket_bytes: float
+    bucket_itemsize: float
+    step_itemsize: float
+    placeholder_itemsize: float
+    held_gathers: float
+    tensor: int
+    splits_norms: bool
+    expert: int
+    expert_divisor: float
+    stages: int
+    recompute: float
+    recompute_keeps: Literal["inputs", "selective", "results", "nothing"]
+    scale: float  # bytes of a micro-batch's activations on one device against the traced ones, outside tensor splits
+
+
+_terms = attrgetter(*Terms._fields[:-1])
+
+
+class _Copy(NamedTuple):
+    """One copy of a segment on a device: elements, then bytes of a micro-batch."""
+
+    params: float  # whole, as they are computed with
+    stored_params: float  # what is kept of them: a shard
+    trained: float  # of params, those that get gradients
+    stored_grads: float
+    stored_state: float
+    kept: float  # activations that wait for backward
+    working: float  # what backward needs beside them
+    weights: float  # elements of the weights of different shapes
+
+
+def micro_batch_share(cost: Cost) -> float:
+    """What a micro-batch of one device is of the traced batch."""
+    return cost.batch_size / cost.num_micro_batches / cost.traced_batch
+
+
+def course_of(cost: Cost, stage: Stage) -> Course:
+    """What lives on a stage during a step."""
+    scale = micro_batch_share(cost) * cost.activation_scale / (cost.sequence * cost.context)
+    # Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
+    # micro-batches were through before the most are in flight, all are there.
+    appear = not cost.grads_persist and cost.num_micro_batches <= stage.in_flight
+    return _course(Terms._make((*_terms(cost), scale)), stage.parts, stage.in_flight, appear)
+
+
+@lru_cache(maxsize=4096)
+def _course(terms: Terms, parts: Parts, in_flight: float, appear: bool) -> Course:
+    copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in parts]
+    params = state = trained = 0.0
+    for _, number, each in copies:
+        params += number * each.stored_params
+        state += number * each.stored_state
+        trained += number * each.trained
+    moments = tuple(_moments(terms, copies, in_flight, appear))
+    return Course(
+        parameters=params * terms.param_itemsize,
+        optimizer=state * terms.optim_itemsize,
+        masters=state * terms.master_itemsize,
+        buckets=terms.bucket_bytes + terms.bucket_itemsize * trained,
+        moments=moments,
+        peak=max(moments, key=sum),
+    )
+
+
+def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: float, appear: bool) -> Iterator[Moment]:
+    """The loss, blocks' backwards, the optimizer's step.
+
+    Where gradients appear in the first backward, all are there in the second, when one micro-batch less is in flight.
+    """
+    grads = params = kept = state = outside = inside = weights = 0.0
+    for is_block, number, each in parts:
+        grads += number * each.stored_grads
+        params += number * each.params
+        kept += number * each.kept
+        state += number * each.stored_state
+        if is_block:
+            weights, inside = max(weights, each.weights), max(inside, each.working)
+        else:
+            outside = max(outside, each.working)
+    all_grads = terms.grad_itemsize * grads
+    always = terms.cast_itemsize * params + terms.placeholder_itemsize * weights
+    around, within = _gathered(terms, parts)
+    alive = in_flight * kept
+    yield Moment(0.0 if appear else all_grads, alive, always + around, outside)
+    if appear and in_flight > 1:
+        yield Moment(all_grads, alive - kept, always + within, max(inside, outside))
+    done = fresh = 0.0  # elements of the gradients that this backward has made: as they are kept, and as they are made
+    for is_block, number, each in reversed(parts):
+        if is_block:
+            for turn in (1.0, number):
+                made = terms.grad_itemsize * (done + turn * each.stored_grads) if appear else all_grads
+                new = terms.fresh_itemsize * (fresh + turn * each.trained)
+                yield Moment(made, alive - (turn - 1.0) * each.kept, always + within + new, each.working)
+        alive = max(0.0, alive - number * each.kept)  # sums of parts round
+        done += number * each.stored_grads
+        fresh += number * each.trained
+        if not is_block:
+            made = terms.grad_itemsize * done if appear else all_grads
+            new = terms.fresh_itemsize * fresh + terms.placeholder_itemsize * each.weights
+            yield Moment(made, alive, always + around + new, each.working)
+    yield Moment(all_grads, 0.0, terms.step_itemsize * state, 0.0)
+
+
+def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[float, float]:
+    """Bytes of sharded parameters that are whole: outside of blocks, where only what is kept is, and inside.
+
+    Inside, one block computes while the next is gathered, and the gradients of two are whole until they are reduced.
+    """
+    if not terms.gathered_itemsize:
+        return 0.0, 0.0
+    block = max((each.params for is_block, _, each in parts if is_block), default=0.0)
+    outside = sum(number * each.params for is_block, number, each in parts if not is_block)
+    inside = sum(number * each.params for is_block, number, each in parts if is_block)
+    two = min(2.0 * block, inside)
+    around = outside + (inside if terms.keeps_gathered else 0.0)
+    within = 2.0 * two + outside if not terms.keeps_gathered else two + outside + inside
+    return terms.gathered_itemsize * around, terms.gathered_itemsize * within
+
+
+@lru_cache(maxsize=4096)
+def _copy(terms: Terms, segment: Segment) -> _Copy:
+    """What a device has of one copy.
+
+    Experts are spread over ranks that see different samples, so that fewer of those are left to shard them further. A
+    head that is the embedding is held once more where the embedding is on another stage.
+    """
+    dense = segment.num_params - segment.split_params - segment.expert_params + segment.split_params / terms.tensor
+    if terms.stages > 1 and segment.tied_params:
+        dense += segment.tied_params / terms.tensor
+    experts = segment.expert_params / terms.expert_divisor
+    share = segment.num_trainable / segment.num_params if segment.num_params else 1.0
+    outside = terms.scale / terms.tensor if terms.splits_norms else terms.scale
+    inside = terms.scale / terms.tensor
+    kept = inside * segment.inside.saved_bytes + outside * segment.outside.saved_bytes
+    kept += terms.held_gathers * segment.input_bytes * (terms.scale - outside)
+    working = segment.working_bytes * (inside if segment.split_working else terms.scale)
+    working += (
+        2.0 * segment.input_bytes * (terms.scale - outside)
+    )  # an input gathered whole, a gradient before it is scattered
+    if segment.is_block and terms.recompute:
+        again = kept - _kept_when_recomputed(terms, segment, inside, outside)
+        kept, working = kept - terms.recompute * again, working + again
+    return _Copy(
+        params=dense + experts,
+        stored_params=_stored(dense, experts, terms.param_shards, terms.expert),
+        trained=share * (dense + experts),
+        stored_grads=share * _stored(dense, experts, terms.grad_shards, terms.expert),
+        stored_state=share * _stored(dense, experts, terms.optim_shards, terms.expert),
+        kept=kept,
+        working=working,
+        weights=_weights(terms, segment) if terms.placeholder_itemsize else 0.0,
+    )
+
+
+def _weights(terms: Terms, segment: Segment) -> float:
+    return sum({(each.inner, each.columns): _weight(terms, each) for each in segment.matmuls}.values())
+
+
+def _weight(terms: Terms, product: Matmul) -> float:
+    split = product.split != "none" and not (product.of_experts and terms.expert > 1)
+    return product.inner * product.columns / (terms.tensor if split else 1)
+
+
+def _stored(dense: float, experts: float, shards: float, expert: int) -> float:
+    return dense / shards + experts / max(1.0, shards / expert)
+
+
+def _kept_when_recomputed(terms: Terms, segment: Segment, inside: float, outside: float) -> float:
+    if terms.recompute_keeps == "nothing":
+        return 0.0
+    selective = inside * segment.inside.selective_bytes + outside * segment.outside.selective_bytes
+    if terms.recompute_keeps == "selective":
+        return selective
+    inputs = outside * segment.input_bytes
+    if terms.recompute_keeps == "results":
+        return selective + inputs + terms.scale * segment.input_bytes * _num_sums(segment)
+    return inputs
+
+
+def _num_sums(segment: Segment) -> float:
+    """Products that give the residual stream something to add, which plain backward needs nothing of."""
+    return sum(each.count for each in segment.matmuls if each.split == "rows" and not each.of_experts)
