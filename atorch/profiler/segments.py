@@ -69,9 +69,13 @@ class _Run:
         return segment
 
 
-def segments_of(recorder: Recorder, ownership: Ownership, samples: int) -> tuple[Segment, ...]:
-    """The segments of a pass over so many samples, in the order of execution; a model without blocks is one."""
-    return tuple(_joined(_Assembly(recorder, ownership, samples).segments()))
+def segments_of(recorder: Recorder, ownership: Ownership, samples: int, *, joined: bool = True) -> tuple[Segment, ...]:
+    """The segments of a pass over so many samples, in the order of execution; a model without blocks is one.
+
+    Where they are not joined, one for each stretch.
+    """
+    segments = _Assembly(recorder, ownership, samples).segments()
+    return tuple(_joined(segments) if joined else segments)
 
 
 class _Assembly:

@@ -54,6 +54,7 @@ def trace(
     make_optimizer: MakeOptimizer | None = None,
     *,
     device_type: str = "cpu",
+    parts: Mapping[str, nn.Module] | None = None,
 ) -> ModelProfile:
     """What one forward pass of `model` on `sample_batch`, and its loss, do and keep.
 
@@ -61,20 +62,23 @@ def trace(
         sample_batch: what `call_model(model, batch)` and `loss_func(batch, output)` take; its tensors may be anywhere.
         make_optimizer: `(parameters) -> optimizer`, asked what state it keeps; without one, two elements a parameter.
         device_type: where it is to train, "cpu" or "cuda": some operations keep less on a GPU.
+        parts: modules, none inside another, of which every run becomes a segment of its own, and so does what lies
+            between two; None: the repeated blocks, of which equal ones that follow one another are one segment.
 
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, or is on the meta device and cannot run on fakes.
     """
     if next(model.parameters(), None) is None:
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
-    job = _Job(model, sample_batch, call_model, loss_func, device_type, repeated_blocks(model))
+    blocks = repeated_blocks(model) if parts is None else parts
+    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks)
     with preserved_rng():
         recorder, output, traced = _run(job)
         state = 2.0 if make_optimizer is None else optimizer_state_per_param(make_optimizer)
     samples, parameters = batch_size(sample_batch), list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     return ModelProfile(
-        segments=segments_of(recorder, Ownership.of(model, job.blocks), samples),
+        segments=segments_of(recorder, Ownership.of(model, blocks), samples, joined=parts is None),
         batch_size=samples,
         num_params=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in trainable),

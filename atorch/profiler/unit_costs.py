@@ -1,0 +1,94 @@
+"""What each unit of a model costs in a step, so that a pipeline can be cut between units.
+
+One forward pass on fake tensors, or a real one where the model cannot run on fakes, is recorded unit by unit. A unit's
+seconds, forward and backward, are those that the planner expects of such operations on the device, so that what the
+planner takes for even is cut evenly; what the strategy makes of a step (precision, recomputation) goes in as it does
+there. What lies between two units counts with the later one: a stage receives what units return and goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from atorch.blocks import repeated_blocks, units
+from atorch.cluster import DeviceSpec
+from atorch.cost import Cost, Segment
+from atorch.cost.communication import tokens_share
+from atorch.cost.operations import seconds_of_copy
+from atorch.cost.start import plain_cost
+from atorch.profiler.trace import trace
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """What one unit takes on a device, all of its runs together."""
+
+    seconds: float = 0.0  # of a micro-batch, forward and backward
+    held_bytes: float = 0.0  # parameters, gradients and optimizer states
+    kept_bytes: float = 0.0  # activations of a micro-batch that wait for its backward
+
+    def __add__(self, other: UnitCost) -> UnitCost:
+        """Both together."""
+        return UnitCost(
+            self.seconds + other.seconds, self.held_bytes + other.held_bytes, self.kept_bytes + other.kept_bytes
+        )
+
+
+def unit_costs(
+    model: nn.Module,
+    sample_batch: Any,
+    call_model: Callable[[nn.Module, Any], Any],
+    loss_func: Callable[[Any, Any], Any] | None,
+    device: DeviceSpec,
+    *,
+    fold: Callable[[Cost], Cost] | None = None,
+) -> dict[str, UnitCost]:
+    """The cost of every unit that runs, by name, in the order in which they first do.
+
+    Args:
+        sample_batch: what `call_model(model, batch)` and `loss_func(batch, output)` take; its tensors may be anywhere.
+        fold: what the strategy makes of the cost of plain training, its micro-batches among others; None: nothing.
+
+    Raises:
+        ArgumentError: the model has no parameters, cannot be copied, or is on the meta device and cannot run on fakes.
+    """
+    profile = trace(model, sample_batch, call_model, loss_func, device_type=device.type, parts=units(model))
+    cost, blocks = plain_cost(profile), repeated_blocks(model)
+    if fold is not None:
+        cost = fold(cost)
+    found: dict[str, UnitCost] = {}
+    between = UnitCost()
+    for segment in profile.segments:
+        made = _unit_cost(cost, replace(segment, is_block=segment.name in blocks), device)
+        if not segment.name:
+            between += made
+            continue
+        if segment.name in found:  # it runs again, and holds no more
+            made = replace(made, held_bytes=0.0)
+        found[segment.name] = found.get(segment.name, UnitCost()) + between + made
+        between = UnitCost()
+    if found:
+        found[next(reversed(found))] += between
+    return found
+
+
+def _unit_cost(cost: Cost, segment: Segment, device: DeviceSpec) -> UnitCost:
+    """A unit holds parameters that it shares with others as well; an operation of a GPU hides the next one's launch."""
+    computed, share = seconds_of_copy(cost, segment, device), tokens_share(cost)
+    busy = computed.matmul_s + computed.traffic_s
+    seconds = max(busy, computed.launch_s) if device.type == "cuda" else busy + computed.launch_s
+    tied = segment.tied_params if segment.name else 0.0
+    elements, trained = cost.local_params(segment) + tied, cost.local_trainable(segment) + tied
+    again = cost.recompute if segment.is_block and cost.recompute_keeps == "inputs" else 0.0
+    kept = again * min(segment.input_bytes, segment.saved_bytes) + (1.0 - again) * segment.saved_bytes
+    states = cost.grad_itemsize / cost.grad_shards
+    states += (cost.optim_itemsize + cost.master_itemsize) / cost.optim_shards
+    return UnitCost(
+        seconds=seconds,
+        held_bytes=elements * cost.param_itemsize / cost.param_shards + trained * states,
+        kept_bytes=share * cost.activation_scale * kept,
+    )
