@@ -4,7 +4,7 @@ from atorch.cost.memory import Memory, peak_bytes, peak_memory
 from atorch.cost.profile import Matmul, ModelProfile, Region, Segment
 from atorch.cost.start import plain_cost
 from atorch.cost.state import Comm, Cost
-from atorch.cost.time import StepTime, step_seconds, step_time
+from atorch.cost.time import StepTime, StepTimes, step_seconds, step_time
 
 __all__ = [
     "Comm",
@@ -15,6 +15,7 @@ __all__ = [
     "Region",
     "Segment",
     "StepTime",
+    "StepTimes",
     "peak_bytes",
     "peak_memory",
     "plain_cost",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from atorch.cost.moments import Course, Moment, course_of
@@ -72,6 +74,18 @@ class Held(NamedTuple):
         return kept + self.activations + self.transient + self.working
 
 
+class _Waiting(NamedTuple):
+    """Of a cost, what decides what waits on the host."""
+
+    param_offload: float
+    optim_offload: float
+    activation_offload: float
+    budget_bytes: float
+
+
+_waiting = attrgetter(*_Waiting._fields)
+
+
 def peak_memory(cost: Cost) -> Memory:
     """The bytes at a step's peak, on the stage that needs the most; `on_host` is of the stage with the most there."""
     peaks = [(stage, *_peak(cost, stage)) for stage in heaviest_stages(cost)]
@@ -93,7 +107,7 @@ def stage_memory(cost: Cost, stage: Stage) -> Memory:
 def beside_host(cost: Cost, stage: Stage) -> tuple[Held, Held]:
     """The bytes at the peak of one stage were nothing to wait on the host, and as it is."""
     course = course_of(cost, stage)
-    return _on_device(cost, course, course.peak), _peak(cost, stage)[1]
+    return _on_device(course, course.peak, cost.buffer_bytes), _peak(cost, stage)[1]
 
 
 def host_bytes(cost: Cost) -> float:
@@ -124,38 +138,44 @@ def _memory(stage: Stage, moment: Moment, held: Held, on_host: float) -> Memory:
 
 
 def _peak(cost: Cost, stage: Stage) -> tuple[Moment, Held]:
-    """The peak's moment, and what is held then; of those that fill a budget the one that most makes way for."""
+    """The peak's moment, and what is held then."""
     course = course_of(cost, stage)
-    if not uses_host(cost):
-        return course.peak, _on_device(cost, course, course.peak)
+    if uses_host(cost):
+        return _peak_beside_host(course, cost.buffer_bytes, _Waiting._make(_waiting(cost)))
+    return course.peak, _on_device(course, course.peak, cost.buffer_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) -> tuple[Moment, Held]:
+    """Of moments that fill a budget the one counts that most makes way for."""
     *passes, step = course.moments
-    moments = (*passes, step._replace(transient=step.transient * (1.0 - cost.optim_offload)))
-    shared = [(moment, _with_host(cost, course, moment)) for moment in moments]
+    step = step._replace(transient=step.transient * (1.0 - waiting.optim_offload))
+    shared = [(moment, _with_host(course, moment, buffer_bytes, waiting)) for moment in (*passes, step)]
     return max(shared, key=lambda each: (round(each[1].total), each[1].on_host))
 
 
-def _on_device(cost: Cost, course: Course, moment: Moment) -> Held:
+def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
     return Held(
         course.parameters,
         moment.gradients,
         course.optimizer,
         course.masters,
         moment.activations,
-        cost.buffer_bytes,
+        buffer_bytes,
         moment.transient + course.buckets,
         moment.working,
         on_host=0.0,
     )
 
 
-def _with_host(cost: Cost, course: Course, moment: Moment) -> Held:
+def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting) -> Held:
     """The shares that are offloaded moved to the host, and what is still beyond the budget: optimizer states first."""
     states, steps = course.parameters + moment.gradients, course.optimizer + course.masters
-    waiting, stepped = cost.param_offload * states, cost.optim_offload * steps
-    saved = cost.activation_offload * moment.activations
-    if cost.budget_bytes < math.inf:
-        whole = _on_device(cost, course, moment)
-        beyond = whole.total - waiting - stepped - saved - cost.budget_bytes
+    waiting, stepped = shares.param_offload * states, shares.optim_offload * steps
+    saved = shares.activation_offload * moment.activations
+    if shares.budget_bytes < math.inf:
+        whole = _on_device(course, moment, buffer_bytes)
+        beyond = whole.total - waiting - stepped - saved - shares.budget_bytes
         if beyond > 0:
             moved = min(beyond, steps - stepped)
             stepped, waiting = stepped + moved, waiting + min(beyond - moved, states - waiting)
@@ -167,7 +187,7 @@ def _with_host(cost: Cost, course: Course, moment: Moment) -> Held:
         course.optimizer * step_share,
         course.masters * step_share,
         moment.activations - saved,
-        cost.buffer_bytes,
+        buffer_bytes,
         moment.transient + course.buckets,
         moment.working,
         on_host=waiting + stepped + saved,

@@ -12,12 +12,13 @@ follow from `Terms` alone, so that each is worked out once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from atorch.cost.profile import Matmul, Segment
-from atorch.cost.stages import Parts, Stage
+from atorch.cost.stages import Stage
 from atorch.cost.state import Cost
 
 
@@ -30,7 +31,8 @@ class Moment(NamedTuple):
     working: float
 
 
-class Course(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Course:
     """What lives all the time, then at every moment at which the peak can be: the optimizer's step is the last."""
 
     parameters: float
@@ -97,18 +99,18 @@ def course_of(cost: Cost, stage: Stage) -> Course:
     # Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
     # micro-batches were through before the most are in flight, all are there.
     appear = not cost.grads_persist and cost.num_micro_batches <= stage.in_flight
-    return _course(Terms._make((*_terms(cost), scale)), stage.parts, stage.in_flight, appear)
+    return _course(Terms._make((*_terms(cost), scale)), stage, appear)
 
 
 @lru_cache(maxsize=4096)
-def _course(terms: Terms, parts: Parts, in_flight: float, appear: bool) -> Course:
-    copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in parts]
+def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
+    copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in stage.parts]
     params = state = trained = 0.0
     for _, number, each in copies:
         params += number * each.stored_params
         state += number * each.stored_state
         trained += number * each.trained
-    moments = tuple(_moments(terms, copies, in_flight, appear))
+    moments = tuple(_moments(terms, copies, stage.in_flight, appear))
     return Course(
         parameters=params * terms.param_itemsize,
         optimizer=state * terms.optim_itemsize,

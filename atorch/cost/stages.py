@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import groupby
 
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
@@ -13,7 +13,7 @@ from atorch.cost.state import Cost
 Parts = tuple[tuple[Segment, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """A stage's parts as `(segment, copies)`, in order; a stage of a model that is not cut has all of them."""
 
@@ -27,21 +27,32 @@ class Stage:
         return sum(copies for segment, copies in self.parts if segment.is_block)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A model's segments shared out to the stages of a pipeline."""
+
+    segments: tuple[Segment, ...]
+    parts: tuple[Parts, ...]  # of each stage
+    runs: tuple[tuple[Parts, int], ...]  # those, and how many stages that follow one another have the same
+    uncovered: tuple[int, ...]  # stages without an earlier one that has as many copies of everything
+
+
 def stages_of(cost: Cost) -> tuple[Stage, ...]:
     """The stages of a cost's pipeline, by FLOPs or by blocks: as many each, the first taking what does not divide."""
-    cut = _cut(cost.segments, cost.stages, cost.balances_flops)
-    return tuple(Stage(index, parts, in_flight(cost, index)) for index, parts in enumerate(cut.parts))
-
-
-def parts_of_stages(cost: Cost) -> tuple[Parts, ...]:
-    """What each stage has; of stages with equal parts the same object."""
-    return _cut(cost.segments, cost.stages, cost.balances_flops).parts
+    parts = cut_of(cost).parts
+    return tuple(Stage(index, held, in_flight(cost, index)) for index, held in enumerate(parts))
 
 
 def heaviest_stages(cost: Cost) -> tuple[Stage, ...]:
     """The stages of which one needs the most memory: none that an earlier one, with more in flight, covers."""
-    cut = _cut(cost.segments, cost.stages, cost.balances_flops)
-    return tuple(Stage(index, cut.parts[index], in_flight(cost, index)) for index in cut.uncovered)
+    cut = cut_of(cost)
+    flying = tuple(in_flight(cost, index) for index in cut.uncovered)
+    return _heaviest(cut, flying)
+
+
+@lru_cache(maxsize=4096)
+def _heaviest(cut: Cut, flying: tuple[float, ...]) -> tuple[Stage, ...]:
+    return tuple(Stage(index, cut.parts[index], held) for index, held in zip(cut.uncovered, flying, strict=True))
 
 
 def in_flight(cost: Cost, index: int) -> float:
@@ -61,13 +72,13 @@ def in_flight(cost: Cost, index: int) -> float:
     return min(float(stages - index), micro_batches)
 
 
-class _Cut(NamedTuple):
-    parts: tuple[Parts, ...]
-    uncovered: tuple[int, ...]  # stages without an earlier one that has as many copies of everything
+def cut_of(cost: Cost) -> Cut:
+    """What each stage of a cost's pipeline has. Equal cuts are one object, known by its identity: that is quick."""
+    return _cut(cost.segments, cost.stages, cost.balances_flops)
 
 
 @lru_cache(maxsize=4096)
-def _cut(segments: Sequence[Segment], stages: int, balances_flops: bool) -> _Cut:
+def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> Cut:
     cut: list[dict[int, float]] = [{} for _ in range(stages)]
     places = _by_flops(segments, stages) if balances_flops else _by_blocks(segments, stages)
     for position, stage in places:
@@ -81,7 +92,8 @@ def _cut(segments: Sequence[Segment], stages: int, balances_flops: bool) -> _Cut
         known.setdefault(tuple(held.items()), tuple((segments[position], copies) for position, copies in held.items()))
         for held in cut
     ]
-    return _Cut(tuple(parts), tuple(uncovered))
+    runs = tuple((run, len(list(alike))) for run, alike in groupby(parts))
+    return Cut(segments, tuple(parts), runs, tuple(uncovered))
 
 
 def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:

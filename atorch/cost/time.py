@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from atorch.cluster import ClusterSpec
-from atorch.cost.collectives import Group, comm_seconds, group_of, group_of_neighbours, rounds_of
+from atorch.cost.collectives import Group, group_of, group_of_neighbours, rounds_of
 from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.memory import uses_host
 from atorch.cost.offload import host_seconds
 from atorch.cost.operations import seconds_of_copy
 from atorch.cost.profile import Segment
-from atorch.cost.stages import Parts, heaviest_stages, parts_of_stages
-from atorch.cost.state import Comm, Cost
+from atorch.cost.stages import Cut, Parts, cut_of, heaviest_stages
+from atorch.cost.state import Cost
 
 BACKWARD = 2 / 3  # of computing, the share that is in backward
 SHARPNESS = 6.0  # of the knee between being bound by launches and by work: where both are alike, neither hides all
 COLLECTIVE_LAUNCHES = 1.5  # a collective is launched as slowly as so many other operations
 SEND_LAUNCHES = 12.0  # as many operations' launches are lost where a stage waits for what a neighbour sends
+REMEMBERED = 10_000  # models' copies that `StepTimes` keeps: a search comes back to those that it met last
 
 
 class StepTime(NamedTuple):
@@ -46,6 +49,13 @@ class _Copy(NamedTuple):
     trainable: float
 
 
+class _Copies(NamedTuple):
+    """A copy of each of a model's segments, by the segment's id, and elements of all copies."""
+
+    of: Mapping[int, _Copy]
+    num_params: float
+
+
 class _MicroBatch(NamedTuple):
     """A stage's seconds for one micro-batch, forward and backward, and its elements."""
 
@@ -57,6 +67,14 @@ class _MicroBatch(NamedTuple):
     total_s: float
     params: float
     trainable: float
+
+
+class _Run(NamedTuple):
+    """Stages with equal parts that follow one another, which take as long."""
+
+    parts: Parts
+    number: int
+    micro: _MicroBatch
 
 
 class _Whole(NamedTuple):
@@ -72,34 +90,141 @@ class _Whole(NamedTuple):
     by_blocks: tuple[float, float]  # in every micro-batch
 
 
-def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
-    """The seconds of one optimizer step.
+_read_by_copies = attrgetter(
+    "dtype", "tensor", "splits_norms", "sequence", "context", "expert", "stages", "recompute", "recompute_keeps",
+    "attention_scale", "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s",
+    "traced_batch", "batch_size", "num_micro_batches",
+)  # fmt: skip
+"""What copies' seconds follow from, beside the cluster, the mesh and the cut."""
 
-    A pipeline of p stages is filled and drained while all but one stage wait (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2); in between, the slowest stage sets the pace, and waits for what its neighbours send.
+_Mesh = tuple[tuple[str, int], ...]
+
+
+class StepTimes:
+    """Steps on one cluster; what many have in common is worked out once.
+
+    Compositions that differ in what is sharded, or waits on the host, compute the same for a micro-batch.
     """
-    whole = _whole(cost, cluster)
-    micro = _micro_batches(cost, whole, cluster)
-    slowest = max(micro, key=lambda each: each.total_s)
-    times, sending = cost.num_micro_batches, _sending_seconds(cost, cluster)
-    bubble = _bubble(cost, micro, slowest) + 2.0 * (cost.stages - 1) * sending
-    once, optimizer = _ending(cost, micro, whole, cluster)
-    exposed = times * slowest.exposed_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
-    offload = 0.0
-    if uses_host(cost):
-        computing = ((stage, times * micro[stage.index].computing_s) for stage in heaviest_stages(cost))
-        offload = max(host_seconds(cost, stage, cluster, seconds) for stage, seconds in computing)
-    return StepTime(
-        matmul_s=times * slowest.matmul_s,
-        traffic_s=times * slowest.traffic_s,
-        launch_s=times * slowest.launch_s,
-        bubble_s=bubble,
-        optimizer_s=optimizer,
-        exposed_comm_s=exposed,
-        offload_s=offload,
-        extra_s=cost.extra_s,
-        total_s=times * slowest.computing_s + bubble + optimizer + exposed + offload + cost.extra_s,
-    )
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self._groups: dict[tuple[tuple[str, ...], _Mesh | tuple[int, int]], Group] = {}
+        self._copies: dict[tuple[object, ...], _Copies] = {}
+
+    def of(self, cost: Cost) -> StepTime:
+        """The seconds of one optimizer step.
+
+        A pipeline of p stages is filled and drained while all but one stage wait (Narayanan et al. 2021, arXiv
+        2104.04473, section 2.2); in between, the slowest stage sets the pace, and waits for what its neighbours send.
+        """
+        cut = cut_of(cost)
+        copies = self._copies_of(cost, cut)
+        whole = self._whole(cost, copies)
+        runs = [
+            _Run(parts, number, _micro_batch(cost, parts, copies, whole, self.cluster)) for parts, number in cut.runs
+        ]
+        slowest = max((run.micro for run in runs), key=lambda each: each.total_s)
+        times, sending = cost.num_micro_batches, self._sending_seconds(cost)
+        bubble = _bubble(cost, runs, slowest) + 2.0 * (cost.stages - 1) * sending
+        once, optimizer = _ending(cost, runs, whole, self.cluster)
+        exposed = times * slowest.exposed_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
+        offload = 0.0
+        if uses_host(cost):
+            computing = {id(run.parts): times * run.micro.computing_s for run in runs}
+            stages = heaviest_stages(cost)
+            offload = max(host_seconds(cost, stage, self.cluster, computing[id(stage.parts)]) for stage in stages)
+        return StepTime(
+            matmul_s=times * slowest.matmul_s,
+            traffic_s=times * slowest.traffic_s,
+            launch_s=times * slowest.launch_s,
+            bubble_s=bubble,
+            optimizer_s=optimizer,
+            exposed_comm_s=exposed,
+            offload_s=offload,
+            extra_s=cost.extra_s,
+            total_s=times * slowest.computing_s + bubble + optimizer + exposed + offload + cost.extra_s,
+        )
+
+    def _group(self, cost: Cost, axis: tuple[str, ...]) -> Group:
+        of_experts = axis == (EXPERT_AXIS,)
+        key = axis, (cost.expert, cost.tensor) if of_experts else tuple(cost.axes.items())
+        group = self._groups.get(key)
+        if group is None:
+            if of_experts:
+                group = group_of_neighbours(cost.expert, self.cluster, cost.tensor)
+            else:
+                group = group_of(axis, cost.axes, self.cluster)
+            self._groups[key] = group
+        return group
+
+    def _copies_of(self, cost: Cost, cut: Cut) -> _Copies:
+        key = (cut, tuple(cost.axes.items()), *_read_by_copies(cost))
+        copies = self._copies.get(key)
+        if copies is None:
+            if len(self._copies) >= REMEMBERED:
+                self._copies.clear()
+            waiting = self._waiting_seconds(cost)
+            of = {id(segment): self._copy(cost, segment, waiting) for segment in cut.segments}
+            num_params = sum(segment.count * of[id(segment)].params for segment in cut.segments)
+            copies = self._copies[key] = _Copies(of, num_params)
+        return copies
+
+    def _copy(self, cost: Cost, segment: Segment, waiting_s: float) -> _Copy:
+        device = self.cluster.device
+        computed, exposed, hidden = seconds_of_copy(cost, segment, device), 0.0, 0.0
+        launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * device.launch_s
+        for comm in of_copy(cost, segment):
+            group = self._group(cost, comm.axis)
+            seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
+            exposed += (1.0 - comm.overlap) * seconds
+            hidden += comm.overlap * seconds
+            launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
+        return _Copy(
+            matmul_s=computed.matmul_s,
+            traffic_s=computed.traffic_s,
+            launch_s=launch,
+            exposed_s=exposed,
+            hidden_s=hidden,
+            params=cost.local_params(segment),
+            trainable=cost.local_trainable(segment),
+        )
+
+    def _waiting_seconds(self, cost: Cost) -> float:
+        """What a hop of a collective takes longer to start, in a pipeline whose stages send from node to node."""
+        if not cost.hop_wait_s or cost.stages == 1 or self._group(cost, ("pipeline",)).num_nodes == 1:
+            return 0.0
+        return cost.hop_wait_s
+
+    def _sending_seconds(self, cost: Cost) -> float:
+        """Of one micro-batch's activations from a stage to the next."""
+        if cost.stages == 1:
+            return 0.0
+        return self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
+
+    def _whole(self, cost: Cost, copies: _Copies) -> _Whole:
+        once, by_parameters, by_blocks = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+        for comm in cost.comm:
+            seconds = self._group(cost, comm.axis).seconds(comm.kind, comm.count, comm.num_bytes)
+            if comm.each_micro_batch:
+                into = by_parameters if comm.scales_with == "parameters" else by_blocks
+            elif comm.scales_with == "blocks":
+                into, seconds = by_blocks, seconds / cost.num_micro_batches
+            else:
+                into = once
+            into[0] += (1.0 - comm.overlap) * seconds
+            into[1] += comm.overlap * seconds
+        return _Whole(
+            num_params=copies.num_params,
+            num_blocks=max(1, cost.num_blocks),
+            once=(once[0], once[1]),
+            by_parameters=(by_parameters[0], by_parameters[1]),
+            by_blocks=(by_blocks[0], by_blocks[1]),
+        )
+
+
+def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
+    """The seconds of one optimizer step, and where they go."""
+    return StepTimes(cluster).of(cost)
 
 
 def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
@@ -107,87 +232,11 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     return step_time(cost, cluster).total_s
 
 
-def _whole(cost: Cost, cluster: ClusterSpec) -> _Whole:
-    once, by_parameters, by_blocks = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
-    for comm in cost.comm:
-        seconds = comm_seconds(comm, cost.axes, cluster)
-        if comm.each_micro_batch:
-            into = by_parameters if comm.scales_with == "parameters" else by_blocks
-        elif comm.scales_with == "blocks":
-            into, seconds = by_blocks, seconds / cost.num_micro_batches
-        else:
-            into = once
-        into[0] += (1.0 - comm.overlap) * seconds
-        into[1] += comm.overlap * seconds
-    return _Whole(
-        num_params=cost.num_params,
-        num_blocks=max(1, cost.num_blocks),
-        once=(once[0], once[1]),
-        by_parameters=(by_parameters[0], by_parameters[1]),
-        by_blocks=(by_blocks[0], by_blocks[1]),
-    )
-
-
-def _micro_batches(cost: Cost, whole: _Whole, cluster: ClusterSpec) -> list[_MicroBatch]:
-    """Every stage's; of stages with equal parts the same."""
-    waiting = _waiting_seconds(cost, cluster)
-    copies: dict[int, _Copy] = {}
-    groups: dict[tuple[str, ...], Group] = {}
-    known: dict[int, _MicroBatch] = {}
-    stages = parts_of_stages(cost)
-    for parts in stages:
-        if id(parts) not in known:
-            for segment, _ in parts:
-                if id(segment) not in copies:
-                    copies[id(segment)] = _of_copy(cost, segment, waiting, groups, cluster)
-            known[id(parts)] = _micro_batch(cost, parts, copies, whole, cluster)
-    return [known[id(parts)] for parts in stages]
-
-
-def _of_copy(
-    cost: Cost, segment: Segment, waiting_s: float, groups: dict[tuple[str, ...], Group], cluster: ClusterSpec
-) -> _Copy:
-    computed, exposed, hidden = seconds_of_copy(cost, segment, cluster.device), 0.0, 0.0
-    launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * cluster.device.launch_s
-    for comm in of_copy(cost, segment):
-        if comm.axis not in groups:
-            groups[comm.axis] = _group(cost, comm, cluster)
-        group = groups[comm.axis]
-        seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
-        exposed += (1.0 - comm.overlap) * seconds
-        hidden += comm.overlap * seconds
-        launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
-    return _Copy(
-        matmul_s=computed.matmul_s,
-        traffic_s=computed.traffic_s,
-        launch_s=launch,
-        exposed_s=exposed,
-        hidden_s=hidden,
-        params=cost.local_params(segment),
-        trainable=cost.local_trainable(segment),
-    )
-
-
-def _waiting_seconds(cost: Cost, cluster: ClusterSpec) -> float:
-    """What a hop of a collective takes longer to start, in a pipeline whose stages send from node to node."""
-    if not cost.hop_wait_s or cost.stages == 1 or group_of(("pipeline",), cost.axes, cluster).num_nodes == 1:
-        return 0.0
-    return cost.hop_wait_s
-
-
-def _group(cost: Cost, comm: Comm, cluster: ClusterSpec) -> Group:
-    if comm.axis == (EXPERT_AXIS,):
-        return group_of_neighbours(cost.expert, cluster, cost.tensor)
-    return group_of(comm.axis, cost.axes, cluster)
-
-
-def _micro_batch(
-    cost: Cost, parts: Parts, copies: dict[int, _Copy], whole: _Whole, cluster: ClusterSpec
-) -> _MicroBatch:
+def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, cluster: ClusterSpec) -> _MicroBatch:
     """A GPU runs an operation while the next ones are launched, so that the longer of both counts; a CPU does not."""
     matmul = traffic = launch = exposed = hidden = params = trainable = blocks = 0.0
     for segment, count in parts:
-        copy = copies[id(segment)]
+        copy = copies.of[id(segment)]
         matmul += count * copy.matmul_s
         traffic += count * copy.traffic_s
         launch += count * copy.launch_s
@@ -222,38 +271,31 @@ def _cast_bytes(cost: Cost, params: float, trainable: float) -> float:
     return params * cost.cast_traffic_bytes + accumulated
 
 
-def _bubble(cost: Cost, micro: list[_MicroBatch], slowest: _MicroBatch) -> float:
+def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
     """What the slowest stage waits for the first micro-batch to arrive and the last one to return."""
-    filling = sum(each.total_s for each in micro) - slowest.total_s
+    filling = sum(run.number * run.micro.total_s for run in runs) - slowest.total_s
     if cost.schedule == "zero_bubble":
         return filling / 3  # the weights' gradients, a third of the work, fill gaps: Qi et al. 2023, arXiv 2401.10241
     return filling / cost.interleave
 
 
-def _sending_seconds(cost: Cost, cluster: ClusterSpec) -> float:
-    """Of one micro-batch's activations from a stage to the next."""
-    if cost.stages == 1:
-        return 0.0
-    return group_of(("pipeline",), cost.axes, cluster).seconds("send", 1.0, boundary_bytes(cost))
-
-
-def _ending(cost: Cost, micro: list[_MicroBatch], whole: _Whole, cluster: ClusterSpec) -> tuple[float, float]:
+def _ending(cost: Cost, runs: Sequence[_Run], whole: _Whole, cluster: ClusterSpec) -> tuple[float, float]:
     """Seconds of communication, then of the optimizer, that end the step on the stage that is done last.
 
     What can overlap hides behind the backward of the last micro-batch. Later stages are done with theirs earlier, while
-    the first ones still wait for gradients.
+    the first ones still wait for gradients; so of equal stages only the first can be the last.
     """
     optimizer_s = _optimizer_bytes(cost) / reached_bandwidth(cluster)
     waited, last, longest = 0.0, (0.0, 0.0), 0.0
-    for stage in micro:
-        share = stage.params / whole.num_params if cost.stages > 1 else 1.0
-        backward = BACKWARD * stage.total_s
+    for _, number, micro in runs:
+        share = micro.params / whole.num_params if cost.stages > 1 else 1.0
+        backward = BACKWARD * micro.total_s
         exposed = share * whole.once[0] + max(0.0, share * whole.once[1] - backward)
-        optimizer = stage.trainable * optimizer_s
+        optimizer = micro.trainable * optimizer_s
         if exposed + optimizer - waited > longest:
             last = max(0.0, exposed - waited), optimizer
             longest = last[0] + last[1]
-        waited += backward
+        waited += number * backward
     return last
 
 

@@ -17,7 +17,7 @@ from atorch.auto.planner.bounds import Bounds
 from atorch.auto.planner.columns import Columns
 from atorch.auto.planner.space import Node, Space
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost, peak_memory, step_seconds
+from atorch.cost import Cost, StepTimes, peak_memory
 
 TIE = 0.03  # of a step: nearer than the estimate is right
 
@@ -64,8 +64,9 @@ class _Search:
         self, space: Space, cluster: ClusterSpec, columns: Columns, keep: int, breadth: int, most: float
     ) -> None:
         self.columns, self._most = columns, most
-        self._space, self._cluster, self._keep, self._breadth = space, cluster, keep, breadth
-        self._bounds = Bounds.of(space, cluster, columns.limit_bytes, columns.host_bytes)
+        self._space, self._keep, self._breadth = space, keep, breadth
+        self._times = StepTimes(cluster)
+        self._bounds = Bounds.of(space, self._times, columns.limit_bytes, columns.host_bytes)
         self._count = itertools.count()  # of equal bounds the branch that was found first is opened first
         self._open: list[_Branch] = []
         self._aside: list[_Branch] = []  # by the bytes that they are short
@@ -106,7 +107,7 @@ class _Search:
 
     def _score(self, node: Node) -> None:
         for leaf in self._space.leaves(node):
-            seconds = step_seconds(leaf.cost, self._cluster)
+            seconds = self._times.of(leaf.cost).total_s
             if self.columns.add(leaf.methods, seconds, peak_memory(leaf.cost)):
                 insort(self._best, seconds)
                 del self._best[self._keep :]

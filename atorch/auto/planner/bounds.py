@@ -34,8 +34,7 @@ from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
 from atorch.auto.planner.space import Level, Space
 from atorch.auto.strategy import Method, Phase
-from atorch.cluster import ClusterSpec
-from atorch.cost import Cost, peak_memory, step_time
+from atorch.cost import Cost, StepTimes, peak_memory
 from atorch.cost.splits import REPLICA_AXES
 
 SHARING = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
@@ -49,7 +48,7 @@ Kinds = frozenset[type[Method]]
 class Bounds:
     """The bounds of one space on one cluster, at some of its depths."""
 
-    cluster: ClusterSpec
+    times: StepTimes
     device_bytes: float  # usable of a device
     host_bytes: float  # of host memory for a device
     depths: tuple[int, ...]
@@ -57,14 +56,14 @@ class Bounds:
     offloads: tuple[Offload | None, ...]  # what may become of a node: none, or one of these
 
     @classmethod
-    def of(cls, space: Space, cluster: ClusterSpec, device_bytes: float, host_bytes: float) -> Bounds:
+    def of(cls, space: Space, times: StepTimes, device_bytes: float, host_bytes: float) -> Bounds:
         """Bounds before recomputation, before shards and before micro-batches, where all that follows is covered."""
         levels = space.levels
         left = tuple(frozenset(level.kind for level in levels[depth:]) for depth in range(len(levels) + 1))
         covered = next(depth for depth in range(len(left)) if left[depth] <= COVERED)
         phases = (Phase.RECOMPUTE, Phase.SHARD, Phase.STEP)
         depths = sorted({max(_first(levels, phase), covered) for phase in phases} - {len(levels)})
-        return cls(cluster, device_bytes, host_bytes, tuple(depths), left, tuple(_offloads(levels)))
+        return cls(times, device_bytes, host_bytes, tuple(depths), left, tuple(_offloads(levels)))
 
     def least_seconds(self, cost: Cost, depth: int) -> float:
         """No composition below a node at `depth`, whose cost so far is given, has a quicker step."""
@@ -76,13 +75,13 @@ class Bounds:
             grad_itemsize=0.0,
         )  # fmt: skip
         if MicroBatch not in left:
-            whole = step_time(quick, self.cluster)
+            whole = self.times.of(quick)
             seconds = whole.total_s - whole.optimizer_s
         else:
-            whole = step_time(quick.but(num_micro_batches=1.0), self.cluster)
+            whole = self.times.of(quick.but(num_micro_batches=1.0))
             seconds = whole.total_s - whole.optimizer_s - whole.bubble_s
             if cost.stages > 1:
-                seconds += step_time(_finest(quick), self.cluster).bubble_s
+                seconds += self.times.of(_finest(quick)).bubble_s
         return seconds * (1 - SLACK)
 
     def fitting(self, cost: Cost, depth: int) -> tuple[float, float]:
@@ -152,7 +151,7 @@ class Bounds:
             num_micro_batches=1.0, param_itemsize=0.0, grad_itemsize=0.0, optim_itemsize=0.0, master_itemsize=0.0,
             cast_itemsize=0.0, gathered_itemsize=0.0, activation_offload=0.0, budget_bytes=math.inf,
         )  # fmt: skip
-        link = self.cluster.host_link
+        link = self.times.cluster.host_link
         return cost.activation_offload * peak_memory(alone).activations / (link.bandwidth * link.efficiency)
 
 

@@ -13,7 +13,7 @@ from atorch.auto.planner.bounds import Bounds
 from atorch.auto.planner.space import plannable
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.cluster import ClusterSpec, LinkSpec
-from atorch.cost import peak_memory, plain_cost, step_seconds
+from atorch.cost import StepTimes, peak_memory, plain_cost, step_seconds
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 
 KEPT = {"parallel_mode", "ddp", "fsdp"}
@@ -94,7 +94,7 @@ def test_where_nothing_fits_the_nearest_miss_is_found(job, share):
 def test_no_composition_is_below_its_bounds(job):
     profile, spec, batch, excluded = job
     space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
-    bounds = Bounds.of(space, spec, 0.0, 0.0)
+    bounds = Bounds.of(space, StepTimes(spec), 0.0, 0.0)
     for depth in bounds.depths:
         for node in space.descend(space.root(start), depth):
             least_s, (short, crossing_s) = bounds.least_seconds(node.cost, depth), bounds.fitting(node.cost, depth)
