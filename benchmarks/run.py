@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from compare import Row
 
-CLAIMS = ("import_time", "step_overhead", "planning_time", "search_regret", "gpu_methods")
+CLAIMS = ("import_time", "step_overhead", "planning_time", "search_regret", "pipeline_cut", "gpu_methods")
 
 
 def main() -> int:
