@@ -2,7 +2,7 @@
 
     python benchmarks/planner_accuracy.py TABLE.csv … [--calibrate none|shipped|5] [--json FILE]
 
-A table has the columns that `benchmarks/published/rows.py` names. `none` takes speeds from data sheets alone, with one
+A table has the columns that `benchmarks/published/table.py` names. `none` takes speeds from data sheets alone, with one
 set of typical efficiencies for every device; `shipped` takes the constants of atorch/clusters; `5` refits those of each
 cluster on five rows, chosen by a hash of their names, which are then left out.
 """
@@ -15,10 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from atorch.errors import ArgumentError
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.published.evaluate import CALIBRATIONS, Calibration, evaluate
 from benchmarks.published.metrics import Result, doomed_in_first, quantile, summary
-from benchmarks.published.rows import read_rows
+from benchmarks.published.table import read_rows
 
 COLUMNS = {
     "rows": "rows",
@@ -42,7 +44,10 @@ def main() -> None:
     parser.add_argument("--calibrate", choices=CALIBRATIONS, default="shipped")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    tables = tables_of(arguments.tables, arguments.calibrate)
+    try:
+        tables = tables_of(arguments.tables, arguments.calibrate)
+    except ArgumentError as error:
+        parser.error(str(error))
     together = [result for results in tables.values() for result in results]
     report(tables, together)
     if arguments.json:
@@ -51,8 +56,10 @@ def main() -> None:
 
 
 def tables_of(paths: Sequence[Path], calibration: Calibration) -> dict[str, list[Result]]:
-    """The results of every table, by the file's name."""
-    return {path.stem: evaluate(read_rows(path), calibration) for path in paths}
+    """The results of every table, by the file's name, or its path where two have one name."""
+    stems = [path.stem for path in paths]
+    names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in paths]
+    return {name: evaluate(read_rows(path), calibration) for name, path in zip(names, paths, strict=True)}
 
 
 def report(tables: dict[str, list[Result]], together: list[Result]) -> None:

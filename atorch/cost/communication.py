@@ -35,7 +35,7 @@ def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
 
 def itemsize(cost: Cost) -> float:
     """Bytes of an activation that is sent."""
-    return 4.0 if cost.dtype == "float32" else 2.0
+    return 4.0 if cost.dtype in ("float32", "tfloat32") else 2.0
 
 
 def boundary_bytes(cost: Cost) -> float:

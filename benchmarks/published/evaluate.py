@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from atorch.units import GiB
 from benchmarks.published.fit import Run, drawn, fitted, is_fitted, with_constants
 from benchmarks.published.memory import comparable_bytes, fits, metric_of
 from benchmarks.published.metrics import Result, runs_out_of_memory
-from benchmarks.published.rows import GIVEN, Row, cluster_of, cost_of
+from benchmarks.published.rows import cluster_of, cost_of
+from benchmarks.published.table import GIVEN, Row
 
 Calibration = Literal["none", "shipped", "5"]
 CALIBRATIONS: tuple[Calibration, ...] = ("none", "shipped", "5")
@@ -44,24 +46,29 @@ class Case:
     @property
     def tokens(self) -> float:
         """Of a step; one per device where the row cannot be understood."""
-        global_batch, seq_len = self.row.number("global_batch"), self.row.number("seq_len")
+        global_batch, seq_len = self.row.told("global_batch"), self.row.told("seq_len")
         if self.cost is not None:
             global_batch = self.cost.batch_size * self.cost.size("data", "zero")
             seq_len = seq_len or max(each.sequence_length for each in self.cost.segments)
         return (global_batch or 1.0) * (seq_len or 1.0)
 
     @property
+    def devices(self) -> float:
+        """Of the run; one where the row does not tell."""
+        return self.row.told("n_gpus") or (math.prod(self.cost.axes.values()) if self.cost is not None else 1.0)
+
+    @property
     def measured_s(self) -> float | None:
         """The step's seconds, from tokens a second where they were not published; None where neither was."""
         seconds, rate = self.row.result("step_time_s"), self.row.result("tok_s_gpu")
         if seconds is None and rate:
-            return self.tokens / (rate * (self.row.number("n_gpus") or 1.0))
+            return self.tokens / (rate * self.devices)
         return seconds
 
     @property
     def run(self) -> Run | None:
         """What constants can be fitted on: a row that is understood and was timed."""
-        if self.cost is None or self.cluster is None or self.measured_s is None:
+        if self.cost is None or self.cluster is None or self.measured_s is None or self.row.status != "ok":
             return None
         return Run(self.row.row_id, self.cost, self.cluster, self.measured_s)
 
@@ -88,18 +95,19 @@ def by_data_sheet(case: Case) -> Case:
 
 def _refitted(cases: Sequence[Case]) -> list[Case]:
     """Each cluster's cases but the few that were drawn, with the constants that these make most probable."""
-    by_cluster: dict[str, list[Case]] = defaultdict(list)
-    for case in cases:
-        by_cluster[case.row.text("hardware")].append(case)
-    found: dict[str, Case] = {}
-    for of_one in by_cluster.values():
-        runs = drawn([case.run for case in of_one if case.run is not None], FEW)
+    by_cluster: dict[str, list[int]] = defaultdict(list)
+    for place, case in enumerate(cases):
+        by_cluster[case.row.text("hardware")].append(place)
+    found: dict[int, Case] = {}
+    for places in by_cluster.values():
+        runs = drawn([run for place in places if (run := cases[place].run) is not None], FEW)
         used, constants = {run.name for run in runs}, fitted(runs)
-        for case in of_one:
-            if case.row.row_id not in used:
-                moved = None if case.cluster is None else with_constants(case.cluster, constants)
-                found[case.row.row_id] = replace(case, cluster=moved)
-    return [found[case.row.row_id] for case in cases if case.row.row_id in found]
+        for place in places:
+            cluster = cases[place].cluster
+            if cases[place].row.row_id not in used:
+                moved = None if cluster is None else with_constants(cluster, constants)
+                found[place] = replace(cases[place], cluster=moved)
+    return [found[place] for place in sorted(found)]
 
 
 Sizes = Mapping[tuple[str, ...], Sequence[tuple[float, float]]]
@@ -109,8 +117,8 @@ def _by_all_but_size(rows: Sequence[Row]) -> Sizes:
     """(micro-batch, bytes) of the runs that ended well, by everything else that was given."""
     found: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        size, held = row.number("micro_batch"), row.result("peak_mem_gib")
-        if row.measured["status"] == "ok" and size is not None and held is not None:
+        size, held = row.told("micro_batch"), row.result("peak_mem_gib")
+        if row.status == "ok" and size is not None and held is not None:
             found[_but_size(row)].append((size, held * GiB))
     return found
 
@@ -121,10 +129,10 @@ def _but_size(row: Row) -> tuple[str, ...]:
 
 def label_of(row: Row, ran: Sizes) -> Literal["fits", "oom"] | None:
     """Whether the run fitted; None where it ended for a reason that memory does not explain."""
-    status = row.measured["status"]
+    status = row.status
     if status in ("ok", "oom"):
         return "fits" if status == "ok" else "oom"
-    device, size = row.number("gpu_mem_gb"), row.number("micro_batch")
+    device, size = row.told("gpu_mem_gb"), row.told("micro_batch")
     if status != "crash_or_oom" or device is None or size is None:
         return None
     return "oom" if runs_out_of_memory(size, ran.get(_but_size(row), ()), device * GiB) else None
@@ -136,11 +144,11 @@ def _result(case: Case, ran: Sizes) -> Result:
     if case.cost is not None and case.cluster is not None:
         seconds, estimated = step_seconds(case.cost, case.cluster), comparable_bytes(row, case.cost)
         said_to_fit = fits(case.cost, case.cluster.device.memory_bytes)
-    ended_well = row.measured["status"] == "ok"
+    ended_well = row.status == "ok"
     return Result(
         row_id=row.row_id,
         cell=tuple(row.text(name) for name in ("framework", "model", "n_gpus", "seq_len")),
-        global_batch=row.number("global_batch") or 0.0,
+        global_batch=row.told("global_batch") or 0.0,
         tokens=case.tokens,
         measured_s=case.measured_s if ended_well else None,
         estimated_s=seconds,

@@ -123,7 +123,7 @@ SHARE = 0.05  # of a family's rows, at most
 
 def main() -> None:
     from benchmarks.published.evaluate import Case, by_data_sheet
-    from benchmarks.published.rows import read_rows
+    from benchmarks.published.table import read_rows
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE.csv")

@@ -9,7 +9,9 @@ from atorch.cost import Cost, Memory, peak_memory
 from atorch.cost.memory import stage_memory
 from atorch.cost.stages import stages_of
 from atorch.units import GiB
-from benchmarks.published.rows import Row, cost_of, framework_for
+from benchmarks.published.layout import framework_for
+from benchmarks.published.rows import cost_of
+from benchmarks.published.table import Row
 
 Metric = Literal["allocated", "reserved", "driver"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.evaluate import evaluate
-from benchmarks.published.rows import GIVEN, MEASURED, read_rows
+from benchmarks.published.table import GIVEN, MEASURED, read_rows
 
 ROOT = Path(__file__).parents[2]
 RUN = {

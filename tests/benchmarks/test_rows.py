@@ -8,9 +8,12 @@ import pytest
 from atorch.cost import peak_memory
 from atorch.errors import ArgumentError
 from atorch.units import GiB
+from benchmarks.published.layout import layout_of
 from benchmarks.published.memory import comparable_bytes, fits, memory_of, metric_of
 from benchmarks.published.models import known_dimensions
-from benchmarks.published.rows import GIVEN, Row, cluster_of, cost_of, layout_of, profile_of, read_rows, shape_of
+from benchmarks.published.rows import cluster_of, cost_of, dtype_of, profile_of
+from benchmarks.published.shapes import shape_of
+from benchmarks.published.table import GIVEN, MEASURED, Row, read_rows
 
 RUN = dict.fromkeys(GIVEN, "") | {
     "row_id": "a-0001", "model": "my-llama", "layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "8",
@@ -59,6 +62,16 @@ def test_sharding_by_its_many_names(fsdp, zero, level, keeps):
         ({"global_batch": "2"}, "less than dp 4 micro-batches of 2"),
         ({"hidden": "wide"}, "hidden is 'wide'; it is a number"),
         ({"heads": "-8"}, "at least 0"),
+        ({"layers": "999999999"}, "no more than 4096 is believed"),
+        ({"layers": "0.5"}, "a whole number"),
+        ({"zero": "7"}, "a level from 0 to 3"),
+        ({"micro_batch": "0.5", "global_batch": ""}, "two are needed"),
+        ({"micro_batch": "0.5"}, "at least one sequence"),
+        ({"kv_heads": "64"}, "heads is 32, which is less than kv_heads"),
+        ({"ep": "8"}, "how many experts"),
+        ({"arch": "8 experts top-2", "ep": "3"}, "ep 3 does not divide 8 experts"),
+        ({"arch": "8 experts top-9"}, "9 of 8 experts"),
+        ({"tp": "16", "pp": "1", "dp": "1", "hidden": "8", "heads": "8"}, "tp 16 leaves nothing of 8"),
         ({"hidden": "16"}, "less than heads"),
         ({"n_gpus": "", "dp": ""}, "neither n_gpus nor dp"),
     ],
@@ -151,3 +164,109 @@ def test_notes_are_not_read(tmp_path):
     assert found.result("step_time_s") == 1.5
     assert "notes" not in {**found.given, **found.measured}
     assert found.row_id == "a-0001"
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "shared_by"),
+    [
+        ({"zero": "ZeRO-3", "pp": "", "tp": ""}, 3, 16), ({"zero": "stage 2"}, 2, 4), ({"zero": "True"}, 1, 4),
+        ({"fsdp": "HSDP", "tp": "2", "pp": "", "dp": ""}, 3, 4), ({"fsdp": "FSDP2"}, 3, 4), ({"fsdp": "2"}, 3, 2),
+        ({"fsdp": "1", "zero": ""}, 0, 4), ({"zero": "distributed optimizer"}, 1, 4),
+    ],
+)  # fmt: skip
+def test_shards_over_all_or_over_neighbours(given, level, shared_by):
+    layout = layout_of(row(**given))
+    assert (layout.zero, layout.shared_by) == (level, shared_by)
+
+
+def test_shards_within_a_node_hold_more_and_send_less_between_nodes():
+    whole, hybrid = (cost_of(row(fsdp=name, tp="", pp="", sp="", dp="")) for name in ("FULL_SHARD", "HYBRID_SHARD"))
+    assert (whole.param_shards, hybrid.param_shards) == (16, 8)
+    assert dict(hybrid.axes) == {"zero": 8, "data": 2}
+    assert {comm.axis for comm in hybrid.comm} >= {("data",)}
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ("BF16", "bfloat16"), ("bf16-mixed", "bfloat16"), ("fp16 amp O2", "float16"), ("fp8 hybrid", "float8"),
+        ("TF32", "tfloat32"), ("fp32", "float32"), ("", "bfloat16"), ("mixed", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_precisions_by_their_many_names(words, dtype):
+    assert dtype_of(row(precision=words)) == dtype
+
+
+@pytest.mark.parametrize(
+    ("words", "share", "keeps"),
+    [
+        ("none", 0, "inputs"), ("False", 0, "inputs"), ("full", 1, "inputs"), ("True", 1, "inputs"),
+        ("selective", 1, "selective"), ("core attention", 1, "selective"), ("every 4 layers", 0.25, "inputs"),
+        ("selective op", 1, "selective"), ("selective layer", 0.5, "inputs"),
+    ],
+)  # fmt: skip
+def test_recomputation_by_its_many_names(words, share, keeps):
+    cost = cost_of(row(ckpt=words))
+    assert (cost.recompute, cost.recompute_keeps) == (share, keeps)
+
+
+@pytest.mark.parametrize(
+    ("attention", "hardware", "flash"),
+    [
+        ("FlashAttention-3", "H100", True), ("sdpa", "A100", True), ("", "A100", True), ("eager", "A100", False),
+        ("", "V100-SXM2", False), ("naive", "H100", False), ("torch math", "H100", False), ("TE", "H100", True),
+    ],
+)  # fmt: skip
+def test_scores_are_written_where_no_flash_attention_is(attention, hardware, flash):
+    blocks = [each for each in profile_of(row(attn=attention, hardware=hardware)).segments if each.is_block]
+    scores = 4096 * 4096 * 32 * 2
+    assert (blocks[0].inside.saved_bytes < scores) == flash
+
+
+def test_experts_in_words():
+    for given in ({"arch": "moe 8 experts top-2"}, {"model": "my 8x1B"}):
+        shape = shape_of(row(**given))
+        assert (shape.experts.count, shape.experts.top_k, shape.experts.ffn) == (8, 2, 8192)
+    whole, spread = (peak_memory(cost_of(row(arch="moe, 8 experts", ep=ep, zero=""))) for ep in ("1", "4"))
+    assert spread.parameters < whole.parameters
+    with pytest.raises(ArgumentError, match="how many experts"):
+        shape_of(row(arch="moe"))
+
+
+def test_what_a_compiler_fuses_is_faster_and_smaller():
+    plain, fused = (row(framework="transformers", compile=value) for value in ("False", "True"))
+    assert cost_of(fused).ops_scale < cost_of(plain).ops_scale
+    assert peak_memory(cost_of(fused)).total < peak_memory(cost_of(plain)).total
+
+
+def test_one_micro_batch_is_a_step_where_nothing_else_is_said():
+    layout = layout_of(row(pp="1", dp="", global_batch=""))
+    assert (layout.micro_batch, layout.num_micro_batches) == (2, 1)
+
+
+@pytest.mark.parametrize("column", [name for name in GIVEN if name != "row_id"])
+def test_no_blank_column_but_those_of_the_shape_and_the_batch_is_needed(column):
+    given = row(**{column: ""})
+    if column in ("layers", "hidden", "seq_len", "vocab", "global_batch"):
+        with pytest.raises(ArgumentError, match=column):
+            cost_of(given)
+    else:
+        assert peak_memory(cost_of(given)).total > 0
+
+
+def test_what_was_measured_may_be_missing_or_no_number():
+    def measured(**figures):
+        return Row(RUN, dict.fromkeys(MEASURED, "") | figures)
+
+    assert measured(step_time_s="OOM").result("step_time_s") is None
+    assert measured(step_time_s="0").result("step_time_s") is None
+    assert measured(step_time_s="1,234.5").result("step_time_s") == 1234.5
+    assert [measured(status=words).status for words in ("OK", "Success", "Out of memory", "timeout", "")] == [
+        "ok", "ok", "oom", "timeout", "",
+    ]  # fmt: skip
+    assert measured(step_time_s="2.0").status == "ok"
+
+
+@pytest.mark.parametrize(("words", "value"), [("8k", 8192), ("1,024", 1024), ("4096 tokens", 4096), ("~2048.0", 2048)])
+def test_numbers_as_people_write_them(words, value):
+    assert row(seq_len=words).number("seq_len") == value

@@ -1,0 +1,95 @@
+"""The shape of a run's model: what its row says, then what is known of the model it names, then what is usual."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
+from atorch.errors import ArgumentError
+from benchmarks.published.models import known_dimensions
+from benchmarks.published.table import Row
+
+_DIMENSIONS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")
+_HEAD = 128  # features of a head where their number is not told
+_GPT = ("gpt", "gelu", "mpt", "bloom", "opt-", "bert", "falcon", "pythia", "neox")
+
+
+def shape_of(row: Row) -> TransformerShape:
+    """The model's shape.
+
+    Raises:
+        ArgumentError: a dimension is missing that neither the name nor the number of parameters tells.
+    """
+    known = dict(known_dimensions(row.given["model"]))
+    _reduce(known, row.number("layers"))
+    known |= {name: int(value) for name in _DIMENSIONS if (value := row.number(name))}
+    missing = [name for name in ("layers", "hidden", "seq_len") if not known.get(name)]
+    if missing:
+        raise ArgumentError(f"{', '.join(missing)} of model {row.given['model']!r} not given, and it is not known")
+    known.setdefault("heads", max(1, round(known["hidden"] / _HEAD)))
+    known.setdefault("kv_heads", known["heads"])
+    for narrow, wide in (("heads", "hidden"), ("kv_heads", "heads")):
+        if known[wide] < known[narrow]:
+            raise ArgumentError(f"{wide} is {known[wide]}, which is less than {narrow}, {known[narrow]}")
+    style = _style(row)
+    known.setdefault("head_dim", known["hidden"] // known["heads"])
+    known.setdefault("ffn", round(known["hidden"] * 8 / 3) if style["gated"] else 4 * known["hidden"])
+    if "experts" not in known:
+        known["experts"] = _experts(row, known["ffn"])
+    style = {**style, **known}
+    if not known.get("vocab"):
+        style["vocab"] = _vocab(row, TransformerShape(**{**style, "vocab": 0}))
+    if style.get("latent") is not None and "mla" not in row.text("arch") and row.text("arch"):
+        style["latent"] = None
+    return TransformerShape(**style)
+
+
+def _reduce(known: dict[str, Any], layers: float | None) -> None:
+    """A model that is run with fewer layers keeps the share of those without experts, at least one."""
+    experts = known.get("experts")
+    if layers and experts is not None and experts.dense_layers and layers < known["layers"]:
+        dense = max(1, round(experts.dense_layers * layers / known["layers"]))
+        known["experts"] = replace(experts, dense_layers=dense)
+
+
+def _experts(row: Row, ffn: int) -> Experts | None:
+    """A mixture in words, such as "8 experts top-2" or "8x7B", whose feed-forward width is an expert's."""
+    words = f"{row.text('arch')} {row.text('model')}"
+    count = re.search(r"\b(\d+)[ -]*experts?\b|\b(\d+)x\d+(?:\.\d+)?b\b", words)
+    if count is None:
+        if "moe" in words or "mixture of experts" in words or (row.number("ep") or 1) > 1:
+            raise ArgumentError(
+                f"how many experts model {row.given['model']!r} has is not known; arch says it as '8 experts top-2'"
+            )
+        return None
+    chosen = re.search(r"top[-_ =]*k?[-_ =]*(\d+)", words)
+    found = Experts(count=int(count[1] or count[2]), top_k=int(chosen[1]) if chosen else 2, ffn=ffn)
+    if not 1 <= found.top_k <= found.count <= 4096:
+        raise ArgumentError(f"arch says {found.top_k} of {found.count} experts; it is at least 1 of at most 4096")
+    return found
+
+
+def _style(row: Row) -> dict[str, Any]:
+    """What kind of block the architecture's words describe."""
+    words = f"{row.text('arch')} {row.text('model')}"
+    is_gpt = any(word in words for word in _GPT)
+    gated = any(word in words for word in ("swiglu", "geglu", "gated")) or not is_gpt
+    tied = re.search(r"tie\w*[ _]emb\w*(?:=(\w+))?", words)
+    return {
+        "gated": gated,
+        "tied": (tied[1] or "true") == "true" if tied else is_gpt,
+        "norm": "rmsnorm" if gated else "layernorm",
+        "learned_positions": is_gpt and not any(word in words for word in ("rope", "rotary", "alibi", "bloom")),
+        "bias": is_gpt and "no bias" not in words,
+    }
+
+
+def _vocab(row: Row, without: TransformerShape) -> int:
+    """What the number of parameters leaves for the embedding."""
+    total = row.number("params_b")
+    if total is None:
+        raise ArgumentError(f"vocab of model {row.given['model']!r} is not given, nor are params_b to tell it from")
+    rest = 1e9 * total - transformer_profile(without).num_params
+    return min(2**23, max(1024, round(rest / without.hidden / (1 if without.tied else 2))))

@@ -1,0 +1,125 @@
+"""A table of published runs: what each row says of a run, and what was measured of it, as text until it is asked for.
+
+What a run was is read from the columns up to `attn`, and from `framework`; what was measured is kept apart. Notes are
+not read at all. Tables are written by people: a number may say "8k" or "1,024", a column may be missing. What cannot be
+read, or cannot be believed, is no number, and the error says so.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from atorch.errors import ArgumentError
+
+GIVEN = (
+    *("row_id", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "arch"),
+    *("hardware", "gpu_mem_gb", "gpus_per_node", "n_gpus", "dp", "fsdp", "zero", "tp", "sp", "pp", "vpp", "cp", "ep"),
+    *("micro_batch", "grad_accum", "global_batch", "precision", "ckpt", "compile", "attn", "framework"),
+)
+MEASURED = ("step_time_s", "tok_s_gpu", "peak_mem_gib", "mem_metric", "status")
+
+UNKNOWN = ("", "none", "n/a", "na", "nan", "null", "-", "–", "—", "?", "unknown", "not stated")
+BLANK = (*UNKNOWN, "no", "false", "off", "0", "0.0", "notchosen")
+"""What says that something was not used, or says nothing."""
+
+_NUMBER = re.compile(
+    r"[~≈]?\s*(?P<value>[\d,]*\d\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<kilo>k)?\s*(?:b|gb|gib|tokens|layers|gpus)?", re.ASCII
+)
+_MOST: Mapping[str, float] = {
+    # Of what is counted, far beyond all that was built, so that a slip is told from a run.
+    "layers": 4096, "hidden": 2**18, "heads": 4096, "kv_heads": 4096, "ffn": 2**20, "vocab": 2**23, "seq_len": 2**26,
+    "gpus_per_node": 1024, "n_gpus": 2**20, "dp": 2**20, "tp": 4096, "pp": 4096, "vpp": 4096, "cp": 4096, "ep": 4096,
+}  # fmt: skip
+_MOST_ELSE = 1e9
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run as it was published: texts, blank where nothing was."""
+
+    given: Mapping[str, str]
+    measured: Mapping[str, str]
+
+    @property
+    def row_id(self) -> str:
+        """The run's name."""
+        return self.given["row_id"]
+
+    def text(self, column: str) -> str:
+        """What a column of the run says, in lower case."""
+        return self.given.get(column, "").strip().lower()
+
+    def number(self, column: str) -> float | None:
+        """What a column of the run says, None where it is blank.
+
+        Raises:
+            ArgumentError: it is no number, or none that can be believed.
+        """
+        return _number(self.given.get(column, ""), column)
+
+    def told(self, column: str) -> float | None:
+        """`number`, None too where it is none."""
+        try:
+            return self.number(column)
+        except ArgumentError:
+            return None
+
+    def result(self, column: str) -> float | None:
+        """What was measured; None where nothing was, or what stands there is no number above 0."""
+        try:
+            return _number(self.measured.get(column, ""), column) or None
+        except ArgumentError:
+            return None
+
+    @property
+    def status(self) -> str:
+        """How the run ended: "ok", "oom", "crash_or_oom", or as it is told; where nothing is, a timed run is ok."""
+        words = self.measured.get("status", "").strip().lower()
+        if words in UNKNOWN:
+            return "ok" if self.result("step_time_s") or self.result("tok_s_gpu") else ""
+        if words in ("ok", "success", "succeeded", "done", "completed", "pass", "passed", "ran"):
+            return "ok"
+        return "oom" if words in ("oom", "out of memory", "out-of-memory", "cuda oom", "out_of_memory") else words
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a table; columns beyond those above are left out. A row without a name is called by its place.
+
+    Raises:
+        ArgumentError: the file cannot be read, or has none of the columns.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
+            lines = [{name: (each.get(name) or "").strip() for name in (*GIVEN, *MEASURED)} for each in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError(f"{path} is not read: {error}; give a table in CSV") from error
+    if not set(reader.fieldnames) & set(GIVEN):
+        raise ArgumentError(f"{path} has none of the columns {', '.join(GIVEN)}; its first line names its columns")
+    return [
+        Row(
+            {name: line[name] for name in GIVEN} | {"row_id": line["row_id"] or f"{path.stem}-{place}"},
+            {name: line[name] for name in MEASURED},
+        )
+        for place, line in enumerate(lines, 1)
+    ]
+
+
+def _number(text: str, column: str) -> float | None:
+    words = text.strip().lower()
+    if words in UNKNOWN:
+        return None
+    found = _NUMBER.fullmatch(words)
+    if found is None:
+        raise ArgumentError(f"{column} is {text!r}; it is a number of at least 0, or blank")
+    value = float(found["value"].replace(",", "")) * (1024 if found["kilo"] else 1)
+    if value > _MOST.get(column, _MOST_ELSE):
+        raise ArgumentError(f"{column} is {text!r}; no more than {_MOST.get(column, _MOST_ELSE):g} is believed")
+    if column in _MOST and value != int(value):
+        raise ArgumentError(f"{column} is {text!r}; it is a whole number")
+    return value
