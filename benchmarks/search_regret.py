@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compare import Row
 
 TURNS = 40
+# Methods that split a model over processes: on two of them they multiply a space that is measured whole.
+SPLITTING = ["tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel"]
 EXCLUDED = {
     # One compilation takes longer than measuring the rest of a space, and without half it is still large enough.
     "gpt": ["compile", "half"],
@@ -142,7 +144,7 @@ def rank_main(name: str, quick: bool, answer: str) -> None:
     torch.set_num_threads(1)
     ctx = make_context(name)
     began = time.monotonic()
-    plan = search(ctx, excluded=EXCLUDED[name])
+    plan = search(ctx, excluded=[*SPLITTING, *EXCLUDED[name]])
     search_s = time.monotonic() - began
     crew, feed = Crew(ctx.world), Feed(ctx)
     space = [plan.strategy, *(each.strategy for each in plan.rejected if each.why not in ("hardware", "memory"))]
