@@ -105,7 +105,7 @@ def traced_costs(make: Callable[[], tuple[nn.Module, int]]) -> list[float]:
         device,
         fold=lambda cost: cost.but(dtype="bfloat16"),
     )
-    return [each.seconds for each in found.values()]
+    return [each.seconds for each in found]
 
 
 def timed_cut(costs: Sequence[float], stages: int) -> tuple[float, float]:

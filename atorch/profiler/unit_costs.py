@@ -25,17 +25,12 @@ from atorch.profiler.trace import trace
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """What one unit takes on a device, all of its runs together."""
+    """What one call of a unit takes on a device."""
 
-    seconds: float = 0.0  # of a micro-batch, forward and backward
-    held_bytes: float = 0.0  # parameters, gradients and optimizer states
-    kept_bytes: float = 0.0  # activations of a micro-batch that wait for its backward
-
-    def __add__(self, other: UnitCost) -> UnitCost:
-        """Both together."""
-        return UnitCost(
-            self.seconds + other.seconds, self.held_bytes + other.held_bytes, self.kept_bytes + other.kept_bytes
-        )
+    name: str
+    seconds: float  # of a micro-batch, forward and backward
+    held_bytes: float  # the unit's parameters, their gradients and optimizer states
+    kept_bytes: float  # activations of a micro-batch that wait for its backward
 
 
 def unit_costs(
@@ -46,8 +41,8 @@ def unit_costs(
     device: DeviceSpec,
     *,
     fold: Callable[[Cost], Cost] | None = None,
-) -> dict[str, UnitCost]:
-    """The cost of every unit that runs, by name, in the order in which they first do.
+) -> tuple[UnitCost, ...]:
+    """The cost of every call of a unit, in the order of execution; a unit that is called twice is there twice.
 
     Args:
         sample_batch: what `call_model(model, batch)` and `loss_func(batch, output)` take; its tensors may be anywhere.
@@ -60,20 +55,30 @@ def unit_costs(
     cost, blocks = plain_cost(profile), repeated_blocks(model)
     if fold is not None:
         cost = fold(cost)
-    found: dict[str, UnitCost] = {}
-    between = UnitCost()
+    found: list[UnitCost] = []
+    waiting: UnitCost | None = None
     for segment in profile.segments:
         made = _unit_cost(cost, replace(segment, is_block=segment.name in blocks), device)
-        if not segment.name:
-            between += made
-            continue
-        if segment.name in found:  # it runs again, and holds no more
-            made = replace(made, held_bytes=0.0)
-        found[segment.name] = found.get(segment.name, UnitCost()) + between + made
-        between = UnitCost()
+        if segment.name:
+            found.append(_with(made, waiting))
+            waiting = None
+        else:
+            waiting = made
     if found:
-        found[next(reversed(found))] += between
-    return found
+        found[-1] = _with(found[-1], waiting)
+    return tuple(found)
+
+
+def _with(unit: UnitCost, other: UnitCost | None) -> UnitCost:
+    """A unit with what lies beside it."""
+    if other is None:
+        return unit
+    return UnitCost(
+        unit.name,
+        unit.seconds + other.seconds,
+        unit.held_bytes + other.held_bytes,
+        unit.kept_bytes + other.kept_bytes,
+    )
 
 
 def _unit_cost(cost: Cost, segment: Segment, device: DeviceSpec) -> UnitCost:
@@ -88,6 +93,7 @@ def _unit_cost(cost: Cost, segment: Segment, device: DeviceSpec) -> UnitCost:
     states = cost.grad_itemsize / cost.grad_shards
     states += (cost.optim_itemsize + cost.master_itemsize) / cost.optim_shards
     return UnitCost(
+        name=segment.name,
         seconds=seconds,
         held_bytes=elements * cost.param_itemsize / cost.param_shards + trained * states,
         kept_bytes=share * cost.activation_scale * kept,

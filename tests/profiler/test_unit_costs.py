@@ -23,8 +23,10 @@ ADAM = 16.0  # bytes of parameter, gradient and two states
 
 
 def costs_of(given: families.Given, device: DeviceSpec = CPU, **options: Any) -> dict[str, UnitCost]:
+    """By name; here no unit is called twice."""
     model, batch = given
-    return unit_costs(model, batch, lambda m, b: m(**b), lambda b, output: output["loss"], device, **options)
+    found = unit_costs(model, batch, lambda m, b: m(**b), lambda b, output: output["loss"], device, **options)
+    return {each.name: each for each in found}
 
 
 @pytest.mark.parametrize("make", [families.llama, families.t5, families.vit, families.mixtral])
@@ -43,7 +45,7 @@ def test_units_cost_together_what_the_planner_expects_of_the_model(make: Callabl
 def test_equal_blocks_cost_the_same_and_a_head_costs_its_product() -> None:
     found = costs_of(families.llama())
     first, second, third = (found[f"model.layers.{index}"] for index in range(3))
-    assert second == third
+    assert replace(second, name="") == replace(third, name="")
     assert second.seconds < first.seconds < 1.5 * second.seconds  # masks and positions are made before the first
     rows, columns = families.BATCH * families.SEQ, families.VOCAB
     product = 3 * 2 * rows * families.HIDDEN * columns / 1e11
@@ -99,13 +101,13 @@ class Twice(nn.Module):
         return self.head(self.shared(self.scale(self.shared(x))))
 
 
-def test_the_order_is_that_of_the_first_runs() -> None:
+def test_calls_are_in_the_order_in_which_they_happen() -> None:
     model = Twice()
     found = unit_costs(model, torch.randn(4, 8), lambda m, b: m(b), lambda b, output: output.sum(), CPU)
-    assert list(found) == ["shared", "scale", "head"]
-    assert found["shared"].held_bytes >= ADAM * 72
-    assert found["shared"].held_bytes < 3 * ADAM * 72
-    assert found["shared"].seconds > 1.5 * found["scale"].seconds
+    assert [each.name for each in found] == ["shared", "scale", "shared", "head"]
+    _, scale, again, _ = found
+    assert replace(again, name="scale") == scale
+    assert again.held_bytes == ADAM * 72
 
 
 def test_a_model_on_the_meta_device_has_costs() -> None:
