@@ -1,0 +1,54 @@
+"""Tokens dealt out and put together: values, and gradients that an average makes right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from atorch.errors import ArgumentError
+from atorch.runtime.sequence_parallel import Share
+from tests.pool import Pool
+
+
+def round_trip(rank: int, size: int, balanced: bool, averaged: bool) -> dict[str, bool]:
+    """A weight outside and one inside of what is split, against the same computed whole."""
+    share = Share(dist.group.WORLD, balanced=balanced, averaged=averaged)
+    x = torch.arange(2 * 8 * 3, dtype=torch.float64).reshape(2, 8, 3).sin()
+    outer, inner = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (1.5, 0.5))
+    plain_outer, plain_inner = (each.detach().clone().requires_grad_() for each in (outer, inner))
+    own = share.scatter(x * outer, 1)
+    whole = share.gather((own * inner).tanh(), 1)
+    expected = (x * plain_outer * plain_inner).tanh()
+    for each in (whole, expected):
+        (each * x.cos()).sum().backward()
+    for each in (outer, inner):
+        dist.all_reduce(each.grad)
+        each.grad /= size
+    return {
+        "tokens": own.shape[1] == 8 // size and torch.equal(own, share.part(x * outer, 1)),
+        "whole": torch.allclose(whole, expected),
+        "outer": torch.allclose(outer.grad, plain_outer.grad),
+        "inner": torch.allclose(inner.grad * (1 if averaged else size), plain_inner.grad),
+    }
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_one_average_is_right_inside_and_outside(pool: Pool, balanced: bool, averaged: bool) -> None:
+    for seen in pool.run(round_trip, balanced, averaged):
+        assert all(seen.values()), seen
+
+
+def pieces(rank: int, size: int) -> list[list[int]]:
+    tokens = torch.arange(8)
+    shares = Share(dist.group.WORLD), copy.deepcopy(Share(dist.group.WORLD, balanced=True))
+    with pytest.raises(ArgumentError, match="4 equal pieces, but were given with 6 tokens"):
+        shares[1].part(tokens[:6], 0)
+    return [share.part(tokens, 0).tolist() for share in shares]
+
+
+def test_pieces_are_in_order_or_from_front_and_back(pool: Pool) -> None:
+    assert pool.run(pieces) == [[[0, 1, 2, 3], [0, 1, 6, 7]], [[4, 5, 6, 7], [2, 3, 4, 5]]]

@@ -1,0 +1,70 @@
+"""Attention over exchanged heads is attention to all tokens: with shared keys and values, masks, and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from atorch.runtime.sequence_parallel import AttentionCall, Share, Ulysses
+from tests.pool import Pool
+from tests.runtime.sequence_parallel.training import Collectives
+
+HEADS, TOKENS, WIDTH = 4, 8, 6
+
+
+def mask_of(kind: str) -> Tensor | None:
+    generator = torch.Generator().manual_seed(2)
+    if kind == "hidden":
+        return torch.rand(2, 1, TOKENS, TOKENS, generator=generator) > 0.2
+    return torch.randn(1, HEADS, TOKENS, TOKENS, generator=generator) if kind == "biases" else None
+
+
+def attention(call: AttentionCall) -> Tensor:
+    *six, scale, gqa = call
+    return F.scaled_dot_product_attention(*six, scale=scale, enable_gqa=gqa)
+
+
+def compared(rank: int, size: int, kv_heads: int, kind: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    heads = {"query": HEADS, "key": kv_heads, "value": kv_heads}
+    whole = {name: torch.randn(2, count, TOKENS, WIDTH, generator=generator) for name, count in heads.items()}
+    share = Share(dist.group.WORLD)
+    own = {name: share.part(tensor, 2).clone().requires_grad_() for name, tensor in whole.items()}
+    whole = {name: tensor.requires_grad_() for name, tensor in whole.items()}
+    more = {"attn_mask": mask_of(kind), "is_causal": kind == "causal", "scale": 0.3, "enable_gqa": kv_heads < HEADS}
+    expected = attention(AttentionCall(**whole, **more))
+    with Collectives() as forward:
+        got = Ulysses(dist.group.WORLD)(AttentionCall(**own, **more), attention)
+    with Collectives() as backward:
+        (got * share.part(expected.detach().sin(), 2)).sum().backward()
+    (expected * expected.detach().sin()).sum().backward()
+    error = max(float((own[name].grad - share.part(whole[name].grad, 2)).abs().max()) for name in own)
+    return {
+        "value": float((got - share.part(expected, 2)).abs().max()),
+        "gradients": error,
+        "counts": (forward.counts, backward.counts),
+    }
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "hidden", "biases"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_every_rank_has_its_tokens_of_the_whole_result(pool: Pool, kv_heads: int, kind: str) -> None:
+    for seen in pool.run(compared, kv_heads, kind):
+        assert seen["value"] <= 1e-6
+        assert seen["gradients"] <= 1e-5
+        assert seen["counts"] == ({"alltoall_base_": 4}, {"alltoall_base_": 4})
+
+
+def test_heads_are_shared_out_whole(pool: Pool) -> None:
+    assert pool.run(unfit, 3) == ["2 ranks do not divide its 3 heads; give the axis a size of 3"] * 2
+    assert pool.run(unfit, 4) == [None, None]
+
+
+def unfit(rank: int, size: int, heads: int) -> str | None:
+    x = torch.empty(1, heads, 2, 2)
+    return Ulysses(dist.group.WORLD).unfit(AttentionCall(x, x, x))
