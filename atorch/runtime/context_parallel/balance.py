@@ -1,0 +1,119 @@
+"""Which tokens of a sequence a rank has, and which of its queries meet which keys of another rank.
+
+In order, rank r of n has the r-th of n pieces, and under a causal mask the last rank has almost twice the mean work.
+Balanced, a sequence has 2n pieces, of which rank r has r and 2n-1-r: with the keys of any other rank there is then half
+a square of scores to compute, for everybody (Brandon et al. 2023, arXiv 2311.09431; Llama 3, arXiv 2407.21783, 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How the tokens of a sequence are dealt out to `size` ranks."""
+
+    size: int
+    balanced: bool
+
+    @property
+    def pieces_each(self) -> int:
+        """The pieces that a rank has."""
+        return 2 if self.balanced else 1
+
+    @property
+    def num_pieces(self) -> int:
+        """The equal pieces that a sequence is cut into."""
+        return self.size * self.pieces_each
+
+    def pieces(self, rank: int) -> tuple[int, ...]:
+        """The pieces of a rank, ascending."""
+        return (rank, 2 * self.size - 1 - rank) if self.balanced else (rank,)
+
+    def tokens(self, rank: int, length: int) -> Tensor:
+        """The places in a sequence of `length` of the tokens that a rank has, in the order in which it has them."""
+        own = torch.arange(length).reshape(self.num_pieces, -1)
+        return own[list(self.pieces(rank))].flatten()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Some of a rank's queries and some of the keys that it has got, and what is masked between them."""
+
+    rows: slice
+    columns: slice
+    is_causal: bool = False
+    of_mask: tuple[slice, slice] | None = None  # where the mask of the whole sequences has these; None: all is seen
+
+    def part_of(self, mask: Tensor | None) -> Tensor | None:
+        """What the mask of the whole sequences, with four dims, says of these."""
+        if mask is None or self.of_mask is None:
+            return None
+        rows, columns = self.of_mask
+        return mask[:, :, rows, columns]
+
+    @property
+    def num_scores(self) -> float:
+        """The scores to compute."""
+        square = (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
+        return square / 2 if self.is_causal else float(square)
+
+
+Schedule = Sequence[Sequence[Meeting]]
+"""The meetings of every hop: at hop h a rank has the keys of the rank h before it."""
+
+
+def schedule(
+    deal: Deal, rank: int, num_queries: int, num_keys: int, mask: Tensor | None = None, is_causal: bool = False
+) -> Schedule:
+    """What a rank with `num_queries` of its own, and as many keys as every other, has to compute at each hop.
+
+    mask: of the whole sequences, (…, 1 or size × num_queries, size × num_keys), in their own order.
+    """
+    sources = [(rank - hop) % deal.size for hop in range(deal.size)]
+    if mask is not None:
+        return [_masked(deal, rank, source, num_queries, num_keys, mask) for source in sources]
+    if is_causal:
+        return [_causal(deal, rank, source, num_queries) for source in sources]
+    return [[Meeting(slice(0, num_queries), slice(0, num_keys))] for _ in sources]
+
+
+def _causal(deal: Deal, rank: int, source: int, length: int) -> list[Meeting]:
+    """Pieces that come earlier in the sequence are seen, later ones are not."""
+    everything = slice(0, length)
+    if source == rank:
+        return [Meeting(everything, everything, is_causal=True)]
+    if not deal.balanced:
+        return [Meeting(everything, everything)] if source < rank else []
+    front, back = slice(0, length // 2), slice(length // 2, length)
+    return [Meeting(everything, front)] if source < rank else [Meeting(back, everything)]
+
+
+def _masked(deal: Deal, rank: int, source: int, num_queries: int, num_keys: int, mask: Tensor) -> list[Meeting]:
+    """By pieces: where nothing may be seen there is nothing to do, and where all may be, no need of the mask."""
+    found = []
+    for rows, mask_rows in _places(deal, rank, num_queries, mask, -2):
+        for columns, mask_columns in _places(deal, source, num_keys, mask, -1):
+            part = mask[..., mask_rows, mask_columns]
+            is_bool = part.dtype is torch.bool
+            if bool((part if is_bool else part == 0).all()):
+                found.append(Meeting(rows, columns))
+            elif bool((part if is_bool else part > -torch.inf).any()):
+                found.append(Meeting(rows, columns, of_mask=(mask_rows, mask_columns)))
+    return found
+
+
+def _places(deal: Deal, rank: int, length: int, mask: Tensor, dim: int) -> list[tuple[slice, slice]]:
+    """Where a rank's pieces are among its own tokens, and in the mask; a mask that is one for all has one place."""
+    if mask.shape[dim] == 1 or mask.stride(dim) == 0:
+        return [(slice(0, length), slice(0, 1))]
+    piece = length // deal.pieces_each
+    return [
+        (slice(place * piece, (place + 1) * piece), slice(number * piece, (number + 1) * piece))
+        for place, number in enumerate(deal.pieces(rank))
+    ]

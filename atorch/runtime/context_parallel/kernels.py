@@ -1,0 +1,216 @@
+"""Attention that also says the logarithm of the sum of its exponentials, by which partial results are merged.
+
+torch's fused kernels give it, and their backward takes it: with the whole row's, they give the gradients of a part of
+the row (Dao et al. 2022, arXiv 2205.14135, algorithm 4). Where none serves, and for dropout, the formula is used.
+Shapes: query (batch, heads, rows, dim), key and value (batch, groups of heads, columns, dim), logarithms (batch, heads,
+rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_ALIGNED = 32  # rows of the efficient kernel's logarithms: a multiple
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries, and the keys and values that they attend to."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None  # True where a query sees a key, or what is added to scores; four dims
+    is_causal: bool = False
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    seed: int = 0  # of the dropout
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """What is added to scores, (batch or 1, heads or 1, rows, columns)."""
+        if self.mask is None:
+            return None
+        if self.mask.dtype is torch.bool:
+            bias = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
+            bias = bias.masked_fill(self.mask.logical_not(), -torch.inf)
+        else:
+            bias = self.mask.to(dtype)
+        return bias.expand(-1, -1, self.query.shape[-2], self.key.shape[-2])
+
+    def repeated(self, tensor: Tensor) -> Tensor:
+        """Heads of keys or values as many as those of queries."""
+        times = self.query.shape[1] // tensor.shape[1]
+        return tensor if times == 1 else tensor.repeat_interleave(times, 1)
+
+
+class Attended(NamedTuple):
+    """Results, their logarithms, and what the kernel's backward wants of its forward."""
+
+    out: Tensor
+    logs: Tensor
+    kept: tuple[Any, ...] = ()
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Kernel(NamedTuple):
+    """A way to compute attention and its gradients."""
+
+    forward: Callable[[Part], Attended]
+    backward: Callable[[Part, Tensor, Attended], Gradients]
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that parts are added up in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attend(part: Part) -> Attended:
+    """The attention of these queries to these keys alone; a row that sees none of them is 0, its logarithm -inf."""
+    found = _kernel(part).forward(part)
+    if part.mask is None:
+        return found
+    sees = part.mask if part.mask.dtype is torch.bool else part.mask > -torch.inf
+    blind = sees.any(-1).logical_not()
+    out, logs = found.out.masked_fill(blind.unsqueeze(-1), 0.0), found.logs.masked_fill(blind, -torch.inf)
+    return Attended(out, logs, found.kept)
+
+
+def gradients(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+    """What these queries and keys add to the gradients of query, key and value.
+
+    whole: results and logarithms of whole rows, finite, and what `attend` kept of this part.
+    """
+    return _kernel(part).backward(part, grad, whole)
+
+
+def _kernel(part: Part) -> Kernel:
+    query, dim = part.query, part.query.shape[-1]
+    if part.dropout_p > 0 or part.value.shape[-1] != dim or query.stride(-1) != 1:
+        return FORMULA
+    if query.device.type == "cpu":
+        return CPU
+    if query.device.type != "cuda" or dim % 8 != 0 or query.dtype is torch.float64:
+        return FORMULA
+    if query.dtype in _HALF and part.mask is None and dim <= 256:
+        return FLASH
+    return EFFICIENT if part.mask is None or part.key.shape[-2] % 8 == 0 else FORMULA
+
+
+def _cpu(part: Part) -> Attended:
+    bias = part.bias(accumulated(part.query.dtype))
+    return Attended(
+        *_aten._scaled_dot_product_flash_attention_for_cpu(
+            part.query, part.key, part.value, 0.0, part.is_causal, attn_mask=bias, scale=part.scale
+        )
+    )
+
+
+def _cpu_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+    bias = part.bias(accumulated(part.query.dtype))
+    found: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, part.query, part.key, part.value, whole.out, whole.logs, 0.0, part.is_causal, attn_mask=bias,
+        scale=part.scale,
+    )  # fmt: skip
+    return found
+
+
+def _flash(part: Part) -> Attended:
+    out, logs, *kept, _ = _aten._scaled_dot_product_flash_attention(
+        part.query, part.key, part.value, 0.0, part.is_causal, False, scale=part.scale
+    )
+    return Attended(out, logs, tuple(kept))
+
+
+def _flash_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+    lengths, random = whole.kept[:4], whole.kept[4:]
+    found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+        grad, part.query, part.key, part.value, whole.out, whole.logs, *lengths, 0.0, part.is_causal, *random,
+        scale=part.scale,
+    )  # fmt: skip
+    return found
+
+
+def _efficient(part: Part) -> Attended:
+    key, value, bias = part.repeated(part.key), part.repeated(part.value), _whole_bias(part)
+    out, logs, *kept = _aten._scaled_dot_product_efficient_attention(
+        part.query, key, value, bias, True, 0.0, part.is_causal, scale=part.scale
+    )
+    return Attended(out, logs.narrow(-1, 0, part.query.shape[-2]), tuple(kept))
+
+
+def _efficient_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+    key, value, bias = part.repeated(part.key), part.repeated(part.value), _whole_bias(part)
+    logs = torch.nn.functional.pad(whole.logs, (0, -part.query.shape[-2] % _ALIGNED))
+    of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, part.query, key, value, bias, whole.out, logs, *whole.kept, 0.0, [True, True, True, False],
+        part.is_causal, scale=part.scale,
+    )  # fmt: skip
+    return of_query, _summed(of_key, part.key), _summed(of_value, part.value)
+
+
+def _whole_bias(part: Part) -> Tensor | None:
+    """A bias with every batch and head, in the queries' dtype."""
+    bias = part.bias(part.query.dtype)
+    return None if bias is None else bias.expand(*part.query.shape[:2], -1, -1)
+
+
+def _formula(part: Part) -> Attended:
+    dtype = accumulated(part.query.dtype)
+    scores = _scores(part, dtype)
+    logs = scores.logsumexp(-1)
+    weights = (scores - logs.masked_fill(logs == -torch.inf, 0.0)[..., None]).exp()
+    out = (weights * _dropped(part, weights)) @ part.repeated(part.value).to(dtype)
+    return Attended(out.to(part.query.dtype), logs)
+
+
+def _formula_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+    dtype = accumulated(part.query.dtype)
+    grad = grad.to(dtype)
+    weights = (_scores(part, dtype) - whole.logs[..., None]).exp()
+    dropped = _dropped(part, weights)
+    of_value = (weights * dropped).transpose(-2, -1) @ grad
+    of_weights = grad @ part.repeated(part.value).to(dtype).transpose(-2, -1) * dropped
+    of_scores = weights * (of_weights - (grad * whole.out).sum(-1, keepdim=True)) * part.scale
+    of_query = of_scores @ part.repeated(part.key).to(dtype)
+    of_key = of_scores.transpose(-2, -1) @ part.query.to(dtype)
+    return of_query, _summed(of_key, part.key), _summed(of_value, part.value)
+
+
+def _scores(part: Part, dtype: torch.dtype) -> Tensor:
+    scores = part.query.to(dtype) @ part.repeated(part.key).to(dtype).transpose(-2, -1) * part.scale
+    bias = part.bias(dtype)
+    if bias is not None:
+        scores = scores + bias
+    if part.is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores
+
+
+def _dropped(part: Part, weights: Tensor) -> Tensor | float:
+    """What dropout multiplies weights by: the same in forward and backward, which have the seed."""
+    if not part.dropout_p:
+        return 1.0
+    generator = torch.Generator(weights.device).manual_seed(part.seed)
+    kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= part.dropout_p
+    return kept / (1.0 - part.dropout_p)
+
+
+def _summed(grad: Tensor, tensor: Tensor) -> Tensor:
+    """The gradients of the heads that share keys or values, together."""
+    return grad if grad.shape[1] == tensor.shape[1] else grad.unflatten(1, (tensor.shape[1], -1)).sum(2)
+
+
+CPU = Kernel(_cpu, _cpu_backward)
+FLASH = Kernel(_flash, _flash_backward)
+EFFICIENT = Kernel(_efficient, _efficient_backward)
+FORMULA = Kernel(_formula, _formula_backward)

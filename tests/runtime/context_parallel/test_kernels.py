@@ -1,0 +1,105 @@
+"""Kernels agree with the formula and with torch's attention, parts of rows included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from atorch.runtime.context_parallel.kernels import CPU, EFFICIENT, FLASH, FORMULA, Attended, Kernel, Part, attend
+from atorch.runtime.context_parallel.kernels import gradients as part_gradients
+
+BATCH, HEADS, GROUPS, ROWS, DIM = 2, 4, 2, 8, 8
+
+
+def tensors(dtype: torch.dtype = torch.float32, columns: int = ROWS, device: str = "cpu") -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    shapes = (HEADS, ROWS), (GROUPS, columns), (GROUPS, columns)
+    return tuple(torch.randn(BATCH, *shape, DIM, dtype=dtype, device=device) for shape in shapes)
+
+
+def masks() -> dict[str, Tensor | None]:
+    sees = torch.rand(BATCH, 1, ROWS, ROWS, generator=torch.Generator().manual_seed(1)) > 0.3
+    sees[0, 0, 2] = False  # a query that sees nothing
+    learnt = torch.randn(1, HEADS, ROWS, ROWS, generator=torch.Generator().manual_seed(2))
+    return {"none": None, "causal": None, "padded": sees[:, :, 3:4], "bool": sees, "added": learnt}
+
+
+@pytest.mark.parametrize("kernel", [CPU, FORMULA], ids=["fused", "formula"])
+@pytest.mark.parametrize("name", masks())
+def test_it_is_torchs_attention(kernel: Kernel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atorch.runtime.context_parallel.kernels._kernel", lambda _: kernel)
+    mask, is_causal = masks()[name], name == "causal"
+    inputs = [each.requires_grad_() for each in tensors()]
+    expected = scaled_dot_product_attention(*inputs, mask, is_causal=is_causal, enable_gqa=True)
+    grad = torch.randn(expected.shape)
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    query, key, value = (each.detach() for each in inputs)
+    part = Part(query, key, value, mask, is_causal, DIM**-0.5)
+    found = attend(part)
+    scores = query @ part.repeated(key).transpose(-2, -1) * part.scale
+    bias = part.bias(torch.float32)
+    scores = scores if bias is None else scores + bias
+    logs = (scores.masked_fill(~torch.ones(ROWS, ROWS).tril().bool(), -torch.inf) if is_causal else scores).logsumexp(
+        -1
+    )
+    torch.testing.assert_close(found.out, expected.detach())
+    torch.testing.assert_close(found.logs, logs)
+    whole = Attended(found.out, found.logs.masked_fill(found.logs == -torch.inf, 0.0))
+    for one, other in zip(part_gradients(part, grad, whole), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_it_takes_every_dtype(dtype: torch.dtype) -> None:
+    query, key, value = tensors(dtype)
+    for mask in masks().values():
+        found = attend(Part(query, key, value, mask, scale=0.3))
+        exact = attend(Part(query.double(), key.double(), value.double(), mask, scale=0.3))
+        assert found.out.dtype == dtype
+        torch.testing.assert_close(found.out.double(), exact.out, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_values_of_another_size_are_computed_by_the_formula() -> None:
+    query, key, value = tensors()
+    value = value[..., : DIM // 2]
+    expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(attend(Part(query, key, value, scale=DIM**-0.5)).out, expected)
+
+
+def test_dropout_drops_its_share_keeps_the_mean_and_has_its_own_gradients() -> None:
+    query, key, value = (each.double() for each in tensors())
+    parts = [Part(query, key, value, scale=DIM**-0.5, dropout_p=0.25, seed=seed) for seed in range(400)]
+    mean = torch.stack([attend(part).out for part in parts]).mean(0)
+    expected = attend(Part(query, key, value, scale=DIM**-0.5)).out
+    assert (mean - expected).norm() < 0.1 * expected.norm()
+    assert not attend(parts[0]).out.equal(attend(parts[1]).out)
+    found, grad = attend(parts[0]), torch.randn(query.shape, dtype=torch.float64)
+    exact = part_gradients(parts[0], grad, found)
+    step, along = 1e-6, torch.randn(key.shape, dtype=torch.float64)
+    moved = attend(Part(query, key + step * along, value, scale=DIM**-0.5, dropout_p=0.25, seed=0)).out
+    assert float(((moved - found.out) * grad).sum() / step) == pytest.approx(float((exact[1] * along).sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "mask", "rows"),
+    [
+        (FLASH, torch.bfloat16, False, 24),
+        (EFFICIENT, torch.float32, False, 20),
+        (EFFICIENT, torch.float16, True, 24),
+    ],
+)
+def test_what_is_asked_of_kernels_of_cuda(kernel: Kernel, dtype: torch.dtype, mask: bool, rows: int) -> None:
+    """By their signatures and shapes, on fakes; tests/gpu has their numbers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        query = torch.empty(BATCH, HEADS, rows, 16, dtype=dtype, device="cuda")
+        key = torch.empty(BATCH, GROUPS, 16, 16, dtype=dtype, device="cuda")
+        sees = torch.empty(BATCH, 1, rows, 16, dtype=torch.bool, device="cuda") if mask else None
+        part = Part(query, key, key, sees)
+        found = attend(part)
+        assert found.logs.shape == query.shape[:-1]
+        assert kernel.forward(part).out.shape == found.out.shape == query.shape
+        assert [each.shape for each in part_gradients(part, query, found)] == [query.shape, key.shape, key.shape]

@@ -1,0 +1,193 @@
+"""Ring attention is attention: results and gradients of every rank, what it sends, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from atorch.cost.communication import of_copy
+from atorch.cost.splits import split_context
+from atorch.errors import ArgumentError
+from atorch.profiler.messages import Messages
+from atorch.runtime.context_parallel import Deal, ring_attention
+from tests.auto.opt_lib.splitting import BLOCK, on_mesh
+from tests.pool import Pool
+
+BATCH, HEADS, LENGTH, DIM = 2, 4, 48, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention."""
+
+    mask: str = "none"
+    groups: int = HEADS
+    balanced: bool = True
+    dtype: torch.dtype = torch.float32
+    num_keys: int = LENGTH
+    dim_of_values: int = DIM
+
+    @property
+    def is_causal(self) -> bool:
+        return self.mask == "causal"
+
+    def tensors(self) -> list[Tensor]:
+        """Whole queries, keys, values, and the gradient of the result."""
+        generator = torch.Generator().manual_seed(5)
+        shapes = (
+            (HEADS, LENGTH, DIM), (self.groups, self.num_keys, DIM), (self.groups, self.num_keys, self.dim_of_values),
+            (HEADS, LENGTH, self.dim_of_values),
+        )  # fmt: skip
+        return [torch.randn(BATCH, *shape, generator=generator).to(self.dtype) for shape in shapes]
+
+    def whole_mask(self) -> Tensor | None:
+        """Padding on either side, with and without a causal mask; a window; learnt biases that are not learnt now."""
+        if self.mask == "biases":
+            generator = torch.Generator().manual_seed(6)
+            return torch.randn(HEADS, LENGTH, self.num_keys, generator=generator).to(self.dtype)
+        padding = torch.arange(self.num_keys) >= torch.tensor([0, 29])[:, None, None, None]
+        causal = torch.ones(LENGTH, self.num_keys, dtype=torch.bool).tril()
+        return {
+            "none": None,
+            "causal": None,
+            "padding": padding,
+            "padded causal": padding & causal,
+            "window": causal & torch.ones_like(causal).triu(-7),
+        }[self.mask]
+
+
+def plain(case: Case) -> list[Tensor]:
+    """Result and gradients of torch's attention on whole sequences."""
+    *inputs, grad = case.tensors()
+    for each in inputs:
+        each.requires_grad_()
+    out = scaled_dot_product_attention(*inputs, case.whole_mask(), is_causal=case.is_causal, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def around(rank: int, size: int, case: Case, dropout_p: float = 0.0) -> list[Tensor]:
+    """The same on this rank's slices."""
+    deal = Deal(size, case.balanced)
+    *inputs, grad = (each[:, :, deal.tokens(rank, each.shape[2])] for each in case.tensors())
+    for each in inputs:
+        each.requires_grad_()
+    out = ring_attention(
+        *inputs,
+        group=dist.group.WORLD,
+        mask=case.whole_mask(),
+        is_causal=case.is_causal,
+        load_balance=case.balanced,
+        dropout_p=dropout_p,
+    )
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def distances(rank: int, size: int, cases: list[Case]) -> list[list[float]]:
+    """How far each rank's result and gradients are from its rows of the plain ones, for each case."""
+    found = []
+    for case in cases:
+        deal = Deal(size, case.balanced)
+        exact = plain(replace(case, dtype=torch.float64))
+        wanted = [each[:, :, deal.tokens(rank, each.shape[2])] for each in exact]
+        got = around(rank, size, case)
+        assert all(one.dtype == case.dtype and one.shape == other.shape for one, other in zip(got, wanted, strict=True))
+        found.append([float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)])
+    return found
+
+
+EXACT = 1e-5
+ROUNDED = 1.5e-2
+"""In bf16, whose eps is 7.8e-3: results are rounded once a hop and merged in fp32, gradients of keys once a hop."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_it_is_attention(pool: Pool, ranks: int) -> None:
+    names = ("none", "causal", "padding", "padded causal", "window", "biases")
+    cases = [Case(mask, groups, balanced) for mask in names for groups in (4, 2) for balanced in (False, True)]
+    for rank in pool.run(distances, cases, ranks=ranks):
+        for case, errors in zip(cases, rank, strict=True):
+            assert max(errors) <= EXACT, case
+
+
+def test_it_is_attention_in_bf16_and_fp64(pool: Pool) -> None:
+    half = [Case(mask, 2, dtype=torch.bfloat16) for mask in ("none", "causal", "padded causal")]
+    double = [replace(case, dtype=torch.float64) for case in half]
+    for rank in pool.run(distances, half + double, ranks=3):
+        assert max(map(max, rank[:3])) <= ROUNDED
+        assert max(map(max, rank[3:])) <= 1e-13
+
+
+def test_queries_may_attend_to_another_sequence_and_values_be_of_another_size(pool: Pool) -> None:
+    cases = [Case("padding", num_keys=36), Case(num_keys=24), Case("causal", 2, dim_of_values=4)]
+    for rank in pool.run(distances, cases, ranks=3):
+        assert max(map(max, rank)) <= EXACT
+
+
+def test_a_query_that_sees_nothing_gets_nothing(pool: Pool) -> None:
+    """Padding before the first token under a causal mask, as torch has it: zeros, and no NaN in any gradient."""
+    for rank, (out, *gradients) in enumerate(pool.run(around, Case("padded causal", balanced=False), ranks=2)):
+        assert not out[1, :, : 24 if rank == 0 else 5].any()
+        assert not any(each.isnan().any() for each in gradients)
+
+
+def counted(rank: int, size: int, case: Case) -> dict[str, tuple[int, float]]:
+    with Messages() as sent:
+        around(rank, size, case)
+    return {kind: found for (kind, _), found in sent.counts.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_it_sends_what_the_cost_says(pool: Pool, ranks: int, groups: int) -> None:
+    num_bytes = BATCH * HEADS * LENGTH * DIM * 4.0
+    block = replace(BLOCK, input_bytes=num_bytes, num_heads=HEADS, num_kv_heads=groups)
+    cost = replace(split_context(on_mesh({"context": ranks}, batch_size=2)), segments=(block,), dtype="float32")
+    (expected,) = of_copy(cost, block)
+    for sent in pool.run(counted, Case("causal", groups), ranks=ranks):
+        assert sent["send"] == sent["receive"] == (expected.count, expected.num_bytes)
+        assert sent.keys() == {"send", "receive"}
+
+
+def dropped(rank: int, size: int) -> list[Tensor]:
+    return around(rank, size, Case("causal"), 0.5)
+
+
+def test_dropout_differs_between_ranks_and_is_drawn_from_torchs_generator(pool: Pool) -> None:
+    """The same seed on every rank, as the pool sets it; gradients are those of what was drawn: see test_kernels."""
+    first, second = pool.run(dropped, ranks=2), pool.run(dropped, ranks=2)
+    whole = pool.run(around, Case("causal"), ranks=2)
+    for rank in range(2):
+        assert all(one.equal(other) for one, other in zip(first[rank], second[rank], strict=True))
+        assert not any(one.allclose(other) for one, other in zip(first[rank], whole[rank], strict=True))
+
+
+def refusals(rank: int, size: int) -> list[str]:
+    query, key, value, _ = (each[:, :, :24] for each in Case().tensors())
+    said = []
+    for more in (
+        {"mask": torch.ones(24, 24, dtype=torch.bool)},
+        {"mask": torch.zeros(48, 48, requires_grad=True)},
+        {"mask": torch.zeros(48, 48), "is_causal": True},
+        {"is_causal": True, "key": key[:, :, :12], "value": value[:, :, :12]},
+    ):
+        arguments = {"query": query, "key": key, "value": value, **more}
+        with pytest.raises(ArgumentError) as caught:
+            ring_attention(**arguments, group=dist.group.WORLD)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_it_cannot_honour_is_refused(pool: Pool) -> None:
+    for said in pool.run(refusals, ranks=2):
+        wanted = (
+            "whole sequences have 48 queries and 48 keys",
+            "needs a gradient",
+            "beside is_causal",
+            "48 queries and 24 keys",
+        )
+        assert all(words in message for words, message in zip(wanted, said, strict=True)), said

@@ -1,0 +1,187 @@
+"""Models whose tokens are split, with attention around a ring, train as they do whole; or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from atorch.errors import AtorchError
+from atorch.profiler.messages import Messages
+from atorch.runtime.context_parallel import RingExchange
+from atorch.runtime.sequence_parallel import Share, split_stream
+from tests.pool import Pool
+from tests.runtime.sequence_parallel.training import STEPS, average, batch, distance, state
+from tests.runtime.tensor_parallel.models import loss_of, make
+
+TOKENS = 12  # of a sequence: two pieces for each of two or three ranks
+
+
+def split(model: nn.Module, inputs: Any, *, balanced: bool = True) -> None:
+    group: Any = dist.group.WORLD
+    exchange = RingExchange(group, load_balance=balanced)
+    split_stream(model, lambda model: model(**inputs), Share(group, balanced=balanced), exchange)
+
+
+def inputs(name: str, step: int = 0) -> dict[str, Tensor]:
+    """The inputs of a step, the same on every rank. BERT's are padded behind, the padded Llama's before."""
+    given = batch("llama" if name == "padded" else name, step, TOKENS)
+    if name == "padded":
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        given["attention_mask"][1, :5] = 0
+    return given
+
+
+def loss_on(model: nn.Module, name: str, step: int) -> Tensor:
+    """Padded tokens have no part in it."""
+    given = inputs(name, step)
+    logits = model(**given).logits
+    seen = given.get("attention_mask")
+    return loss_of(SimpleNamespace(logits=logits if seen is None else logits * seen[..., None]))
+
+
+def train(model: nn.Module, name: str, *, averages: bool) -> list[float]:
+    optim = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_on(model, name, step)
+        loss.backward()
+        if averages:
+            average(model)
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def parity(rank: int, size: int, name: str, balanced: bool) -> dict[str, Any]:
+    """A model with its tokens on all ranks beside the same one whole."""
+    model = make("llama" if name == "padded" else name)
+    plain = copy.deepcopy(model)
+    before = state(plain)
+    split(model, inputs(name), balanced=balanced)
+    with Messages() as forward:
+        loss = loss_on(model, name, 0)
+    with Messages() as backward:
+        loss.backward()
+    model.zero_grad()
+    losses, expected = train(model, name, averages=True), train(plain, name, averages=False)
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
+        "update": distance(state(model), state(plain), before),
+        "forward": {kind: calls for (kind, _), (calls, _) in forward.counts.items()},
+        "backward": {kind: calls for (kind, _), (calls, _) in backward.counts.items()},
+    }
+
+
+LAYERS = 2
+
+
+@pytest.mark.parametrize(
+    ("name", "balanced", "ranks"),
+    [
+        ("llama", True, 2),
+        ("gpt2", True, 2),
+        ("bert", False, 2),
+        ("padded", True, 2),
+        pytest.param("llama", True, 3, marks=pytest.mark.matrix),
+        pytest.param("llama", False, 2, marks=pytest.mark.matrix),
+        pytest.param("padded", False, 3, marks=pytest.mark.matrix),
+        pytest.param("bert", True, 3, marks=pytest.mark.matrix),
+        pytest.param("mixtral", True, 2, marks=pytest.mark.matrix),
+        pytest.param("phi3", True, 2, marks=pytest.mark.matrix),
+        pytest.param("qwen3", True, 2, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_split_model_trains_as_a_whole_one(pool: Pool, name: str, balanced: bool, ranks: int) -> None:
+    """Each block sends keys and values n - 1 times in forward, in backward with their gradients; the stream, once."""
+    hops = LAYERS * (ranks - 1)
+    for found in pool.run(parity, name, balanced, ranks=ranks):
+        assert found["loss"] <= 1e-5
+        assert found["update"] <= 1e-4
+        assert found["forward"] == {"send": hops, "receive": hops, "all_gather": 1}
+        assert found["backward"] == {"send": 2 * hops, "receive": 2 * hops, "all_gather": 1}
+
+
+class Block(nn.Module):
+    """Attention by torch's operation, of a kind that a test says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.project = kind, nn.Linear(8, 24)
+        self.biases = nn.Parameter(torch.zeros(TOKENS, TOKENS))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.kind == "learnt":
+            mask = self.biases
+        elif self.kind == "own mask":
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu()
+        elif self.kind == "mixing":
+            value = value.cumsum(-2)
+        elif self.kind == "written out":
+            return x + ((query @ key.transpose(-2, -1)).softmax(-1) @ value).transpose(1, 2).flatten(2)
+        return x + scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+KINDS = ("plain", "learnt", "own mask", "mixing", "written out", "short")
+
+
+def refused(rank: int, size: int) -> dict[str, str]:
+    said = {}
+    for kind in KINDS:
+        torch.manual_seed(1)
+        model = Model(kind)
+        before = [type(module) for module in model.modules()], state(model)
+        try:
+            split(model, {"x": torch.randn(3, TOKENS - 2 if kind == "short" else TOKENS, 8)})
+            said[kind] = "split"
+        except AtorchError as error:
+            said[kind] = str(error)
+            assert [type(module) for module in model.modules()] == before[0]
+            assert all(value.equal(before[1][name]) for name, value in state(model).items())
+    return said
+
+
+def test_what_cannot_be_split_is_refused_by_name_with_the_model_as_it_was(pool: Pool) -> None:
+    for said in pool.run(refused, ranks=2):
+        assert said["plain"] == "split"
+        assert all("blocks.0" in said[kind] for kind in KINDS[1:]), said
+        assert "the mask needs a gradient" in said["learnt"]
+        assert "from the tokens that it is given" in said["own mask"]
+        assert "the value of its attention is not that of the part's tokens" in said["mixing"]
+        assert "calls no scaled_dot_product_attention" in said["written out"]
+        assert "multiple of 4" in said["short"]
+
+
+def later_mask(rank: int, size: int) -> str:
+    """A call that the sample did not show."""
+    torch.manual_seed(1)
+    model = Model("plain")
+    x = torch.randn(3, TOKENS, 8)
+    split(model, {"x": x})
+    with pytest.raises(AtorchError) as caught:
+        model(x, torch.ones(TOKENS // 2, TOKENS // 2, dtype=torch.bool))
+    return str(caught.value)
+
+
+def test_a_later_call_that_a_ring_cannot_honour_is_refused_by_name_on_every_rank(pool: Pool) -> None:
+    for said in pool.run(later_mask, ranks=2):
+        assert "the mask is (6, 6), and the whole sequences have 12 queries and 12 keys" in said
