@@ -1,0 +1,167 @@
+"""A pipeline's timeline drawn, on a terminal and as a picture that needs nothing else.
+
+A row is a process, a box a pass with the number of its micro-batch, and what is empty is waiting. Of several stages on
+one process the later ones are lighter, as in Narayanan et al. 2021, arXiv 2104.04473, figure 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from string import ascii_lowercase
+from typing import TYPE_CHECKING, NamedTuple
+from xml.etree.ElementTree import Element, tostring
+
+from atorch.report.elements import element
+from atorch.report.timeline import Placed, Timeline
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Colour = tuple[int, int, int]
+
+
+class _Look(NamedTuple):
+    letter: str
+    words: str
+    colour: Colour
+
+
+# Colours that the colour-blind tell apart too: Okabe and Ito 2008, "Color Universal Design".
+_LOOKS: Mapping[str, _Look] = {
+    "forward": _Look("F", "forward", (0, 114, 178)),
+    "backward": _Look("B", "backward", (230, 159, 0)),
+    "input": _Look("I", "backward, gradients of inputs", (230, 159, 0)),
+    "weight": _Look("W", "backward, gradients of weights", (204, 121, 167)),
+}
+_LIGHTEST = 0.6  # of the way to white, for the last of several stages
+
+_TICK, _ROW, _GAP, _LEFT, _LINE, _KEY = 24, 26, 4, 80, 26, 14
+_STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #1f2328; }
+.title { font-weight: 600; }
+.box { text-anchor: middle; fill: #000; }
+.on-dark { fill: #fff; }
+.idle { fill: #8b949e; fill-opacity: 0.18; }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3; } .box { fill: #000; } .on-dark { fill: #fff; } }
+"""
+
+
+def schedule_text(drawn: Timeline, width: int) -> Text:
+    """The timeline for `width` columns, in as many staves as it takes.
+
+    Letters say what a pass is: F, B, or I and W for gradients of inputs and of weights; a small letter, which of the
+    stages of its process.
+    """
+    from rich.text import Text
+
+    column = 1 + max(len(_label(drawn, process, each)) for process, each in _all(drawn))
+    heads = [f"{process} │ " for process in range(len(drawn.processes))]
+    margin = max(map(len, heads))
+    across = max(1, (width - margin) // column)
+    rows = [_cells(drawn, process, column) for process in range(len(drawn.processes))]
+    text = Text(no_wrap=True)
+    for first in range(0, drawn.num_ticks, across):
+        for head, cells in zip(heads, rows, strict=True):
+            text.append(head.rjust(margin), style="dim")
+            for style, run in groupby(cells[first : first + across], key=lambda cell: cell[1]):
+                text.append("".join(words for words, _ in run), style=style)
+            text.append("\n")
+        text.append("\n")
+    for kind in _kinds(drawn):
+        text.append(f" {_LOOKS[kind].letter} ", style=_style(_LOOKS[kind].colour))
+        text.append(f" {_LOOKS[kind].words}   ")
+    return text
+
+
+def schedule_svg(drawn: Timeline, title: str) -> str:
+    """The timeline as a file of SVG that follows the reader's light or dark mode."""
+    height = _LINE + len(drawn.processes) * (_ROW + _GAP) + _LINE
+    width = _LEFT + max(drawn.num_ticks * _TICK, 560) + _GAP
+    content = [element("title", title), element("style", _STYLE)]
+    content.append(element("text", title, x="4", y="16", class_="title"))
+    for process, placed in enumerate(drawn.processes):
+        top = _LINE + process * (_ROW + _GAP)
+        content.append(element("text", f"process {process}", x="4", y=str(top + 17)))
+        content.append(_box(_LEFT, top, drawn.num_ticks * _TICK, _ROW, class_="idle"))
+        for each in placed:
+            content += _drawn(drawn, process, each, top)
+    content += _legend(drawn, height - _LINE + 6)
+    picture = element("svg", *content, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}", role="img")
+    picture.set("width", str(width))
+    return tostring(picture, encoding="unicode") + "\n"
+
+
+def _drawn(drawn: Timeline, process: int, each: Placed, top: int) -> Iterator[Element]:
+    left, width = _LEFT + each.start * _TICK, (each.end - each.start) * _TICK
+    colour = _colour(drawn, process, each)
+    tip = f"{_LOOKS[each.kind].words} of micro-batch {each.micro_batch} on stage {each.stage}"
+    box = _box(left, top, width - 1, _ROW, element("title", tip), fill=_hex(colour))
+    number = element("text", str(each.micro_batch), x=str(left + width // 2), y=str(top + 17))
+    number.set("class", "box on-dark" if _is_dark(colour) else "box")
+    yield box
+    yield number
+
+
+def _legend(drawn: Timeline, top: int) -> Iterator[Element]:
+    left = _LEFT
+    for kind in _kinds(drawn):
+        words = _LOOKS[kind].words
+        yield _box(left, top, _KEY, _KEY, fill=_hex(_LOOKS[kind].colour))
+        yield element("text", words, x=str(left + 20), y=str(top + 12))
+        left += 40 + 7 * len(words)
+    if len(drawn.stages(0)) > 1:
+        yield element("text", "lighter: later stages of the process", x=str(left), y=str(top + 12))
+
+
+def _box(left: int, top: int, width: int, height: int, *content: Element, **attributes: str) -> Element:
+    place = {"x": str(left), "y": str(top), "width": str(width), "height": str(height), "rx": "2"}
+    return element("rect", *content, **place, **attributes)
+
+
+def _cells(drawn: Timeline, process: int, column: int) -> list[tuple[str, str]]:
+    """(what is printed, its style) of each tick."""
+    cells = [("·".ljust(column), "dim")] * drawn.num_ticks
+    for each in drawn.processes[process]:
+        words = _label(drawn, process, each).ljust(column * (each.end - each.start))
+        style = _style(_colour(drawn, process, each))
+        for tick in range(each.start, each.end):
+            at = (tick - each.start) * column
+            cells[tick] = words[at : at + column], style
+    return cells
+
+
+def _label(drawn: Timeline, process: int, each: Placed) -> str:
+    stages = drawn.stages(process)
+    piece = ascii_lowercase[stages.index(each.stage) % 26] if len(stages) > 1 else ""
+    return f"{_LOOKS[each.kind].letter}{each.micro_batch}{piece}"
+
+
+def _all(drawn: Timeline) -> Iterator[tuple[int, Placed]]:
+    return ((process, each) for process, placed in enumerate(drawn.processes) for each in placed)
+
+
+def _kinds(drawn: Timeline) -> Sequence[str]:
+    found = {each.kind for _, each in _all(drawn)}
+    return [kind for kind in _LOOKS if kind in found]
+
+
+def _colour(drawn: Timeline, process: int, each: Placed) -> Colour:
+    stages = drawn.stages(process)
+    light = _LIGHTEST * stages.index(each.stage) / max(1, len(stages) - 1)
+    red, green, blue = (round(part + light * (255 - part)) for part in _LOOKS[each.kind].colour)
+    return red, green, blue
+
+
+def _is_dark(colour: Colour) -> bool:
+    """Whether white is read on it better than black: its luma, ITU-R BT.601."""
+    red, green, blue = colour
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 128
+
+
+def _hex(colour: Colour) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+def _style(colour: Colour) -> str:
+    return f"{'white' if _is_dark(colour) else 'black'} on {_hex(colour)}"
