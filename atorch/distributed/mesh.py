@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -103,6 +103,7 @@ class Mesh:
     device_type: str
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     _roots: list[DeviceMesh] = field(default_factory=list, repr=False)
+    _joined: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for name, _ in self.slices:
@@ -183,9 +184,45 @@ class Mesh:
             self._roots.append(self._make_root())
         return self._roots[0][tuple(sorted(names, key=_OUTERMOST_FIRST.index))]
 
+    def joined_mesh(self, *dims: Sequence[str]) -> DeviceMesh:
+        """A DeviceMesh with one dim for each product of axes, such as all that hold the same parameters.
+
+        A dim is on `group` of its axes. It stands beside `device_mesh` of other axes: tensors can be spread over both.
+
+        Raises:
+            StrategyError: the mesh has the axis tensor, and the ranks along a dim do not ascend in the mesh's order.
+        """
+        large = [tuple(name for name in _OUTERMOST_FIRST if name in dim and self.size(name) > 1) for dim in dims]
+        if all(len(axes) <= 1 for axes in large):
+            return self.device_mesh(*(axes[0] if axes else dim[0] for axes, dim in zip(large, dims, strict=True)))
+        joined = {"_".join(axes): axes for axes in large}
+        if tuple(joined) not in self._joined:
+            self._joined[tuple(joined)] = self._make_joined(joined)
+        return self._joined[tuple(joined)]
+
+    def _make_joined(self, joined: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        rest = [name for name in _OUTERMOST_FIRST if not any(name in axes for axes in joined.values())]
+        dims = {**joined, **{name: (name,) for name in rest}}
+        order = sorted(dims, key=lambda name: _OUTERMOST_FIRST.index(dims[name][0]))
+        plain = self._grid().reshape([self.size(*dims[name]) for name in order])
+        grid = plain
+        for name in joined:  # groups number their members by rank
+            grid = grid.sort(order.index(name)).values
+        if self.size("tensor") > 1 and not grid.equal(plain):
+            axes = ", ".join(name for name, _ in self.slices)
+            raise StrategyError(
+                f"parallel_mode has the axes in the order {axes}, in which the ranks along {' and '.join(joined)} do "
+                "not ascend; give them in the order tensor, sequence, context, zero, data, pipeline"
+            )
+        groups = [self.group(*dims[name]) for name in order]
+        return DeviceMesh.from_group(groups, self.device_type, grid, mesh_dim_names=tuple(order))[tuple(joined)]
+
     def close(self) -> None:
         """End the groups that this mesh made. Nothing may use it any more; peers that wait in one of them fail."""
         self._roots.clear()
+        self._joined.clear()
         shared = (everyone(), dist.group.WORLD)
         for key in list(self._groups):
             group = self._groups.pop(key)
@@ -196,14 +233,17 @@ class Mesh:
     def _make_root(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh
 
+        groups = [self.group(name) for name in _OUTERMOST_FIRST]
+        return DeviceMesh.from_group(groups, self.device_type, self._grid(), mesh_dim_names=_OUTERMOST_FIRST)
+
+    def _grid(self) -> torch.Tensor:
+        """The ranks, with a dim for every axis, the outermost first."""
         given = [name for name, _ in self.slices]
         order = self.rank_order if self.rank_order is not None else range(self.num_ranks)
         grid = torch.tensor(list(order)).reshape([size for _, size in reversed(self.slices)])
         present = [name for name in _OUTERMOST_FIRST if name in given]
         grid = grid.permute([len(given) - 1 - given.index(name) for name in present])
-        grid = grid.reshape([self.size(name) for name in _OUTERMOST_FIRST])
-        groups = [self.group(name) for name in _OUTERMOST_FIRST]
-        return DeviceMesh.from_group(groups, self.device_type, grid, mesh_dim_names=_OUTERMOST_FIRST)
+        return grid.reshape([self.size(name) for name in _OUTERMOST_FIRST])
 
 
 def forget_shardings() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from atorch.distributed import Mesh, parallel_group, parallel_group_size, parallel_rank, rank_table, use_mesh
 from atorch.distributed.collectives import stand_on
+from atorch.distributed.fake import fake_world
 from atorch.distributed.mesh import AXES, groups_along
 from atorch.errors import StrategyError
 from tests.pool import Pool
@@ -250,3 +251,39 @@ def parameter_on_a_second_mesh(rank: int, size: int) -> list[float]:
 
 def test_a_mesh_like_a_closed_one_has_groups_of_its_own(pool: Pool) -> None:
     assert pool.run(parameter_on_a_second_mesh, ranks=2) == [[2.0, 3.0]] * 2
+
+
+def joined(rank: int, size: int, slices: Any) -> dict[str, Any]:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = Mesh(slices, None, "cpu")
+    both = mesh.joined_mesh(("data", "sequence"))
+    assert mesh.joined_mesh(("data", "sequence")) is both
+    whole = torch.arange(8.0)
+    spread = distribute_tensor(whole, both, [Shard(0)])
+    assert mesh.joined_mesh(("data",), ("sequence", "context")).mesh_dim_names == ("data", "sequence")
+    return {
+        "ranks": both.mesh.tolist(),
+        "place": both.get_local_rank() == mesh.rank("data", "sequence") == both.get_group().rank(),
+        "whole": spread.full_tensor().tolist() == whole.tolist(),
+        "own": spread.to_local().tolist() == whole.chunk(both.size())[both.get_local_rank()].tolist(),
+    }
+
+
+@pytest.mark.parametrize("slices", [(("sequence", 2), ("data", 2)), (("data", 2), ("sequence", 2))])
+def test_axes_are_joined_in_the_order_of_ranks(pool: Pool, slices: Any) -> None:
+    for seen in pool.run(joined, slices, ranks=4):
+        assert seen == {"ranks": [0, 1, 2, 3], "place": True, "whole": True, "own": True}
+
+
+def test_joined_axes_beside_tensor_are_in_the_usual_order() -> None:
+    usual, other = (Mesh(tuple((name, 2) for name in names), None, "cpu") for names in ORDERS)
+    with fake_world(8, rank=6):
+        assert usual.joined_mesh(("data", "sequence")).mesh.tolist() == [0, 2, 4, 6]
+        with pytest.raises(
+            StrategyError, match="in the order data, tensor, sequence, .* give them in the order tensor"
+        ):
+            other.joined_mesh(("data", "sequence"))
+
+
+ORDERS = (("tensor", "sequence", "data"), ("data", "tensor", "sequence"))

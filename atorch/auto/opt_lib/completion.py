@@ -6,6 +6,7 @@ from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.strategy import Strategy
+from atorch.cost.splits import REPLICA_AXES
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 
 SLOT = "data_parallel"
@@ -15,7 +16,7 @@ def complete(strategy: Strategy, world_size: int) -> Strategy:
     """`strategy` with what several processes need, written out.
 
     A missing `parallel_mode` means that all processes are data-parallel; a present one gets its `data` axis resized.
-    Where several processes see different samples and no method of the slot data_parallel is there, it is `ddp`.
+    Where several processes hold the same parameters and no method of the slot data_parallel is there, it is `ddp`.
 
     Raises:
         StrategyError: the sizes other than `data` do not divide the number of processes.
@@ -26,7 +27,7 @@ def complete(strategy: Strategy, world_size: int) -> Strategy:
     elif world_size > 1:
         strategy = strategy.with_method(ParallelMode(slices=(("data", world_size),)))
     mode = strategy.get(ParallelMode)
-    replicated = mode is not None and mode.size("data", "zero") > 1
+    replicated = mode is not None and mode.size(*REPLICA_AXES) > 1
     if replicated and not any(each.slot == SLOT for each in strategy):
         strategy = strategy.with_method(Ddp())
     return strategy

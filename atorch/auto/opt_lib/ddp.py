@@ -17,16 +17,15 @@ from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
+from atorch.cost.splits import REPLICA_AXES, share_buffers
 from atorch.cost.splits import replicate as replica_cost
-from atorch.cost.splits import share_buffers
-from atorch.distributed.mesh import BATCH_AXES
 from atorch.runtime.replicate import replicate
 from atorch.units import MiB
 
 
 @method("ddp", phase=Phase.SHARD, slot="data_parallel")
 class Ddp(Method):
-    """Replicate the model over the processes that see different samples."""
+    """Replicate the model over the processes that see different samples, or other tokens of them."""
 
     needs_replicas: ClassVar[bool] = True
 
@@ -50,7 +49,7 @@ class Ddp(Method):
 
     def apply(self, ctx: Context) -> Context:
         """Wrap every part."""
-        group = ctx.need_mesh().group(*BATCH_AXES)
+        group = ctx.need_mesh().group(*REPLICA_AXES)
         parts = tuple(
             replicate(
                 part,

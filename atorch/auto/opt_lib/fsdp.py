@@ -161,13 +161,15 @@ class Fsdp(Method):
 
     def _mesh(self, ctx: Context) -> DeviceMesh:
         mesh = ctx.need_mesh()
-        axes = tuple(axis for axis in ("data", "zero") if mesh.size(axis) > 1) or ("data",)
-        if "HYBRID" in (self.sharding_strategy or "") and len(axes) < 2:
+        is_hybrid = mesh.size("data") > 1 and mesh.size("zero") > 1
+        if "HYBRID" in (self.sharding_strategy or "") and not is_hybrid:
             raise StrategyError(
                 f"{self.name} was given {self.sharding_strategy}, but parallel_mode has no two axes to share out; "
                 'name both: ("parallel_mode", ([("zero", shards), ("data", replicas)], None))'
             )
-        return mesh.device_mesh(*axes)
+        if is_hybrid:
+            return mesh.joined_mesh(("data",), [axis for axis in REPLICA_AXES if axis != "data"])
+        return mesh.joined_mesh(REPLICA_AXES)
 
     def _groups(self, part: nn.Module) -> list[Group]:
         if self.atorch_wrap_cls:

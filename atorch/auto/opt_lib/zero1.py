@@ -1,6 +1,7 @@
 """zero1: ddp, and each process keeps the optimizer states of its own share of the parameters alone.
 
-Memory: optimizer states (and fp32 masters) / (data × zero), as evenly as whole parameters can be dealt out.
+Memory: optimizer states (and fp32 masters) / (data × zero × sequence × context), as evenly as whole parameters can be
+dealt out.
 Communication per step: ddp's all-reduce of the gradients, then every updated parameter once, broadcast by its owner.
 """
 
@@ -17,15 +18,14 @@ from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, named
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import shard_optimizer, share_buffers
-from atorch.distributed.mesh import BATCH_AXES
+from atorch.cost.splits import REPLICA_AXES, shard_optimizer, share_buffers
 from atorch.runtime.replicate import replicate
 from atorch.runtime.zero import ShardedOptimizer
 
 
 @method("zero1", phase=Phase.SHARD, slot="data_parallel")
 class Zero1(Method):
-    """Shard optimizer states over the processes that see different samples."""
+    """Shard optimizer states over the processes that hold the same parameters."""
 
     needs_replicas: ClassVar[bool] = True
 
@@ -57,7 +57,7 @@ class Zero1(Method):
         """Wrap every part as ddp does, and the optimizer; DeepSpeed takes both when they are built."""
         if self.backend == "deepspeed":
             return deepspeed(ctx, self.name, stage=1)
-        group = ctx.need_mesh().group(*BATCH_AXES)
+        group = ctx.need_mesh().group(*REPLICA_AXES)
         parts = tuple(
             replicate(part, group, ctx.device, find_unused_parameters=ctx.find_unused_parameters) for part in ctx.parts
         )

@@ -20,7 +20,6 @@ from atorch.auto.strategy.method import Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost
 from atorch.cost.splits import REPLICA_AXES, shard_optimizer
-from atorch.distributed.mesh import BATCH_AXES
 
 
 @method("zero2", phase=Phase.SHARD, slot="data_parallel")
@@ -64,5 +63,5 @@ class Zero2(Fsdp):
         if self.backend == "deepspeed":
             return deepspeed(ctx, self.name, stage=2)
         if self.backend == "fairscale":
-            return fairscale_gradients(ctx, self.name, ctx.need_mesh().group(*BATCH_AXES))
+            return fairscale_gradients(ctx, self.name, ctx.need_mesh().group(*REPLICA_AXES))
         return super().apply(ctx)

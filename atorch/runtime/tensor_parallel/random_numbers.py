@@ -7,6 +7,7 @@ region's stream starts from the state in which the region is entered, so that a 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 _STEP = 4  # CUDA's generators count in fours
 
@@ -35,6 +36,14 @@ class RankStream:
             generator, state = self._outside
             self._outside = None
             generator.set_state(state)
+
+
+def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of the group draw on from where its first rank stands: what is whole is dropped out alike."""
+    for generator in dict.fromkeys((_generator(torch.device("cpu")), _generator(device))):
+        state = generator.get_state()
+        dist.broadcast(state, group=group, group_src=0)
+        generator.set_state(state)
 
 
 def random_state(device: torch.device) -> torch.Tensor:
