@@ -7,12 +7,13 @@ and so the peak's moment is another one with it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from atorch.cost.moments import Course, Moment, course_of
+from atorch.cost.moments import Course, Moment, courses_of
 from atorch.cost.stages import Stage, heaviest_stages, stages_of
 from atorch.cost.state import Cost
 
@@ -88,9 +89,10 @@ _waiting = attrgetter(*_Waiting._fields)
 
 def peak_memory(cost: Cost) -> Memory:
     """The bytes at a step's peak, on the stage that needs the most; `on_host` is of the stage with the most there."""
-    peaks = [(stage, *_peak(cost, stage)) for stage in heaviest_stages(cost)]
-    stage, moment, held = max(peaks, key=lambda each: each[2].total)
-    return _memory(stage, moment, held, on_host=max(held.on_host for _, _, held in peaks))
+    stages = heaviest_stages(cost)
+    peaks = _peaks(cost, stages)
+    stage, (moment, held) = max(zip(stages, peaks, strict=True), key=lambda each: each[1][1].total)
+    return _memory(stage, moment, held, on_host=max(held.on_host for _, held in peaks))
 
 
 def peak_bytes(cost: Cost) -> float:
@@ -100,19 +102,22 @@ def peak_bytes(cost: Cost) -> float:
 
 def stage_memory(cost: Cost, stage: Stage) -> Memory:
     """The bytes at the peak of one stage."""
-    moment, held = _peak(cost, stage)
+    ((moment, held),) = _peaks(cost, (stage,))
     return _memory(stage, moment, held, on_host=held.on_host)
 
 
-def beside_host(cost: Cost, stage: Stage) -> tuple[Held, Held]:
-    """The bytes at the peak of one stage were nothing to wait on the host, and as it is."""
-    course = course_of(cost, stage)
-    return _on_device(course, course.peak, cost.buffer_bytes), _peak(cost, stage)[1]
+def beside_host(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Held, Held]]:
+    """The bytes at the peak of each stage were nothing to wait on the host, and as it is."""
+    courses = courses_of(cost, stages)
+    return [
+        (_on_device(course, course.peak, cost.buffer_bytes), held)
+        for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)
+    ]
 
 
 def host_bytes(cost: Cost) -> float:
     """What waits in host memory for one device, on the stage that has the most there."""
-    return max(_peak(cost, stage)[1].on_host for stage in stages_of(cost))
+    return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
 
 
 def uses_host(cost: Cost) -> bool:
@@ -137,12 +142,16 @@ def _memory(stage: Stage, moment: Moment, held: Held, on_host: float) -> Memory:
     )
 
 
-def _peak(cost: Cost, stage: Stage) -> tuple[Moment, Held]:
-    """The peak's moment, and what is held then."""
-    course = course_of(cost, stage)
-    if uses_host(cost):
-        return _peak_beside_host(course, cost.buffer_bytes, _Waiting._make(_waiting(cost)))
-    return course.peak, _on_device(course, course.peak, cost.buffer_bytes)
+def _peaks(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Moment, Held]]:
+    return _peaks_of(cost, courses_of(cost, stages))
+
+
+def _peaks_of(cost: Cost, courses: Sequence[Course]) -> list[tuple[Moment, Held]]:
+    """The moment of each stage's peak, and what is held then."""
+    if not uses_host(cost):
+        return [(course.peak, _on_device(course, course.peak, cost.buffer_bytes)) for course in courses]
+    waiting = _Waiting._make(_waiting(cost))
+    return [_peak_beside_host(course, cost.buffer_bytes, waiting) for course in courses]
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,8 @@ follow from `Terms` alone, so that each is worked out once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -93,13 +94,14 @@ def micro_batch_share(cost: Cost) -> float:
     return cost.batch_size / cost.num_micro_batches / cost.traced_batch
 
 
-def course_of(cost: Cost, stage: Stage) -> Course:
-    """What lives on a stage during a step."""
+def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
+    """What lives on each of some stages during a step."""
     scale = micro_batch_share(cost) * cost.activation_scale / (cost.sequence * cost.context)
+    terms = Terms._make((*_terms(cost), scale))
     # Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
     # micro-batches were through before the most are in flight, all are there.
-    appear = not cost.grads_persist and cost.num_micro_batches <= stage.in_flight
-    return _course(Terms._make((*_terms(cost), scale)), stage, appear)
+    least = math.inf if cost.grads_persist else cost.num_micro_batches
+    return [_course(terms, stage, stage.in_flight >= least) for stage in stages]
 
 
 @lru_cache(maxsize=4096)
@@ -110,7 +112,8 @@ def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
         params += number * each.stored_params
         state += number * each.stored_state
         trained += number * each.trained
-    moments = tuple(_moments(terms, copies, stage.in_flight, appear))
+    *passes, step = _moments(terms, copies, stage.in_flight, appear)
+    moments = (*_uncovered(passes), step)
     return Course(
         parameters=params * terms.param_itemsize,
         optimizer=state * terms.optim_itemsize,
@@ -119,6 +122,22 @@ def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
         moments=moments,
         peak=max(moments, key=sum),
     )
+
+
+def _uncovered(moments: Sequence[Moment]) -> Iterator[Moment]:
+    """Those without another at which as much of everything lives: whatever makes way, the others are no peaks."""
+    for index, each in enumerate(moments):
+        covering = (
+            other.gradients >= each.gradients
+            and other.activations >= each.activations
+            and other.transient >= each.transient
+            and other.working >= each.working
+            and (place < index or other != each)  # of equal ones the first
+            for place, other in enumerate(moments)
+            if place != index
+        )
+        if not any(covering):
+            yield each
 
 
 def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: float, appear: bool) -> Iterator[Moment]:

@@ -7,14 +7,16 @@ last gradient, and the next forward for it (Ren et al. 2021, arXiv 2101.06840, s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from atorch.cluster import ClusterSpec
 from atorch.cost.memory import Held, beside_host, uses_host
 from atorch.cost.stages import Stage
 from atorch.cost.state import Cost
 
 
-def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: float) -> float:
-    """What offloading adds to a step of a stage that computes for `computing_s`.
+def host_seconds(cost: Cost, computing_s: Mapping[Stage, float], cluster: ClusterSpec) -> float:
+    """What offloading adds to a step on the slowest of some stages, each of which computes for its seconds.
 
     Parameters that wait are fetched for every forward and backward, unless backward still has them; gradients of what
     the host steps go down once, and what it stepped and the device holds comes up. Forward is a third of the
@@ -24,8 +26,12 @@ def host_seconds(cost: Cost, stage: Stage, cluster: ClusterSpec, computing_s: fl
     if not uses_host(cost):
         return 0.0
     cost = cost.but(grads_persist=True)  # so that all gradients and all activations are there at the peak
-    whole, held = beside_host(cost, stage)
     rate = cluster.host_link.bandwidth * cluster.host_link.efficiency
+    both = zip(computing_s.items(), beside_host(cost, tuple(computing_s)), strict=True)
+    return max(_seconds(cost, stage, seconds, whole, held, rate) for (stage, seconds), (whole, held) in both)
+
+
+def _seconds(cost: Cost, stage: Stage, computing_s: float, whole: Held, held: Held, rate: float) -> float:
     waiting, stepped = whole.parameters - held.parameters, _stepped(cost, whole, held)
     saved = (whole.activations - held.activations) / stage.in_flight * cost.num_micro_batches
     fetched = cost.num_micro_batches * waiting

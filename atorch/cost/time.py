@@ -131,8 +131,8 @@ class StepTimes:
         offload = 0.0
         if uses_host(cost):
             computing = {id(run.parts): times * run.micro.computing_s for run in runs}
-            stages = heaviest_stages(cost)
-            offload = max(host_seconds(cost, stage, self.cluster, computing[id(stage.parts)]) for stage in stages)
+            heaviest = {stage: computing[id(stage.parts)] for stage in heaviest_stages(cost)}
+            offload = host_seconds(cost, heaviest, self.cluster)
         return StepTime(
             matmul_s=times * slowest.matmul_s,
             traffic_s=times * slowest.traffic_s,

@@ -25,7 +25,7 @@ CLUSTER = ClusterSpec(
 
 
 def seconds(cost, computing_s=0.0):
-    return host_seconds(cost, stages_of(cost)[0], CLUSTER, computing_s)
+    return host_seconds(cost, {stages_of(cost)[0]: computing_s}, CLUSTER)
 
 
 def test_nothing_waits_unasked():
