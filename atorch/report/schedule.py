@@ -31,8 +31,8 @@ class _Look(NamedTuple):
 _LOOKS: Mapping[str, _Look] = {
     "forward": _Look("F", "forward", (0, 114, 178)),
     "backward": _Look("B", "backward", (230, 159, 0)),
-    "input": _Look("I", "backward, gradients of inputs", (230, 159, 0)),
-    "weight": _Look("W", "backward, gradients of weights", (204, 121, 167)),
+    "input": _Look("I", "backward for inputs", (230, 159, 0)),
+    "weight": _Look("W", "backward for weights", (204, 121, 167)),
 }
 _LIGHTEST = 0.6  # of the way to white, for the last of several stages
 

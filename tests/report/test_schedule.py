@@ -31,10 +31,7 @@ def interleaved() -> Timeline:
 def test_a_terminal_shows_letters_and_micro_batches_at_their_times(drawn: Timeline) -> None:
     lines = [line.rstrip() for line in schedule_text(drawn, 80).plain.splitlines()]
     assert lines[:2] == ["0 │ F0 F1 ·  B0    B1", "1 │ ·  F0 I0 F1 I1 W0 W1"]
-    assert (
-        lines[-1]
-        == " F  forward    B  backward    I  backward, gradients of inputs    W  backward, gradients of weights"
-    )
+    assert lines[-1] == " F  forward    B  backward    I  backward for inputs    W  backward for weights"
 
 
 def test_a_narrow_terminal_gets_staves(drawn: Timeline) -> None:
