@@ -41,7 +41,7 @@ def itemsize(cost: Cost) -> float:
 def boundary_bytes(cost: Cost) -> float:
     """Activations of a micro-batch between two blocks, as one pipeline stage sends them to the next."""
     size = cost.boundary_bytes / cost.num_micro_batches
-    return size / cost.tensor if cost.splits_norms else size
+    return size / cost.tensor if cost.splits_norms or cost.scatters_sends else size
 
 
 def tokens_share(cost: Cost) -> float:

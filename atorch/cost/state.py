@@ -81,6 +81,7 @@ class Cost:
     context: int = 1  # tokens everywhere, keys and values passed around
     expert: int = 1
     stages: int = 1
+    scatters_sends: bool = False  # stages send a tensor rank's share each, gathered on arrival: arXiv 2104.04473, 4.1
     interleave: int = 1  # pieces of the model a stage has
     balances_flops: bool = False  # stages have as many FLOPs of products each, not as many blocks
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"

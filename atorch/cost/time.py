@@ -19,6 +19,7 @@ from atorch.cost.state import Cost
 BACKWARD = 2 / 3  # of computing, the share that is in backward
 SHARPNESS = 6.0  # of the knee between being bound by launches and by work: where both are alike, neither hides all
 COLLECTIVE_LAUNCHES = 1.5  # a collective is launched as slowly as so many other operations
+MEETING_S = 5e-5  # a round of a collective that nothing hides waits so long, as ranks do not come to it together
 SEND_LAUNCHES = 12.0  # as many operations' launches are lost where a stage waits for what a neighbour sends
 REMEMBERED = 10_000  # models' copies that `StepTimes` keeps: a search comes back to those that it met last
 
@@ -173,10 +174,11 @@ class StepTimes:
         device = self.cluster.device
         computed, exposed, hidden = seconds_of_copy(cost, segment, device), 0.0, 0.0
         launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * device.launch_s
+        meeting = MEETING_S if device.type == "cuda" else 0.0
         for comm in of_copy(cost, segment):
             group = self._group(cost, comm.axis)
             seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
-            exposed += (1.0 - comm.overlap) * seconds
+            exposed += (1.0 - comm.overlap) * (seconds + comm.count * rounds_of(comm.kind) * meeting)
             hidden += comm.overlap * seconds
             launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
         return _Copy(

@@ -38,6 +38,7 @@ class Framework:
     broadcasts: bool = False  # what a rank stepped is sent by broadcasts of every rank, not gathered
     attention_scale: float = 1.0  # seconds of attention against those of FlashAttention-2
     hop_wait_s: float = 0.0  # of a collective in a pipeline over nodes, while sends and receives keep the device busy
+    scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
 
 
@@ -65,9 +66,11 @@ _KNOWN: Mapping[str, Framework] = {
         hop_wait_s=2.8e-4,
         launches=22.0,
     ),
-    "megatron-deepspeed": Framework(implementation=Implementation(dropout=True), overlaps=False),
-    "megatron-lm (may 2021)": Framework(implementation=Implementation(dropout=True), grad_itemsize=2.0, overlaps=False),
-    "megatron": Framework(implementation=_MEGATRON, placeholder_itemsize=2.0),
+    "megatron-deepspeed": Framework(implementation=Implementation(dropout=True), overlaps=False, scatters_sends=True),
+    "megatron-lm (may 2021)": Framework(
+        implementation=Implementation(dropout=True), grad_itemsize=2.0, overlaps=False, scatters_sends=True
+    ),
+    "megatron": Framework(implementation=_MEGATRON, placeholder_itemsize=2.0, scatters_sends=True),
     "internevo": Framework(
         grad_itemsize=2.0,
         grads_persist=False,

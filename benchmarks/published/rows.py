@@ -95,6 +95,7 @@ def cost_of(row: Row) -> Cost:
         ops_scale=min(framework.launches, COMPILED) if is_compiled(row) else framework.launches,
         attention_scale=framework.attention_scale,
         hop_wait_s=framework.hop_wait_s,
+        scatters_sends=framework.scatters_sends,
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(

@@ -7,7 +7,7 @@ import pytest
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, step_time
 from atorch.cost.collectives import Group, group_of, group_of_neighbours
-from atorch.cost.communication import of_copy
+from atorch.cost.communication import boundary_bytes, of_copy
 from atorch.cost.splits import (
     accumulate,
     arrange,
@@ -151,6 +151,25 @@ def test_hops_hold_up_launches_only_where_a_pipeline_leaves_the_node():
     assert waited == pytest.approx(2 * (calls + ends))  # an all-reduce of two ranks has two hops
     assert step_time(slow, wide) == step_time(within, wide)
     assert step_time(alone, CLUSTER) == step_time(tensor(), CLUSTER)
+
+
+def test_ranks_wait_for_each_other_at_a_collective_that_nothing_hides(monkeypatch):
+    whole, scattered = tensor(), tensor(splits_norms=True)
+    with_meeting = [step_time(cost, CLUSTER).exposed_comm_s for cost in (whole, scattered)]
+    monkeypatch.setattr("atorch.cost.time.MEETING_S", 0.0)
+    without = [step_time(cost, CLUSTER).exposed_comm_s for cost in (whole, scattered)]
+    # Two sums forward and two backward in 4 blocks, one of the embedding and one of the head, in 8 micro-batches: each
+    # an all-reduce of two rounds, or a reduce-scatter and an all-gather of one.
+    rounds = 8 * 2 * (4 * 4 + 2)
+    assert [each - other for each, other in zip(with_meeting, without, strict=True)] == pytest.approx(
+        2 * [rounds * 5e-5]
+    )
+
+
+def test_stages_send_a_share_where_tensor_ranks_hold_the_same():
+    cost = split_pipeline(split_tensor(arrange(accumulate(PLAIN, 8), {"tensor": 2, "pipeline": 2})))
+    assert boundary_bytes(cost) == 64
+    assert boundary_bytes(replace(cost, scatters_sends=True)) == 32
 
 
 def test_attention_that_is_slower_than_the_devices_own_takes_as_much_longer():
