@@ -199,5 +199,7 @@ def test_every_composition_on_small_and_large_worlds(
 
 def test_every_method_that_can_be_applied_is_held_to_it() -> None:
     held = {part if isinstance(part, str) else part[0] for each in (*ALONE, *TOGETHER) for part in each}
-    left_out = {"compile", "fp8"}  # compilers take no fakes; fp8 needs a library, and changes neither bytes nor calls
+    # Compilers take no fakes; fp8 needs a library, and changes neither bytes nor calls; the stream's gathering and the
+    # whole logits of split sequences are not in the estimate.
+    left_out = {"compile", "fp8", "sequence_parallel"}
     assert held - {HYBRID} | {"parallel_mode"} | left_out == {name for name in METHODS if METHODS[name].can_apply()}

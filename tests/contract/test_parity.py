@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "module_replace": None,
     "fp8": {"backend": "torchao", "emulate": True, "exclude": ["lm_head"]},
     "tensor_parallel": {"plan": {"layers.*.mlp.up_proj": "column", "layers.*.mlp.down_proj": "row"}},
-    "sequence_parallel": {"mode": "megatron"},
+    "sequence_parallel": None,
     "context_parallel": None,
     "pipeline_parallel": {"schedule": "interleaved", "split_points": ["model.layers.1"]},
     "offload": {"parameters": 0.5},

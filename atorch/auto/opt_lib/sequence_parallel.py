@@ -4,27 +4,34 @@ ulysses, over an axis of its own: tokens are split everywhere, and exchanged for
 all-to-alls in forward and in backward (Jacobs et al. 2023, arXiv 2309.14509). Activations / sequence; whole parameters.
 megatron, over the axis of tensor_parallel: norms and residual streams, which that leaves whole, are split by tokens,
 and its all-reduces become reduce-scatters and all-gathers (Korthikanti et al. 2022, arXiv 2205.05198).
-Planned for, and not applied yet.
+What of a block goes along the tokens is found by watching the model at work on a few samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from typing_extensions import Self
 
+from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import indivisible, uncuttable
+from atorch.auto.opt_lib.sample import on_samples
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import split_sequence
+from atorch.errors import CapabilityError
+from atorch.runtime.sequence_parallel import Share, Ulysses, split_stream
+from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 
 @method("sequence_parallel", phase=Phase.TENSOR)
 class SequenceParallel(Method):
     """Split activations by tokens."""
+
+    needs_sample: ClassVar[bool] = True
 
     mode: Literal["ulysses", "megatron"] = "ulysses"
     """ulysses splits over the axis sequence, for any model; megatron over tensor, what tensor_parallel leaves whole."""
@@ -58,3 +65,25 @@ class SequenceParallel(Method):
         if cluster.world_size > 1 and any(block.num_heads > 1 for block in profile.blocks):
             yield cls(mode="ulysses")
             yield cls(mode="megatron")
+
+    def apply(self, ctx: Context) -> Context:
+        """Split the stream through the model's blocks in place.
+
+        Raises:
+            CapabilityError: the mode megatron, which can only be planned for.
+            StrategyError: a block cannot be split, with the module that stands against it. Nothing was changed then.
+            ArgumentError: there is no batch to watch the model on.
+        """
+        mesh = ctx.need_mesh()
+        if self.mode == "megatron":
+            raise CapabilityError(
+                f"{self} can be planned for and not applied yet; leave it out, or take the mode ulysses with an axis "
+                "sequence in parallel_mode"
+            )
+        if mesh.size("sequence") == 1:
+            return ctx
+        (model,) = ctx.parts  # stages are cut later
+        group = mesh.group("sequence")
+        split_stream(model, on_samples(ctx, self.name), Share(group), Ulysses(group))
+        share_random_state(group, ctx.device)
+        return replace(ctx, parts=ctx.parts)

@@ -57,7 +57,7 @@ def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: Run) -> Eva
             origins = {place: made[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in made}
             kind = _kind(block, tensors, origins)
             if kind not in calls:
-                calls[kind] = copy.deepcopy(Call(args, kwargs))  # caches among them are filled later
+                calls[kind] = Call(*copied((args, kwargs)))  # caches among them are filled later
             seen[path] = Seen(path, kind, origins)
 
         return hook
@@ -82,6 +82,11 @@ def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: Run) -> Eva
 def by_place(data: Any) -> dict[str, Tensor]:
     """The tensors in containers, by where they are."""
     return {_keystr(path): leaf for path, leaf in tree_flatten_with_path(data)[0] if isinstance(leaf, Tensor)}
+
+
+def copied(data: Any) -> Any:
+    """The containers and all in them again; of objects that are no containers, copies with copies inside."""
+    return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
 
 
 def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> Any:

@@ -7,7 +7,6 @@ else in it works token by token. Which dim of which argument goes along the toke
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from atorch.distributed.rng import preserved_rng
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
-from atorch.runtime.sequence_parallel.blocks_seen import by_place, changed
+from atorch.runtime.sequence_parallel.blocks_seen import by_place, changed, copied
 from atorch.runtime.sequence_parallel.share import Share
 from atorch.runtime.tensor_parallel.random_numbers import random_state
 from atorch.runtime.tensor_parallel.recorded import Call
@@ -78,7 +77,7 @@ class Whole:
 def run_whole(block: nn.Module, call: Call) -> Whole:
     """The block on all tokens. It is in eval mode before and after."""
     attention = Attention()
-    args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches among them are filled
+    args, kwargs = copied((call.args, call.kwargs))  # caches among them are filled
     with watching(block, attention), _noting(block) as inner:
         outputs = by_place(block(*args, **kwargs))
     storages = {_storage(each.attn_mask) for each, _ in attention.calls if each.attn_mask is not None}
@@ -90,7 +89,7 @@ def run_whole(block: nn.Module, call: Call) -> Whole:
 @torch.no_grad()
 def _draws(block: nn.Module, call: Call) -> bool:
     """Whether the block draws random numbers in training."""
-    args, kwargs = copy.deepcopy((call.args, call.kwargs))
+    args, kwargs = copied((call.args, call.kwargs))
     device = next(iter(by_place((args, kwargs)).values())).device
     modes = {module: module.training for module in block.modules()}
     with preserved_rng():
@@ -141,7 +140,7 @@ def try_part(
     def own(tensor: Tensor, dim: int) -> Tensor:
         return share.part(tensor, dim, rank)
 
-    args, kwargs = changed(copy.deepcopy((whole.call.args, whole.call.kwargs)), own, arguments)
+    args, kwargs = changed(copied((whole.call.args, whole.call.kwargs)), own, arguments)
     played = _Played(whole.attention, share, rank)
     inner: list[tuple[str, list[Tensor]]] = []
     try:

@@ -1,12 +1,33 @@
-"""sequence_parallel in both its modes: what is divided, worked by hand, and what cannot be."""
+"""sequence_parallel: what is divided, worked by hand, what cannot be; and that it trains as one process does."""
+
+from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.cost import peak_memory
+from atorch.errors import AtorchError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
+from tests.contract.job import (
+    BATCH,
+    STEPS,
+    Tokens,
+    arguments,
+    deviation,
+    distance,
+    loss_func,
+    make_model,
+    snapshot,
+    updates,
+)
+from tests.pool import Pool
 
 MEGATRON = SequenceParallel(mode="megatron")
 
@@ -54,3 +75,109 @@ def test_what_it_cannot_divide(method, axes, changes, reason):
 def test_both_modes_are_tried():
     assert list(SequenceParallel.choices(PROFILE, cluster())) == [SequenceParallel(), MEGATRON]
     assert not list(SequenceParallel.choices(PROFILE, cluster(devices=1)))
+
+
+def model_of(attention: str = "sdpa") -> nn.Module:
+    model: Any = make_model()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def sequence(size: int, **more: Any) -> Any:
+    return "parallel_mode", ([("sequence", size), *more.items()], None)
+
+
+def trained(rank: int, size: int, strategy: list[Any], clips: float | None) -> dict[str, Any]:
+    """The documented loop under a strategy, against plain training on the same global batches."""
+    model, plain = model_of(), model_of()
+    before = snapshot(plain)
+    _, result, used = auto_accelerate(model, load_strategy=strategy, **arguments())
+    norms, losses = [], []
+    for batch in result.dataloader:
+        batch = result.prepare_input(batch, torch.device("cpu"))
+        loss = result.loss_func(batch, result.model(**batch))
+        loss.backward()
+        if clips is not None:
+            norms.append(float(clip_grad_norm(result.model, clips)))
+        result.optim.step()
+        result.optim.zero_grad()
+        losses.append(loss.item())
+    optim, expected_norms, expected_losses = torch.optim.SGD(plain.parameters(), lr=0.1), [], []
+    for step in range(STEPS):
+        tokens = Tokens().tokens[step * BATCH : (step + 1) * BATCH]
+        loss = loss_func({"labels": tokens}, plain(input_ids=tokens))
+        loss.backward()
+        if clips is not None:
+            expected_norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), clips)))
+        optim.step()
+        optim.zero_grad()
+        expected_losses.append(loss.item())
+    mean = torch.tensor(losses)
+    dist.all_reduce(mean)
+    return {
+        "update": distance(updates(before, snapshot(result.model)), updates(before, snapshot(plain))),
+        "loss": float((mean / size - torch.tensor(expected_losses)).abs().max()),
+        "norms": max((abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)), default=0.0),
+        "methods": used.names(),
+        "rows": len(next(iter(result.dataloader))["input_ids"]),
+    }
+
+
+def test_trains_as_one_process_and_ddp_is_added(pool: Pool) -> None:
+    for seen in pool.run(trained, [sequence(2), "sequence_parallel"], 0.05):
+        assert seen["update"] <= 1e-4
+        assert seen["loss"] <= 1e-5
+        assert seen["norms"] <= 1e-4
+        assert seen["methods"] == ("parallel_mode", "sequence_parallel", "ddp")
+        assert seen["rows"] == BATCH, "every rank has all samples"
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ("fsdp", "checkpoint"),
+        pytest.param(("ddp",), marks=pytest.mark.matrix),
+        pytest.param(("zero1", "micro_batch"), marks=pytest.mark.matrix),
+        pytest.param(("zero2", "compile"), marks=pytest.mark.matrix),
+    ],
+    ids="+".join,
+)
+def test_beside_data(pool: Pool, methods: tuple[str, ...]) -> None:
+    knobs = {"micro_batch": {"size": 2}, "compile": {"backend": "aot_eager"}}
+    strategy = [sequence(2, data=2), "sequence_parallel", *((name, knobs.get(name)) for name in methods)]
+    for seen in pool.run(trained, strategy, 0.05, ranks=4):
+        assert seen["update"] <= 1e-4
+        assert seen["loss"] <= 1e-5
+        assert seen["norms"] <= 1e-4
+        assert seen["rows"] == BATCH // 2
+
+
+@pytest.mark.matrix
+def test_shards_beside_replicas(pool: Pool) -> None:
+    strategy = [sequence(2, zero=2, data=2), "sequence_parallel", "fsdp"]
+    for seen in pool.run(trained, strategy, 0.05, ranks=8):
+        assert seen["update"] <= 1e-4
+        assert seen["norms"] <= 1e-4
+
+
+def refused(rank: int, size: int, attention: str, strategy: list[Any], more: dict[str, Any]) -> str:
+    with pytest.raises(AtorchError) as caught:
+        auto_accelerate(model_of(attention), load_strategy=strategy, **arguments(**more))
+    return str(caught.value)
+
+
+def test_attention_that_is_written_out_is_refused_with_the_remedy(pool: Pool) -> None:
+    for message in pool.run(refused, "eager", [sequence(2), "sequence_parallel"], {}):
+        assert "model.layers.0 calls no scaled_dot_product_attention" in message
+        assert "attn_implementation='sdpa'" in message
+
+
+def test_module_replace_is_the_other_remedy(pool: Pool) -> None:
+    for error, _ in pool.run(deviation, [sequence(2), "module_replace", "sequence_parallel"]):
+        assert error <= 1e-4
+
+
+def test_without_a_batch_to_watch_the_model_on_it_says_so(pool: Pool) -> None:
+    for message in pool.run(refused, "sdpa", [sequence(2), "sequence_parallel"], {"dataset": None}):
+        assert "sequence_parallel watches the model at work" in message
+        assert "sample_batch" in message
