@@ -60,12 +60,16 @@ def in_flight(cost: Cost, index: int) -> float:
 
     GPipe holds all. 1F1B holds as many as there are stages from here on, interleaving some more: Narayanan et al. 2021,
     arXiv 2104.04473, section 2.2. With `v` pieces, 2 (p - i - 1) + (v - 1) p + 1 pieces of 1 / v of the stage each.
+    Zero-bubble as well keeps them until the gradients of weights are computed, which later stages put off the longest:
+    each holds as many as the first.
     """
     micro_batches, stages, pieces = cost.num_micro_batches, cost.stages, cost.interleave
     if stages == 1:
         return 1.0
     if cost.schedule == "gpipe":
         return micro_batches
+    if cost.schedule == "zero_bubble":
+        return min(float(stages), micro_batches)
     if pieces > 1:
         held = 2 * (stages - index - 1) + (pieces - 1) * stages + 1
         return min(float(held), micro_batches * pieces) / pieces
