@@ -63,6 +63,7 @@ class Implementation:
     """What an implementation keeps for backward. The defaults are fused kernels all over, in 16 bits."""
 
     itemsize: float = 2.0  # bytes of an activation
+    stream_itemsize: float = 0.0  # of the residual stream, where it is kept in another dtype than the rest
     flash_attention: bool = True  # scores are recomputed, not kept: Dao et al. 2022, arXiv 2205.14135
     causal: bool = True  # flash attention leaves out what the mask hides, half of the FLOPs
     fused_norm: bool = True  # else norms are computed in fp32, operation by operation, and keep those copies
@@ -122,7 +123,7 @@ class _Build:
 
     def __init__(self, shape: TransformerShape, tokens: float, keep: Implementation) -> None:
         self.shape, self.tokens, self.keep = shape, tokens, keep
-        self.stream = tokens * shape.hidden * keep.itemsize  # bytes of the residual stream
+        self.stream = tokens * shape.hidden * (keep.stream_itemsize or keep.itemsize)  # bytes of the residual stream
 
     def embedding(self) -> Segment:
         """Rows of a table, and of another one for positions."""

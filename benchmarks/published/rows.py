@@ -165,13 +165,14 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework) -> Cost:
     if layout.zero == 3 or layout.keeps_gathered:
         itemsize = 4.0 if cost.dtype in _WHOLE else framework.gathered_itemsize
         hybrid = layout.shared_by < layout.data
-        return shard(
+        sharded = shard(
             cost,
             axes=("zero", "context") if hybrid else REPLICA_AXES,
             replicas=("data",) if hybrid else (),
             itemsize=itemsize,
             keeps_gathered=layout.keeps_gathered,
         )
+        return replace(sharded, cast_itemsize=cost.cast_itemsize) if framework.whole_casts else sharded
     if layout.data > 1 and layout.zero < 2:
         cost = replace(cost, bucket_itemsize=framework.bucket_itemsize)
     if layout.zero == 0:

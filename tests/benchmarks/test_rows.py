@@ -270,3 +270,12 @@ def test_what_was_measured_may_be_missing_or_no_number():
 @pytest.mark.parametrize(("words", "value"), [("8k", 8192), ("1,024", 1024), ("4096 tokens", 4096), ("~2048.0", 2048)])
 def test_numbers_as_people_write_them(words, value):
     assert row(seq_len=words).number("seq_len") == value
+
+
+def test_autocast_keeps_the_stream_in_fp32_and_casts_of_whole_weights_beside_shards():
+    given = {"fsdp": "FULL_SHARD", "tp": "1", "pp": "1", "sp": "", "dp": "16", "ckpt": "full"}
+    cast, plain = (cost_of(row(framework=name, **given)) for name in ("ATorch", "Composer"))
+    assert (cast.cast_itemsize, plain.cast_itemsize) == (2, 0)
+    assert cast.boundary_bytes == 2 * plain.boundary_bytes
+    more = peak_memory(cast).transient - peak_memory(replace(cast, cast_itemsize=0.0)).transient
+    assert more == pytest.approx(2 * cast.num_params)
