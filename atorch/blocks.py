@@ -21,9 +21,10 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's outermost repeated blocks by name, in the order of definition; empty where nothing repeats.
 
     Siblings of one class that hold parameters and have modules of their own are blocks, and so are lone members of
-    such a class elsewhere, like the one layer of a decoder beside an encoder of many. Members of
-    containers (`ModuleList`, `Sequential`, `ModuleDict`) are preferred; only where there are none do attributes
-    of one class count, so that a model's encoder and decoder are not taken for two blocks.
+    such a class elsewhere, like the one layer of a decoder beside an encoder of many, and the one that still holds
+    its parameters among siblings that do not, as in a stage of a pipeline. Members of containers (`ModuleList`,
+    `Sequential`, `ModuleDict`) are preferred; only where there are none do attributes of one class count, so that a
+    model's encoder and decoder are not taken for two blocks.
     """
     for parents in (_CONTAINERS, (nn.Module,)):
         repeated = {type(block) for _, block in _outermost(model, "", parents, frozenset())}
@@ -37,7 +38,7 @@ def _outermost(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The outermost blocks below `module`: children of `parents` whose class is `known` or that of a sibling."""
     children = list(module.named_children())
-    classes = [type(child) for _, child in children if _can_be_block(child)]
+    classes = [type(child) for _, child in children if _is_composite(child)]
     for name, child in children:
         path = f"{prefix}{name}"
         is_repeated = type(child) in known or classes.count(type(child)) > 1
@@ -70,8 +71,11 @@ def _units(module: nn.Module, prefix: str, blocks: Set[nn.Module]) -> Iterator[t
 
 
 def _can_be_block(module: nn.Module) -> bool:
-    composite = next(module.children(), None) is not None and not isinstance(module, _CONTAINERS)
-    return composite and next(module.parameters(), None) is not None
+    return _is_composite(module) and next(module.parameters(), None) is not None
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None and not isinstance(module, _CONTAINERS)
 
 
 def module_names(config: Any, where: str) -> tuple[str, ...]:

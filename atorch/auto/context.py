@@ -37,6 +37,7 @@ class Built:
     """What the user gets, while the last pieces are put together by the `finish` functions."""
 
     model: nn.Module
+    parts: tuple[nn.Module, ...]  # of which `model` is the first, until a pipeline makes one model of them
     optim: Optimizer | None
     dataloader: DataLoader[Any] | None
     loss_func: LossFunc | None
@@ -126,6 +127,7 @@ class Context:
         optim = None if self.make_optimizer is None else self.make_optimizer(self.make_param_groups(self.parts))
         built = Built(
             model=self.parts[0],
+            parts=self.parts,
             optim=optim,
             dataloader=self._build_loader(),
             loss_func=self.loss_func,

@@ -7,7 +7,7 @@ shard them; what is replicated is counted once. The sums meet in one scalar, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -66,17 +66,27 @@ def clip_grad_norm(
     stages: Key = ()
     if binding is not None and binding.mesh is not None and binding.mesh.size("pipeline") > 1:
         stages = (binding.mesh.group("pipeline"),)
-    return clip_grads(model.parameters(), max_norm * scale, norm_type, stages) / scale
+    elsewhere: Collection[Tensor] = getattr(model, "counted_elsewhere", ())
+    return clip_grads(model.parameters(), max_norm * scale, norm_type, stages, elsewhere) / scale
 
 
 @torch.no_grad()
 def clip_grads(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, over: Sequence[dist.ProcessGroup] = ()
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    over: Sequence[dist.ProcessGroup] = (),
+    counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
-    """The same on the gradients that `parameters` have, where the ranks of each of the groups `over` have others."""
+    """The same on the gradients that `parameters` have, where the ranks of each of the groups `over` have others.
+
+    counted_elsewhere: parameters that another rank of `over` has too, and counts; they are only scaled.
+    """
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     device = _home(unique)
-    sharded = _by_sharding(unique)
+    elsewhere = set(map(id, counted_elsewhere))
+    sharded = _by_sharding(each for each in unique if id(each) not in elsewhere)
+    copies = _by_sharding(each for each in unique if id(each) in elsewhere)
     powers = []
     for groups, grads in sharded.items():
         power = _power(grads, norm_type, device)
@@ -89,7 +99,7 @@ def clip_grads(
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     # No branch on the value: reading it would wait for the device.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for same in _by_device(grad for grads in sharded.values() for grad in grads):
+    for same in _by_device(grad for grads in (*sharded.values(), *copies.values()) for grad in grads):
         torch._foreach_mul_(same, factor.to(same[0].device, non_blocking=True))
     return norm
 

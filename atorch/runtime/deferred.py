@@ -8,6 +8,7 @@ gradient that arrives. So accumulating over calls, `loss / n` and clipping mean 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from atorch.runtime.reduction import Reduction
 from atorch.runtime.wrapped_optimizer import local
 
 
@@ -75,6 +77,39 @@ def gradients_apart(parameters: Sequence[torch.Tensor]) -> Iterator[Gradients]:
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
+
+
+class Apart:
+    """The gradients of one call after another, apart from `.grad` until the loss of the call hands them over."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], reductions: Sequence[Reduction]) -> None:
+        self._parameters, self._reductions = parameters, reductions
+        self._waiting: weakref.ref[Gradients] = weakref.ref(Gradients())  # of the last call, while its loss lives
+
+    @contextmanager
+    def gradients(self) -> Iterator[Gradients]:
+        """As `gradients_apart`; the reductions find their buckets empty, and are usable where inside raises."""
+        if any(reduction.reuses_gradients for reduction in self._reductions):
+            self._empty_buckets()
+        done = False
+        try:
+            with gradients_apart(self._parameters) as gradients:
+                yield gradients
+            done = True
+        finally:
+            if not done:
+                for reduction in self._reductions:
+                    reduction.recover()
+        self._waiting = weakref.ref(gradients)
+
+    def _empty_buckets(self) -> None:
+        """Copy what the reduction ahead would overwrite: gradients of earlier calls, handed over or not."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        waiting = self._waiting()
+        if waiting is not None:
+            waiting.detach_from_buckets()
 
 
 def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:

@@ -12,24 +12,23 @@ strings likewise; anything else, and tensors with one row, go to all micro-batch
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.runtime.deferred import Deferred, Gradients, deposit, gradients_apart
+from atorch.runtime.deferred import Apart, Deferred, deposit, gradients_apart
 from atorch.runtime.loss_weight import LossWeight, Rule, any_process
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.override import override
 from atorch.runtime.reduction import Reduction
 from atorch.runtime.split import merge, num_rows, take
+from atorch.runtime.still import still, untouched
 
 Size = int | Literal["auto"]
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
@@ -63,7 +62,7 @@ class MicroBatched:
         self._switch = _Switch()
         self._reduction = Reduction(model, each=reduce == "each")
         self._parameters = list(model.parameters())  # now: FSDP2 shows others while it is unsharded
-        self._kept_apart: weakref.ref[Gradients] = weakref.ref(Gradients())  # of the last call, while its loss lives
+        self._apart = Apart(self._parameters, [self._reduction])
         # The optimizer makes its state in the first step, so the second tries again. The host has no such error.
         self._trials = 2 if self._size == "auto" and torch.accelerator.is_available() else 0
         override(model, "__call__", _deferring, self._switch)
@@ -88,30 +87,13 @@ class MicroBatched:
             return self._run(model, pieces, self._weights(model, call, pieces, bounds))
 
     def _run(self, model: nn.Module, pieces: Sequence[_Call], weights: Sequence[float]) -> Any:
-        losses, done = [], False
-        if self._reduction.reuses_gradients:
-            self._empty_buckets()
-        try:
-            with gradients_apart(self._parameters) as gradients:
-                for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1):
-                    with self._reduction.only(now=number == len(pieces)):
-                        losses.append(self._forward_backward(model, piece, weight))
-            done = True
-        finally:
-            if not done:
-                self._reduction.recover()
-        self._kept_apart = weakref.ref(gradients)
+        losses = []
+        with self._apart.gradients() as gradients:
+            for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1):
+                with self._reduction.only(now=number == len(pieces)):
+                    losses.append(self._forward_backward(model, piece, weight))
         merged = losses[0] if len(losses) == 1 else merge(losses, weights)
         return with_value(merged, deposit(value_of(merged), gradients))
-
-    def _empty_buckets(self) -> None:
-        """Copy what the reduction ahead would overwrite: gradients of earlier calls, handed over or not."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-        waiting = self._kept_apart()
-        if waiting is not None:
-            waiting.detach_from_buckets()
 
     def _forward_backward(self, model: nn.Module, piece: _Call, weight: float) -> Any:
         batch, args, kwargs = piece
@@ -133,7 +115,7 @@ class MicroBatched:
 
         def pair_losses(first: int) -> tuple[float, float, float]:
             both = take(call, bounds[first][0], bounds[first + 1][1], bounds[-1][1])
-            with torch.no_grad(), _still(model):
+            with torch.no_grad(), still(model):
                 losses = [
                     float(value_of(self._loss_func(batch, model(*args, **kwargs))))
                     for batch, args, kwargs in (*pieces[first : first + 2], both)
@@ -157,7 +139,7 @@ class MicroBatched:
     def _fits(self, model: nn.Module, piece: _Call) -> bool:
         fits = True
         try:
-            with _untouched(model), gradients_apart(self._parameters), self._reduction.trial():
+            with untouched(model), gradients_apart(self._parameters), self._reduction.trial():
                 self._forward_backward(model, piece, 1.0)
         except torch.OutOfMemoryError:
             fits = False
@@ -193,32 +175,3 @@ def _deferring(call: Callable[..., Any], switch: _Switch) -> Callable[..., Any]:
 
 def _detached(leaf: Any, place: str) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-@contextmanager
-def _still(model: nn.Module) -> Iterator[None]:
-    """Everything below the model's root in eval mode. The root stays: some return their losses in training only."""
-    root = model.module if isinstance(model, DistributedDataParallel) else model
-    training = [module for module in root.modules() if module is not root and module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers and random numbers are afterwards what they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "cpu"}
-    kind = next(iter(devices)).type if devices else "cuda"
-    try:
-        with torch.random.fork_rng([device.index for device in devices], device_type=kind):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

@@ -20,9 +20,14 @@ def override(module: nn.Module, name: str, make: Make, *settings: Any) -> None:
     """Let `module.name` be `make(theirs, *settings)`, where `theirs` is the method of the module's class.
 
     `make` returns a function of `(self, *args, **kwargs)`. A module-level `make` with settings that can be pickled
-    keeps the module one that can be pickled.
+    keeps the module one that can be pickled. Modules of one class that are overridden alike stay of one class.
     """
-    module.__class__ = _subclass(type(module), name, make, settings)
+    base, mark = type(module), (name, make, settings)
+    same = (each for each in base.__subclasses__() if vars(each).get(_MARK) == mark)
+    module.__class__ = next(same, None) or _subclass(base, name, make, settings)
+
+
+_MARK = "__override__"
 
 
 def _subclass(base: type[nn.Module], name: str, make: Make, settings: tuple[Any, ...]) -> type[nn.Module]:
@@ -37,6 +42,7 @@ def _subclass(base: type[nn.Module], name: str, make: Make, settings: tuple[Any,
     namespace: dict[str, Any] = {
         name: functools.wraps(theirs)(make(theirs, *settings)),
         "__reduce_ex__": reduce,
+        _MARK: (name, make, settings),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,

@@ -1,5 +1,7 @@
 """When gradients are reduced over processes: with the last of several backward passes, the others only add up.
 
+In a pipeline a forward pass is not followed by its own backward, so each is told apart from the other.
+
 FSDP2 keeps whole gradients until then, in its reduce dtype: memory for no communication. Where that is too much it
 reduces with every pass, and adds up shards.
 """
@@ -37,6 +39,23 @@ class Reduction:
             return nullcontext() if self._each else self._held_by_fsdp()
         if self._no_sync is not None and not now:
             return self._no_sync()
+        return nullcontext()
+
+    def forward(self) -> AbstractContextManager[None]:
+        """A forward pass whose backward comes later, maybe after that of others."""
+        return nullcontext() if self._no_sync is None else self._no_sync()
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        """The backward pass of an earlier `forward`; gradients are reduced with the last one."""
+        if self._shards:
+            model: Any = self._model
+            model.set_is_last_backward(last)
+            return nullcontext() if last or self._each else self._held_by_fsdp()
+        if isinstance(self._model, DistributedDataParallel):
+            if not last:
+                return self._model.no_sync()
+            # What the forward pass does where its own backward is next; torch's own pipelines do it like this.
+            self._model.reducer.prepare_for_backward([])
         return nullcontext()
 
     def trial(self) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/distributed/collectives.py:together": "raised again here, and told to the others, who would wait for ever",
     "atorch/profiler/trace.py:optimizer_state_per_param": "a user's optimizer need not be able to step alone",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
+    "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
 }
 
 # Module-level objects that change while the program runs.

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
-from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
@@ -21,7 +20,7 @@ from atorch.blocks import find_modules, module_names, repeated_blocks
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, Segment
 from atorch.errors import StrategyError
-from atorch.logs import logger
+from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.recompute import checkpoint_wrapper
 
 
@@ -91,7 +90,7 @@ class Checkpoint(Method):
                     f"checkpoint finds no repeated blocks in {type(part).__name__}; name the modules to checkpoint, "
                     'e.g. ("checkpoint", ("MyBlock",))'
                 )
-            _turn_off_caches(part)
+            turn_off_caches(part)
             for module in list(chosen.values())[: self.max_checkpoint_module_num]:
                 checkpoint_wrapper(
                     module,
@@ -104,15 +103,3 @@ class Checkpoint(Method):
 
 def _kept(block: Segment) -> float:
     return block.inside.selective_bytes + block.outside.selective_bytes
-
-
-def _turn_off_caches(model: nn.Module) -> None:
-    """Stop forward from filling a key/value cache (`config.use_cache` of transformers' models).
-
-    A recompute would append to it a second time, and read both. Generation has a setting of its own and keeps it.
-    """
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    for config in configs.values():
-        if getattr(config, "use_cache", None):
-            config.use_cache = False
-            logger.info("checkpoint turned %s.use_cache off", type(config).__name__)

@@ -94,8 +94,8 @@ class MicroBatch(Method):
         """Let the model defer its output to a loss function that runs micro-batches."""
         if ctx.loss_func is None:
             raise StrategyError("micro_batch runs forward and backward inside loss_func; give auto_accelerate one")
-        if len(ctx.parts) != 1:
-            raise StrategyError("a pipeline splits its batch itself; set its micro-batches and leave micro_batch out")
+        if ctx.strategy is not None and "pipeline_parallel" in ctx.strategy.names() and _stages(ctx) > 1:
+            return replace(ctx)  # whose schedule takes size, count and loss_weight from here
         gathers = ctx.strategy is not None and not {"fsdp", "zero2"}.isdisjoint(ctx.strategy.names())
         if self.reduce == "each" and not gathers:
             raise StrategyError(
@@ -123,6 +123,10 @@ class MicroBatch(Method):
             return replace(built, loss_func=loss_func)
 
         return ctx.with_finish(finish)
+
+
+def _stages(ctx: Context) -> int:
+    return ctx.need_mesh().size("pipeline")
 
 
 def _is_ample(cost: Cost) -> bool:

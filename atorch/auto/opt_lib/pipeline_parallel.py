@@ -4,21 +4,24 @@ Memory: parameters, gradients and optimizer states / stages, the embedding and t
 activations of as many micro-batches as a stage has under way. Work: while the pipeline fills and drains, stages wait,
 (stages − 1) micro-batches long under 1F1B, less with several pieces a process (Narayanan et al. 2021, arXiv 2104.04473)
 or where gradients of weights wait for the gaps (Qi et al. 2023, arXiv 2401.10241). Communication: the activations
-between stages alone, so the axis belongs between nodes. Planned for, and not applied yet.
+between stages alone, so the axis belongs between nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import accumulate, split_pipeline
+from atorch.errors import CapabilityError
 
 PER_STAGE = 4
 """Micro-batches for each stage at which waiting is small: Huang et al. 2018, arXiv 1811.06965, section 2.3."""
@@ -27,6 +30,8 @@ PER_STAGE = 4
 @method("pipeline_parallel", phase=Phase.SPLIT)
 class PipelineParallel(Method):
     """Split the model's blocks over the axis `pipeline`."""
+
+    needs_sample: ClassVar[bool] = True
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """In which order a stage runs forward and backward of micro-batches."""
@@ -88,6 +93,24 @@ class PipelineParallel(Method):
             if cost.batch_size % count == 0 and uneven(cost.stages, self.schedule, count) is None
         )
         return max(fitting, default=1)
+
+    def apply(self, ctx: Context) -> Context:
+        """Cut the model into stages, and let the loss function run the schedule.
+
+        Raises:
+            CapabilityError: DeepSpeed's schedules.
+            StrategyError: the model, the batch or the number of stages does not allow it; on every rank, with the
+                model as it was.
+        """
+        if self.backend == "deepspeed":
+            raise CapabilityError(
+                "pipeline_parallel's deepspeed backend can be planned for and not applied yet; leave backend out"
+            )
+        if ctx.need_mesh().size("pipeline") == 1:
+            return replace(ctx)
+        from atorch.auto.opt_lib.pipeline_stages import split
+
+        return split(ctx, self)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

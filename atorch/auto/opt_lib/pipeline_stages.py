@@ -1,0 +1,180 @@
+"""What pipeline_parallel does to a model: where it is cut, how a batch is, and what is built of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from atorch.auto.context import Built, Context
+from atorch.blocks import repeated_blocks, units
+from atorch.distributed.collectives import together
+from atorch.errors import ArgumentError, StrategyError
+from atorch.logs import logger
+from atorch.profiler.unit_costs import unit_costs
+from atorch.runtime.caches import turn_off_caches
+from atorch.runtime.pipeline.engine import SEEN_ROWS, Engine
+from atorch.runtime.pipeline.observing import route_of
+from atorch.runtime.pipeline.partition import partition
+from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
+from atorch.runtime.pipeline.route import Route
+from atorch.runtime.pipeline.schedules import stages_of
+from atorch.runtime.pipeline.stage import cut, holders
+from atorch.runtime.pipeline.ties import Ties
+from atorch.runtime.split import num_rows, take
+
+if TYPE_CHECKING:
+    from atorch.auto.opt_lib.micro_batch import MicroBatch
+    from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
+
+ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+def split(ctx: Context, method: PipelineParallel) -> Context:
+    """The context with the stages of this process as its parts, and a schedule around model and loss function."""
+    mesh = ctx.need_mesh()
+    size, place = mesh.size("pipeline"), mesh.rank("pipeline")
+    batches = _Batches.of(ctx, method)
+    turn_off_caches(ctx.root)
+    (model,) = ctx.parts
+    named = units(model)
+    route, starts = together(lambda: _planned(ctx, method, model, named, batches))
+    shared = holders(model, named, route, starts)
+    names = frozenset(model.state_dict())
+    mine = stages_of(place, size, method.pieces)
+    parts = cut(model, named, route, starts, mine, ctx.device)
+    together(lambda: _need_training(ctx, parts, mine))
+    group = mesh.group("pipeline")
+    tolerance = 1e-4 if ctx.compute_dtype is None else ROUNDING.get(ctx.compute_dtype, 1e-4)
+
+    def finish(built: Built) -> Built:
+        if built.args["use_optim_backward"] or built.loss_func is None:
+            raise StrategyError("a pipeline needs loss.backward(); a backend with its own backward cannot take it")
+        engine = Engine(built.parts, method.schedule, group, ctx.device)
+        pipeline = Pipeline(engine, Ties(shared, built.parts, group), names)
+        loss_func = PipelinedLoss(pipeline, built.loss_func, batches.count, batches.loss_weight, tolerance)
+        return replace(built, model=pipeline, loss_func=loss_func)
+
+    return replace(ctx, parts=parts).with_finish(finish)
+
+
+class _Batches:
+    """How a batch is cut into micro-batches: as micro_batch says where it is in the strategy, else as the method."""
+
+    def __init__(self, method: PipelineParallel, other: MicroBatch | None, stages: int) -> None:
+        self._method, self._stages = method, stages
+        self._size: int | None = None
+        self._count, self.loss_weight = method.micro_batches, method.loss_weight
+        if other is not None:
+            self._size = other.size if isinstance(other.size, int) else None
+            self._count = None if self._size is not None else other.count or self._count
+            self.loss_weight = other.loss_weight if other.loss_weight != "auto" else self.loss_weight
+
+    @classmethod
+    def of(cls, ctx: Context, method: PipelineParallel) -> _Batches:
+        """For the strategy that is being applied."""
+        other: Any = next((each for each in ctx.strategy or () if each.name == "micro_batch"), None)
+        if other is not None and other.reduce == "each":
+            raise StrategyError(
+                'micro_batch was given reduce="each", and a pipeline reduces gradients with the last micro-batch; '
+                'leave reduce at "once"'
+            )
+        return cls(method, other, ctx.need_mesh().size("pipeline"))
+
+    def check(self, rows: int) -> None:
+        """That batches of so many rows are cut as was asked for; raises StrategyError."""
+        asked = self._count if self._size is None else f"micro-batches of {self._size} rows"
+        if asked is not None and self.count(rows) != (self._count if self._size is None else rows / self._size):
+            what = f"{asked} micro-batches" if self._size is None else asked
+            raise StrategyError(
+                f"{what} do not divide the {rows} rows that a process gets, or not as the schedule "
+                f"{self._method.schedule} takes them; choose a divisor"
+            )
+
+    def count(self, rows: int) -> int:
+        """The number of micro-batches that `rows` rows make: as asked for, or the next below that divides them."""
+        most = self._count or (rows // self._size if self._size else 4 * self._stages)
+        fitting = (n for n in range(1, min(most, rows) + 1) if rows % n == 0 and self._suits(n))
+        return max(fitting, default=1)
+
+    def _suits(self, count: int) -> bool:
+        return self._method.schedule != "interleaved" or count % self._stages == 0 or count < self._stages
+
+
+def _planned(
+    ctx: Context,
+    method: PipelineParallel,
+    model: nn.Module,
+    named: Mapping[str, nn.Module],
+    batches: _Batches,
+) -> tuple[Route, tuple[int, ...]]:
+    """The calls of the model, and where the stages begin. Nothing is changed."""
+    if ctx.loss_func is None:
+        raise StrategyError("pipeline_parallel runs forward and backward inside loss_func; give auto_accelerate one")
+    if ctx.sample_batch is None:
+        raise ArgumentError("pipeline_parallel watches the model at work; give a dataset, or a sample_batch")
+    stages = ctx.need_mesh().size("pipeline") * method.pieces
+    blocks = repeated_blocks(model)
+    if stages > len(blocks):
+        raise StrategyError(
+            f"a pipeline of {stages} stages needs as many repeated blocks, and {type(model).__name__} has "
+            f"{len(blocks)}; make the axis pipeline smaller" + (", or interleave less" if method.pieces > 1 else "")
+        )
+    if ctx.make_loader is not None:
+        batches.check(_rows_of_a_process(ctx))
+    batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+    rows = num_rows(batch=batch)
+    few = take(batch, 0, min(rows, SEEN_ROWS), rows)
+    route = route_of(model, named, few, ctx.call_model)
+    if method.split_points:
+        return route, _given(route, method.split_points, stages)
+    return route, _even(ctx, model, route, batch, stages)
+
+
+def _given(route: Route, points: tuple[str, ...], stages: int) -> tuple[int, ...]:
+    """Stages that begin where the user says."""
+    if len(points) != stages - 1:
+        raise StrategyError(
+            f"split_points has {len(points)} modules, and {stages} stages begin at {stages - 1} besides the first"
+        )
+    starts = (0, *(route.beginning(name) for name in points))
+    if list(starts) != sorted(set(starts)):
+        raise StrategyError(
+            f"split_points has {', '.join(points)}, which are called in another order, or nothing before the first; "
+            "name modules in the order in which the model calls them"
+        )
+    return starts
+
+
+def _even(ctx: Context, model: nn.Module, route: Route, batch: Any, stages: int) -> tuple[int, ...]:
+    """Stages of which the slowest takes the least time, by what tracing tells."""
+    assert ctx.loss_func is not None
+    called = [call.unit for call in route.calls]
+    costs = unit_costs(model, batch, ctx.call_model, ctx.loss_func, ctx.cluster.device)
+    if [each.name for each in costs] == called:
+        return partition([each.seconds for each in costs], stages, names=called)
+    logger.info("what units cost is not known as they are called; stages have even shares of the parameters")
+    sizes = [sum(each.numel() for each in model.get_submodule(name).parameters()) for name in called]
+    return partition([float(each) for each in sizes], stages, names=called)
+
+
+def _rows_of_a_process(ctx: Context) -> int:
+    from atorch.distributed.mesh import BATCH_AXES
+
+    mesh = ctx.need_mesh()
+    assert ctx.make_loader is not None
+    loader = ctx.make_loader(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES))
+    sampler: Any = loader.batch_sampler
+    return int(loader.batch_size or sampler.batch_size)
+
+
+def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, ...]) -> None:
+    """That an optimizer has something to do on every process."""
+    trains = any(each.requires_grad for part in parts for each in part.parameters())
+    if ctx.make_optimizer is not None and not trains:
+        raise StrategyError(
+            f"stage {mine[0]} has no trainable parameter, and its optimizer nothing to do; choose other split_points"
+        )

@@ -1,0 +1,20 @@
+"""Key/value caches that forward fills, which are for generation."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from atorch.logs import logger
+
+
+def turn_off_caches(model: nn.Module) -> None:
+    """Stop forward from filling a key/value cache (`config.use_cache` of transformers' models).
+
+    A recompute would append to it a second time, and a stage of a pipeline has only its own blocks' part of it.
+    Generation has a setting of its own and keeps it.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+            logger.info("%s.use_cache is turned off", type(config).__name__)

@@ -1,0 +1,166 @@
+"""Runs micro-batches through the stages, by torch's schedules.
+
+What travels through torch's splitting is the number of a micro-batch; its arguments are looked up, so they may be
+anything. Batches of another shape, and passes without backward, get schedules of their own, of which the last few are
+kept, for their buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import together
+from atorch.errors import StrategyError
+from atorch.runtime.pipeline.schedules import make_schedule, place_of, torch_stage, whole_batch
+from atorch.runtime.pipeline.shapes import Shape, Sizes, resized, shape_of, sizes_of
+from atorch.runtime.pipeline.stage import Stage, stage_of
+from atorch.runtime.reduction import Reduction
+from atorch.runtime.split import num_rows, take
+from atorch.runtime.still import untouched
+
+KEPT = 4
+"""Schedules, with the buffers of their micro-batches."""
+SEEN_ROWS = 3
+"""Rows of the first batch that are run to see shapes; a number that few other dimensions have."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What the model is called with."""
+Conclude = Callable[[int, Any], Tensor]
+"""(number of the micro-batch, the model's output) → what the last stage gives to the schedule."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is being run."""
+
+    calls: Sequence[Arguments]
+    conclude: Conclude
+    shapes: Sequence[Sequence[Shape]]
+
+
+class Engine:
+    """The stages `parts` of this process, which are run together with those of the other processes of `group`."""
+
+    def __init__(
+        self, parts: Sequence[nn.Module], schedule: str, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.parts, self.group, self.device = tuple(parts), group, device
+        self.stages = [stage_of(part) for part in parts]
+        self.reductions = [Reduction(part) for part in parts]
+        self.last_place = place_of(self.stages[0].num_stages - 1, group.size())
+        self._name = schedule
+        self._pieces = [_Piece(part, self) for part in parts]
+        self._schedules: dict[Any, Any] = {}
+        self._seen: tuple[list[Sequence[Shape]], Sizes] | None = None
+        self.job: _Job | None = None
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the model's output is made on this process."""
+        return self.group.rank() == self.last_place
+
+    def run(self, calls: Sequence[Arguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
+        """One pass of all micro-batches `calls`, which are equal in shape, through all stages.
+
+        With `train`, what `conclude` returns is the loss of a micro-batch, and gradients are left in `.grad`. With
+        `whole`, all forward passes come before the first backward.
+
+        Raises:
+            StrategyError: the model does not do on this batch what it did on the sample.
+        """
+        sizes = sizes_of(calls[0])
+        if self._seen is None:
+            self._see(calls[0])
+        assert self._seen is not None
+        shapes = resized(*self._seen, sizes)
+        key = (train, whole, len(calls), tuple(sorted(sizes.items())))
+        name = whole_batch(self._name) if whole else self._name
+        schedule = self._schedules.pop(key, None) or self._make(name, shapes, len(calls), train)
+        numbers = torch.arange(len(calls))
+        first = [numbers] if self.stages[0].is_first else []
+        self.job = _Job(calls, conclude, shapes)
+        try:
+            schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
+        finally:
+            self.job = None
+        self._schedules[key] = schedule  # only now: one that failed is in no state to go on
+        if len(self._schedules) > KEPT:
+            del self._schedules[next(iter(self._schedules))]
+
+    def _make(self, name: str, shapes: Sequence[Sequence[Shape]], micro_batches: int, train: bool) -> Any:
+        def described(stage: Stage, wires: Sequence[Any]) -> list[tuple[Shape, bool]]:
+            found = [(shapes[wire.call][wire.number], wire.call in stage.route.trained) for wire in wires]
+            return [(shape, trained and shape.dtype.is_floating_point) for shape, trained in found]
+
+        stages = [
+            torch_stage(
+                piece,
+                reduction,
+                stage.index,
+                stage.num_stages,
+                described(stage, stage.incoming),
+                described(stage, stage.outgoing),
+                self.device,
+                self.group,
+            )
+            for piece, reduction, stage in zip(self._pieces, self.reductions, self.stages, strict=True)
+        ]
+        return make_schedule(name, stages, micro_batches, train=train)
+
+    def _see(self, call: Arguments) -> None:
+        """Run the stages one after another on a few rows, to see the shapes that they give."""
+        rows = num_rows(arguments=call)
+        call = take(call, 0, min(rows, SEEN_ROWS), rows)
+        table: list[Sequence[Shape]] = []
+        for index in range(self.stages[0].num_stages):
+            box = [together(functools.partial(self._seen_by, index, call, table))]
+            dist.broadcast_object_list(box, group=self.group, group_src=place_of(index, self.group.size()))
+            table += box[0]
+        self._seen = table, sizes_of(call)
+
+    def _seen_by(self, index: int, call: Arguments, table: Sequence[Sequence[Shape]]) -> list[list[Shape]]:
+        """What the calls of stage `index` return, where it is on this process."""
+        place = next((place for place, stage in enumerate(self.stages) if stage.index == index), None)
+        if place is None:
+            return []
+        stage, part = self.stages[place], self.parts[place]
+        wires = [table[value.call][value.number].stand_in(self.device).clone() for value in stage.incoming]
+        args, kwargs = call
+        with torch.no_grad(), untouched(part), self.reductions[place].forward(), stage.visit(wires, table) as visit:
+            part(*args, **kwargs)
+        return visit.made
+
+
+class _Piece(nn.Module):
+    """A stage as torch calls it: with what came in and the number of the micro-batch."""
+
+    def __init__(self, part: nn.Module, engine: Engine) -> None:
+        super().__init__()
+        self.part = part
+        self._engine, self._stage = engine, stage_of(part)
+
+    def forward(self, *wires: Tensor, number: Tensor) -> Any:
+        """What the next stage takes, or what the last one concludes."""
+        stage, job = self._stage, self._engine.job
+        assert job is not None, "only the engine runs schedules"
+        args, kwargs = job.calls[int(number)]
+        with stage.visit(() if stage.is_first else wires, job.shapes):
+            output = self.part(*args, **kwargs)
+        if stage.is_last:
+            return job.conclude(int(number), output)
+        for value, tensor in zip(stage.outgoing, output, strict=True):
+            expected = job.shapes[value.call][value.number]
+            if shape_of(tensor) != expected:
+                raise StrategyError(
+                    f"{stage.route.calls[value.call].unit} returns {tuple(tensor.shape)} of {tensor.dtype}, and the "
+                    f"stage after it expects {expected.sizes} of {expected.dtype}, as the sizes of the batch differ "
+                    "from those of the first one. Give batches of one length, or set split_points elsewhere"
+                )
+        return tuple(tensor.contiguous() for tensor in output)

@@ -1,0 +1,240 @@
+"""A pipeline as users see it: a model and a loss function, and the loop that they have.
+
+    model = Pipeline(parts, engine, ties)
+    loss_func = PipelinedLoss(model, loss_func, count_of)
+    loss = loss_func(batch, model(**batch))      # runs the schedule; every process gets the loss
+    loss.backward()                              # hands the gradients over
+
+With gradients enabled the model returns a `Deferred`, which the loss function computes. Under `torch.no_grad()` the
+whole batch passes the stages as one micro-batch, so that the output is what the model gives, and everybody gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.errors import StrategyError
+from atorch.logs import logger
+from atorch.runtime.deferred import Apart, Deferred, deposit
+from atorch.runtime.loss_weight import LossWeight, Rule
+from atorch.runtime.losses import LossFunc, value_of, with_value
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.pipeline.engine import Arguments, Engine
+from atorch.runtime.pipeline.gathered import Gathered
+from atorch.runtime.pipeline.sending import from_place
+from atorch.runtime.pipeline.ties import Ties
+from atorch.runtime.split import merge, num_rows, take
+from atorch.runtime.still import still
+from atorch.runtime.wrapper import Wrapper
+
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
+
+
+class Pipeline(Wrapper):
+    """The stages of this process, called as the whole model is. Names are those that parameters have in it."""
+
+    def __init__(self, engine: Engine, ties: Ties, names: frozenset[str]) -> None:
+        super().__init__()
+        self.module, self.others = engine.parts[0], nn.ModuleList(engine.parts[1:])
+        self.engine, self.ties = engine, ties
+        self._names = names  # of the whole model's state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A deferred output, or, without gradients, the output itself on every process."""
+        if torch.is_grad_enabled():
+            return Deferred(self, args, kwargs)
+        outputs: list[Any] = []
+
+        def keep(number: int, output: Any) -> Tensor:
+            outputs.append(output)
+            return torch.zeros(())
+
+        engine = self.engine
+        engine.run([(args, kwargs)], keep, train=False)
+        return from_place(outputs[0] if outputs else None, engine.last_place, engine.group, engine.device)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all stages here, by the whole model's names."""
+        for part in self.engine.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the stages here, by the whole model's names."""
+        state, *others = (part.state_dict(*args, **kwargs) for part in self.engine.parts)
+        for other in others:
+            state.update(other)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take from a state, which may be the whole model's, what belongs to the stages here."""
+        unknown = sorted(state_dict.keys() - self._names)
+        if strict and unknown:
+            raise RuntimeError(f"the model has no {', '.join(unknown)}; load with strict=False to leave them out")
+        for part in self.engine.parts:
+            own = {name: state_dict[name] for name in part.state_dict() if name in state_dict}
+            result = part.load_state_dict(own, strict=strict, assign=assign)
+        return result
+
+    @property
+    def counted_elsewhere(self) -> Collection[Tensor]:
+        """Parameters that another process has as well and counts in norms: see `clip.clip_grads`."""
+        return self.ties.counted_elsewhere
+
+
+class PipelinedLoss:
+    """The loss function that runs a pipeline.
+
+    count_of: how many micro-batches to make of so many rows; it divides them.
+    loss_weight, tolerance: see `LossWeight`. Where no rule explains the loss, the last stage runs it once on the
+        outputs of all micro-batches, which are then all held until the first backward.
+    """
+
+    def __init__(
+        self,
+        model: Pipeline,
+        loss_func: LossFunc,
+        count_of: Callable[[int], int],
+        loss_weight: Rule = "auto",
+        tolerance: float = 1e-4,
+    ) -> None:
+        self._model, self._engine = model, model.engine
+        self._loss_func, self._count_of = loss_func, count_of
+        self._weight: LossWeight | None = LossWeight(loss_weight, tolerance)
+        self._is_auto, self._tolerance = loss_weight == "auto", tolerance
+        parameters = list(dict.fromkeys(model.parameters()))  # now: FSDP2 shows others while it is unsharded
+        self._apart = Apart(parameters, self._engine.reductions)
+        self._plain: torch.dtype | None = None  # the type of a loss that is nothing but a scalar
+
+    def __call__(self, batch: Any, output: Any) -> Any:
+        """The loss, as the user's function returns it, on every process.
+
+        Raises:
+            ArgumentError: tensors of the batch differ in dimension 0.
+            StrategyError: the weights of the losses cannot be found out.
+        """
+        if not isinstance(output, Deferred):
+            return self._loss_func(batch, output)
+        _, args, kwargs = output.call()
+        call: _Call = (batch, args, kwargs)
+        with torch.enable_grad():
+            rows = num_rows(batch=batch, args=args, kwargs=kwargs)
+            size = rows // self._count_of(rows)
+            pieces = [take(call, start, start + size, rows) for start in range(0, rows, size)]
+            weights = self._weights(call, pieces, size)
+            return self._run(batch, pieces, weights)
+
+    def _run(self, batch: Any, pieces: Sequence[_Call], weights: Sequence[float] | None) -> Any:
+        losses: list[Any] = []
+
+        def weighted(number: int, output: Any) -> Tensor:
+            assert weights is not None
+            loss = self._loss_func(pieces[number][0], output)
+            losses.append(map_leaves(_detached, loss))
+            return value_of(loss) * weights[number]
+
+        gathered = Gathered(batch, self._loss_func, len(pieces)) if weights is None else None
+        with self._apart.gradients() as gradients:
+            calls = [_arguments(piece) for piece in pieces]
+            self._engine.run(calls, weighted if gathered is None else gathered, train=True, whole=gathered is not None)
+            self._model.ties.add_up()
+        if gathered is not None:
+            losses, weights = [gathered.loss], [1.0]
+        loss = self._shared(merge(losses, weights or []) if losses else None)
+        return with_value(loss, deposit(value_of(loss), gradients))
+
+    def _shared(self, loss: Any) -> Any:
+        """The last stage's loss on every process."""
+        engine = self._engine
+        if self._plain is None:
+            loss = from_place(loss, engine.last_place, engine.group, engine.device)
+            self._plain = loss.dtype if isinstance(loss, Tensor) else None
+            return loss
+        if not engine.has_last:
+            loss = torch.empty((), dtype=self._plain, device=engine.device)
+        dist.broadcast(loss, group=engine.group, group_src=engine.last_place)
+        return loss
+
+    def _weights(self, call: _Call, pieces: Sequence[_Call], size: int) -> list[float] | None:
+        """The weights of the micro-batches' losses; None where the loss is to be taken of all outputs together."""
+        if len(pieces) == 1:
+            return [1.0]
+        if self._weight is None:
+            return None
+
+        def pair_losses(first: int) -> tuple[float, float, float]:
+            both = take(call, first * size, (first + 2) * size, size * len(pieces))
+            one, two, whole = self._losses([*pieces[first : first + 2], both])
+            return one, two, whole
+
+        try:
+            batches = [batch for batch, _, _ in pieces]
+            return self._weight.weights(batches, [size] * len(pieces), pair_losses)
+        except StrategyError as error:
+            if not self._is_auto:
+                raise
+            self._check_gathering(call, pieces, size, error)
+        self._weight = None
+        logger.info("no weights make the batch's loss of its micro-batches'; it is taken of all outputs together")
+        return None
+
+    def _losses(self, calls: Sequence[_Call]) -> list[float]:
+        """The loss of each call, without gradients, on every process."""
+        losses: list[float] = []
+
+        def note(number: int, output: Any) -> None:
+            losses.append(self._value(call[0], output))
+
+        for call in calls:
+            self._look(call, note)
+        return self._floats(losses, len(calls))
+
+    def _look(self, call: _Call, see: Callable[[int, Any], None]) -> None:
+        """Run a call without gradients, and show the last stage's output to `see`."""
+
+        def conclude(number: int, output: Any) -> Tensor:
+            see(number, output)
+            return torch.zeros(())
+
+        with torch.no_grad(), ExitStack() as stack:
+            for part in self._engine.parts:
+                stack.enter_context(still(part))
+            self._engine.run([_arguments(call)], conclude, train=False)
+
+    def _value(self, batch: Any, output: Any) -> float:
+        return float(value_of(self._loss_func(batch, output)))
+
+    def _floats(self, values: Sequence[float], count: int) -> list[float]:
+        engine = self._engine
+        sent = torch.tensor(values or [0.0] * count, dtype=torch.float64, device=engine.device)
+        dist.broadcast(sent, group=engine.group, group_src=engine.last_place)
+        return [float(value) for value in sent.tolist()]
+
+    def _check_gathering(self, call: _Call, pieces: Sequence[_Call], size: int, error: StrategyError) -> None:
+        """That two outputs put together have the loss of the two as one; raises `error` where they have not."""
+        both = take(call, 0, 2 * size, size * len(pieces))
+        outputs: list[Any] = []
+        losses: list[float] = []
+        for piece in pieces[:2]:
+            self._look(piece, lambda number, output: outputs.append(output))
+        self._look(both, lambda number, output: losses.append(self._value(both[0], output)))
+        if outputs:
+            losses.append(self._value(both[0], merge(outputs, [0.5, 0.5])))
+        whole, apart = self._floats(losses, 2)
+        if abs(whole - apart) > self._tolerance * max(abs(whole), 1e-30):
+            raise error
+
+
+def _arguments(call: _Call) -> Arguments:
+    return call[1], call[2]
+
+
+def _detached(leaf: Any, place: str) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,220 @@
+"""What a model's units hand to one another: one forward pass, watched operation by operation.
+
+A unit (`blocks.units`) is called and returns; what happens between calls (masks, positions, residuals, slicing) is the
+model's own code, which every stage of a pipeline runs. Each tensor is marked with what it was computed from there:
+results of calls, and parameters used outside of any unit. So it is known what each call needs, and what has to cross
+wherever the sequence of calls is cut, whatever way it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from atorch.errors import StrategyError, near_miss
+from atorch.runtime.nested import map_leaves
+
+
+class Value(NamedTuple):
+    """The tensor with this number in what the call with this number returned."""
+
+    call: int
+    number: int
+
+
+Source = Value | str
+"""What a tensor is computed from: a value, or a parameter by its name."""
+
+
+class Slot(int):
+    """A place for the tensor with this number in what a call returns."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a unit, as it was seen."""
+
+    unit: str
+    needs: set[Source] = field(default_factory=set)
+    returns: Any = None  # what it returned, with a Slot for each tensor
+    num_tensors: int = 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """The calls of one forward pass in their order, and what its output is computed from."""
+
+    calls: Sequence[Call]
+    output_needs: frozenset[Source]
+    trained: frozenset[int]  # calls whose results have a gradient
+
+    def wires(self, start: int) -> tuple[Value, ...]:
+        """The values from before call `start` that it, a later call or the output needs."""
+        needs = self.output_needs.union(*(call.needs for call in self.calls[start:]))
+        return tuple(sorted(value for value in needs if isinstance(value, Value) and value.call < start))
+
+    def parameters(self, start: int, stop: int) -> set[str]:
+        """Names of the parameters outside of units that the calls from `start` to before `stop` need.
+
+        Those of the output belong to whoever runs the last call.
+        """
+        needs = set().union(*(call.needs for call in self.calls[start:stop]))
+        if stop == len(self.calls):
+            needs |= self.output_needs
+        return {source for source in needs if isinstance(source, str)}
+
+    def beginning(self, name: str) -> int:
+        """The first call of the module `name`, a unit or one that has units inside.
+
+        Raises:
+            StrategyError: it is neither, or is never called.
+        """
+        for number, call in enumerate(self.calls):
+            if call.unit == name or call.unit.startswith(f"{name}."):
+                return number
+        units = list(dict.fromkeys(call.unit for call in self.calls))
+        around = next((unit for unit in units if name.startswith(f"{unit}.")), None)
+        if around is not None:
+            raise StrategyError(f"split_points names {name!r}, which lies inside of {around}; name {around} itself")
+        raise StrategyError(f"split_points names {name!r}, where no stage can begin; {near_miss(name, units)}")
+
+
+def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], Any]) -> Route:
+    """The route of `run()`, which calls `model`, whose `units` are given by name.
+
+    Raises:
+        StrategyError: a unit hands over a tensor otherwise than by returning it, or returns what cannot be rebuilt.
+    """
+    watch = _Watch(model, units)
+    handles = [
+        handle
+        for name, unit in units.items()
+        for handle in (
+            unit.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True),
+            unit.register_forward_hook(partial(watch.leave, name)),
+        )
+    ]
+    try:
+        with torch.no_grad(), watch:
+            output = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    output_needs = frozenset(watch.sources(_tensors(output), "the model's output"))
+    return Route(tuple(watch.calls), output_needs, _trained(watch.calls, model, units))
+
+
+def _trained(calls: Sequence[Call], model: nn.Module, units: Mapping[str, nn.Module]) -> frozenset[int]:
+    """The calls that come after something that trains."""
+    trains: set[Source] = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    learning = {name for name, unit in units.items() if any(each.requires_grad for each in unit.parameters())}
+    found = set()
+    for number, call in enumerate(calls):
+        if call.unit in learning or not trains.isdisjoint(call.needs):
+            found.add(number)
+            trains.update(Value(number, slot) for slot in range(call.num_tensors))
+    return frozenset(found)
+
+
+class _Inside(NamedTuple):
+    """Made during this call, and not returned by it."""
+
+    call: int
+
+
+class _Watch(TorchDispatchMode):
+    """Marks tensors with their sources while a model runs."""
+
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self._running: Call | None = None
+        self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._own = {name: set(map(id, unit.parameters())) for name, unit in units.items()}
+
+    def enter(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        """A unit is called."""
+        call = Call(name)
+        call.needs.update(self.sources(_tensors((args, kwargs)), name))
+        self.calls.append(call)
+        self._running = call
+
+    def leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
+        """A unit returns."""
+        call, self._running = self.calls[-1], None
+        number = len(self.calls) - 1
+
+        def slot(leaf: Any, place: str) -> Any:
+            if isinstance(leaf, Tensor):
+                self._marks[leaf] = {Value(number, call.num_tensors)}
+                call.num_tensors += 1
+                return Slot(call.num_tensors - 1)
+            if not isinstance(leaf, _PLAIN):
+                raise StrategyError(
+                    f"{name} returns a {type(leaf).__name__} ({place}), which cannot be passed between stages of a "
+                    "pipeline; let it return tensors, numbers and strings, in tuples, lists, dicts or dataclasses"
+                )
+            return leaf
+
+        call.returns = map_leaves(slot, output, "output")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        call = self._running
+        if call is None:
+            found: set[Any] = self.sources(given, "the model's own code")
+        else:
+            call.needs.update(self.sources(given, call.unit))
+            found = {_Inside(len(self.calls) - 1)}
+        for tensor in made:
+            self._marks[tensor] = found | (self._marks.get(tensor, set()) if call is None else set())
+        return output
+
+    def sources(self, tensors: Iterable[Tensor], user: str) -> set[Source]:
+        """What tensors are computed from that `user` takes.
+
+        Raises:
+            StrategyError: one was made inside a unit that did not return it.
+        """
+        found: set[Source] = set()
+        own = self._own.get(user, set())
+        for tensor in tensors:
+            name = self._names.get(id(tensor))
+            if name is not None and id(tensor) not in own:
+                found.add(name)
+            for mark in self._marks.get(tensor, ()):
+                if not isinstance(mark, _Inside):
+                    found.add(mark)
+                elif self.calls[mark.call].unit != user:
+                    raise StrategyError(
+                        f"{self.calls[mark.call].unit} makes a tensor that {user} uses, and does not return it; a "
+                        "pipeline passes on only what its modules return. Return it, or name split_points elsewhere"
+                    )
+        return found
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def _tensors(data: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(note, data)
+    return found

@@ -1,0 +1,115 @@
+"""Which process has which stages, and torch's schedules of their passes.
+
+    gpipe         all forward passes, then all backward passes (Huang et al. 2018, arXiv 1811.06965)
+    1f1b          backward as soon as it can be, so that a stage holds fewer micro-batches (Narayanan et al. 2021,
+                  arXiv 2104.04473)
+    interleaved   1f1b with several pieces of the model on each process: process i has stages i, i + p, i + 2p, …
+    zero_bubble   backward in two halves, of which that for the weights waits for gaps (Qi et al. 2023, arXiv
+                  2401.10241, ZB-H1)
+
+Where a loss needs all micro-batches at once, gpipe, or for several pieces its like, is run instead ("looped").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+
+from atorch.runtime.pipeline.shapes import Shape
+from atorch.runtime.reduction import Reduction
+
+
+def stages_of(place: int, size: int, pieces: int) -> tuple[int, ...]:
+    """The stages of process `place` of `size`, each of which has `pieces`."""
+    return tuple(place + size * number for number in range(pieces))
+
+
+def place_of(stage: int, size: int) -> int:
+    """The process that has a stage."""
+    return stage % size
+
+
+class TorchStage(PipelineStage):
+    """A stage as torch's schedules take it, whose gradients are reduced as `reduction` says."""
+
+    def __init__(self, module: nn.Module, reduction: Reduction, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        self._reduction = reduction
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass of one micro-batch."""
+        with self._reduction.forward():
+            return self.submod(*args, **kwargs)
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """A backward pass of one micro-batch."""
+        with self._reduction.backward(last=last_backward):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def torch_stage(
+    module: nn.Module,
+    reduction: Reduction,
+    index: int,
+    num_stages: int,
+    incoming: Sequence[tuple[Shape, bool]],
+    outgoing: Sequence[tuple[Shape, bool]],
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> TorchStage:
+    """Stage `index`, with the shapes of what comes in and goes out, and whether each has a gradient.
+
+    With these torch asks nobody for them. The first stage takes the number of the micro-batch, and the last one gives
+    its loss.
+    """
+    takes = [torch.zeros(1, dtype=torch.int64)] if index == 0 else [_empty(*wire) for wire in incoming]
+    gives = [torch.zeros((), device="meta")] if index == num_stages - 1 else [_empty(*wire) for wire in outgoing]
+    return TorchStage(
+        module, reduction, index, num_stages, device, input_args=tuple(takes), output_args=tuple(gives), group=group
+    )
+
+
+def _empty(shape: Shape, has_gradient: bool) -> torch.Tensor:
+    return torch.empty(shape.sizes, dtype=shape.dtype, device="meta", requires_grad=has_gradient)
+
+
+def whole_batch(name: str) -> str:
+    """The schedule that has all forward passes before the first backward, for stages as schedule `name` has them."""
+    return "looped" if name == "interleaved" else "gpipe"
+
+
+def make_schedule(name: str, stages: Sequence[TorchStage], micro_batches: int, *, train: bool) -> Any:
+    """Torch's schedule of that name; forward passes alone unless it is to `train`.
+
+    Fewer micro-batches than processes cannot fill 1F1B, which then is GPipe.
+    """
+    options: dict[str, Any] = {"scale_grads": False}
+    if train:
+        options["loss_fn"] = _same
+    if name == "looped":
+        return ScheduleLoopedBFS(list(stages), micro_batches, **options)
+    if name == "interleaved":
+        return ScheduleInterleaved1F1B(list(stages), micro_batches, **options)
+    if name == "zero_bubble" and train:
+        return ScheduleInterleavedZeroBubble(list(stages), micro_batches, **options)
+    (stage,) = stages
+    if name == "gpipe" or not train or micro_batches < stage.num_stages:
+        return ScheduleGPipe(stage, micro_batches, **options)
+    return Schedule1F1B(stage, micro_batches, **options)
+
+
+def _same(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The last stage's own output is the loss."""
+    return loss

@@ -1,0 +1,279 @@
+"""A stage of a pipeline: the whole model, of which only the stage's own units hold parameters and run.
+
+A stage runs the model's own forward, so masks, positions and whatever else lies between units are made as ever. Units
+of other stages are hollow: the module and its attributes stay, its parameters are on the meta device and no longer its
+own, and a call of it returns what an earlier stage sent, or stand-ins of the right shape for what nobody needs here.
+At the first call that is a later stage's the forward ends, and what that stage needs is handed over.
+
+A unit that several stages call is held by each of them, and so is a parameter outside of units that several need; their
+gradients are added up (`ties`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.errors import StrategyError
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.override import override
+from atorch.runtime.pipeline.route import Route, Slot, Value
+from atorch.runtime.pipeline.shapes import Shape, shape_of
+
+STAGE = "_atorch_stage"
+"""The attribute in which units know their stage and their name, and a stage's model its stage."""
+
+
+@dataclass(eq=False)
+class Stage:
+    """The calls from `start` to before `stop`, and what crosses before and after them."""
+
+    route: Route
+    index: int
+    start: int
+    stop: int
+    num_stages: int
+    device: torch.device
+    _visit: _Visit | None = field(default=None, init=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing comes in."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output is made here."""
+        return self.index == self.num_stages - 1
+
+    @functools.cached_property
+    def incoming(self) -> tuple[Value, ...]:
+        """What earlier stages hand over."""
+        return self.route.wires(self.start)
+
+    @functools.cached_property
+    def outgoing(self) -> tuple[Value, ...]:
+        """What this stage hands over, the next one's `incoming`."""
+        return () if self.is_last else self.route.wires(self.stop)
+
+    @contextmanager
+    def visit(self, wires: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> Iterator[_Visit]:
+        """Inside, calling the stage's model runs the stage on what came in; `shapes` are those of all calls before."""
+        visit = _Visit(self, dict(zip(self.incoming, wires, strict=True)), shapes)
+        self._visit = visit
+        try:
+            yield visit
+        finally:
+            self._visit = None
+
+
+@dataclass(eq=False)
+class _Visit:
+    """One forward pass through a stage."""
+
+    stage: Stage
+    values: dict[Value, Tensor]
+    shapes: Sequence[Sequence[Shape]]
+    made: list[list[Shape]] = field(default_factory=list)  # what the stage's own calls returned
+    count: int = 0
+
+    def call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What unit `name` returns to this stage."""
+        stage, number = self.stage, self.count
+        calls = stage.route.calls
+        self.count += 1
+        if number == len(calls) or calls[number].unit != name:
+            expected = f"{calls[number].unit} was" if number < len(calls) else "nothing more was"
+            raise StrategyError(
+                f"the model calls {name} where on the sample batch {expected} called; a pipeline runs models that call "
+                "the same modules in the same order for every batch"
+            )
+        if number >= stage.stop:
+            raise _Done
+        if number < stage.start:
+            return self._sent(number)
+        output = run(*args, **kwargs)
+        self._keep(number, output)
+        return output
+
+    def handed_over(self) -> tuple[Tensor, ...]:
+        """The outgoing wires."""
+        return tuple(self.values[value] for value in self.stage.outgoing)
+
+    def _sent(self, number: int) -> Any:
+        def fill(leaf: Any, place: str) -> Any:
+            if not isinstance(leaf, Slot):
+                return leaf
+            value = self.values.get(Value(number, leaf))
+            return self.shapes[number][leaf].stand_in(self.stage.device) if value is None else value
+
+        return map_leaves(fill, self.stage.route.calls[number].returns)
+
+    def _keep(self, number: int, output: Any) -> None:
+        shapes: list[Shape] = []
+
+        def keep(leaf: Any, place: str) -> Any:
+            if isinstance(leaf, Tensor):
+                value = Value(number, len(shapes))
+                if value in self.stage.outgoing:
+                    self.values[value] = leaf
+                shapes.append(shape_of(leaf))
+            return leaf
+
+        map_leaves(keep, output)
+        call = self.stage.route.calls[number]
+        if len(shapes) != call.num_tensors:
+            raise StrategyError(
+                f"{call.unit} returns {len(shapes)} tensors, and on the sample batch it returned {call.num_tensors}; a "
+                "pipeline runs models that pass on the same for every batch"
+            )
+        self.made.append(shapes)
+
+
+class _Done(BaseException):
+    """Ends a model's forward where a later stage goes on; no handler of the model's own shall stop it."""
+
+
+def cut(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    route: Route,
+    starts: Sequence[int],
+    mine: Sequence[int],
+    device: torch.device,
+) -> tuple[nn.Module, ...]:
+    """The stages `mine` of the model, cut before the calls `starts`: each a module that is called as the model is.
+
+    The first is `model` itself, in place; others are copies of its structure. Parameters of no stage in `mine` are let
+    go of. A stage's module has it as attribute (`stage_of`).
+    """
+    keeping = _keeping(model, units, route, starts)
+    ends = (*starts[1:], len(route.calls))
+    held = [keeping[index] for index in mine]
+    parts = [model, *(_structure(model, set().union(*held[:place]), held[place]) for place in range(1, len(mine)))]
+    for index, part in zip(mine, parts, strict=True):
+        stage = Stage(route, index, starts[index], ends[index], len(starts), device)
+        _hollow(part, keeping[index])
+        for name in units:
+            unit = part.get_submodule(name)
+            vars(unit)[STAGE] = (stage, name)
+            override(unit, "__call__", _through_stage)
+        vars(part)[STAGE] = (stage, "")
+        # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
+        override(part, "__call__" if "forward" in vars(part) else "forward", _until_done)
+    return tuple(parts)
+
+
+def stage_of(part: nn.Module) -> Stage:
+    """The stage that a module made by `cut` is, also where something wraps it."""
+    return getattr(part, STAGE)[0]  # type: ignore[no-any-return]
+
+
+def holders(
+    model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]
+) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Parameters that several stages hold: all their names, and the stages, in ascending order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    keeping = _keeping(model, units, route, starts)
+    found = []
+    for same in names.values():
+        stages = tuple(index for index, kept in enumerate(keeping) if not kept.isdisjoint(same))
+        if len(stages) > 1:
+            found.append((tuple(same), stages))
+    return found
+
+
+def _keeping(model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]) -> list[set[str]]:
+    """For each stage the names of its parameters and buffers, under every name that they have in the stage's modules.
+
+    What no call needs is the first stage's; buffers outside of units are everybody's.
+    """
+    inside = {name: _names_inside(model, unit) for name, unit in units.items()}
+    everywhere = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    aliases: dict[int, set[str]] = {}
+    for name, tensor in everywhere.items():
+        aliases.setdefault(id(tensor), set()).add(name)
+    ends = (*starts[1:], len(route.calls))
+    keeping: list[set[str]] = []
+    for start, stop in zip(starts, ends, strict=True):
+        kept = set().union(*(inside[call.unit] for call in route.calls[start:stop]))
+        for name in route.parameters(start, stop):
+            kept |= aliases[id(everywhere[name])]
+        keeping.append(kept)
+    keeping[0] |= set(everywhere).difference(*keeping)
+    in_units = set().union(*inside.values())
+    common = {name for name, _ in model.named_buffers(remove_duplicate=False)} - in_units
+    return [kept | common for kept in keeping]
+
+
+def _names_inside(model: nn.Module, unit: nn.Module) -> set[str]:
+    """Names in `model` of the parameters and buffers that are in modules of `unit`, under all names of these."""
+    modules = set(unit.modules())
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module in modules
+        for name in (*module._parameters, *module._buffers)
+    }
+
+
+def _hollow(part: nn.Module, kept: set[str]) -> None:
+    """Let go of parameters and buffers that are not `kept`: attributes on the meta device take their places."""
+    for path, module in list(part.named_modules()):
+        for held in (module._parameters, module._buffers):
+            for name, tensor in list(held.items()):
+                if tensor is not None and (f"{path}.{name}" if path else name) not in kept:
+                    del held[name]
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    object.__setattr__(module, name, empty)
+
+
+def _structure(model: nn.Module, before: set[str], own: set[str]) -> nn.Module:
+    """A copy of the model that has the same parameters, but those that stages `before` hold and it as well.
+
+    Buffers are its own: stages change them at other times.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    twice = {id(parameter) for name, parameter in named if name in before}
+    twice &= {id(parameter) for name, parameter in named if name in own}
+    memo: dict[int, Any] = {id(parameter): parameter for _, parameter in named if id(parameter) not in twice}
+    return copy.deepcopy(model, memo)
+
+
+def _through_stage(call: Callable[..., Any]) -> Callable[..., Any]:
+    def pass_through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stage, name = vars(self)[STAGE]
+        if stage._visit is None:
+            return call(self, *args, **kwargs)
+        return stage._visit.call(name, functools.partial(call, self), args, kwargs)
+
+    return pass_through
+
+
+def _until_done(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stage, _ = vars(self)[STAGE]
+        visit = stage._visit
+        try:
+            output = forward(self, *args, **kwargs)
+        except _Done:
+            return visit.handed_over()
+        if visit is None or visit.count == len(stage.route.calls):
+            return output
+        raise StrategyError(
+            f"the model ended after {visit.count} calls of its modules, and on the sample batch there were "
+            f"{len(stage.route.calls)}; a pipeline runs models that call the same modules in the same order"
+        )
+
+    return run

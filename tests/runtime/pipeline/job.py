@@ -1,0 +1,189 @@
+"""What pipelines are held to: models and batches of several kinds, and plain training of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+
+from atorch import auto_accelerate, clip_grad_norm
+
+VOCAB, WIDTH, SEQ, ROWS = 64, 16, 12, 8
+
+
+class TwiceUsed(nn.Module):
+    """One block is called twice, a parameter lies outside of modules, and the output is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        for layer in (*self.layers, self.layers[0]):
+            hidden = layer(hidden) * self.scale
+        return {"logits": self.head(hidden)}
+
+
+class Frozen(nn.Module):
+    """Two inputs, a frozen embedding, and a mask that skips stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
+        self.gate = nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        gate = self.gate(hidden).sigmoid()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return {"logits": self.head(hidden * gate)}
+
+
+def _language(name: str) -> nn.Module:
+    common: dict[str, Any] = {"vocab_size": VOCAB, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **sizes, num_key_value_heads=2))
+    if name == "mixtral":
+        config = transformers.MixtralConfig(**common, **sizes, num_key_value_heads=2, num_local_experts=4)
+        return transformers.MixtralForCausalLM(config)
+    if name == "bert":
+        rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCAB, **sizes, **rates))
+    if name == "t5":
+        t5 = transformers.T5Config(
+            vocab_size=VOCAB, d_model=WIDTH, d_ff=24, d_kv=4, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0, pad_token_id=0, use_cache=False,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(t5)
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    gpt2 = transformers.GPT2Config(**common, n_embd=WIDTH, n_layer=4, n_head=4, n_positions=64, **rates)
+    return transformers.GPT2LMHeadModel(gpt2)
+
+
+def make_model(name: str) -> nn.Module:
+    """A small model of a kind; the same weights every time."""
+    torch.manual_seed(3)
+    if name in OWN:
+        return OWN[name]()
+    if name == "vit":
+        config = transformers.ViTConfig(
+            hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, image_size=16,
+            patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5,
+        )  # fmt: skip
+        return transformers.ViTForImageClassification(config)
+    return _language(name)
+
+
+OWN: dict[str, Callable[[], nn.Module]] = {"twice": TwiceUsed, "frozen": Frozen}
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    """Fixed random samples; labels are unevenly spread, so that micro-batches have different numbers of them."""
+
+    def __init__(self, name: str, num: int, seq: int = SEQ) -> None:
+        generator = torch.Generator().manual_seed(7)
+        if name == "vit":
+            images, classes = torch.randn(num, 3, 16, 16, generator=generator), torch.arange(num) % 5
+            self.data: dict[str, torch.Tensor] = {"pixel_values": images, "labels": classes}
+            return
+        tokens = torch.randint(2, VOCAB, (num, seq), generator=generator)
+        labels = tokens.clone()
+        labels[torch.arange(seq)[None] > 3 + 2 * (torch.arange(num)[:, None] % 4)] = -100
+        self.data = {"input_ids": tokens, "labels": labels}
+        if name not in OWN and name != "t5":
+            self.data["attention_mask"] = (torch.arange(seq) < seq - torch.arange(num)[:, None] % 3).long()
+
+    def __len__(self) -> int:
+        return len(self.data["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: values[index] for name, values in self.data.items()}
+
+
+def loss_func(batch: Any, output: Any) -> torch.Tensor:
+    """The model's own loss, or that of its logits."""
+    if "loss" in output:
+        return output["loss"]
+    return nn.functional.cross_entropy(output["logits"].flatten(0, 1), batch["labels"].flatten())
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter the first that it has."""
+    seen: dict[int, str] = {}
+    return {name: seen.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters by name, whole."""
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in model.named_parameters()
+    }
+
+
+def loop(model: Any, loss_of: Any, optim: Any, batches: list[Any], accumulate: int = 1) -> tuple[list[float], float]:
+    """Losses, and the last norm of the gradients."""
+    losses, norm = [], 0.0
+    for number, batch in enumerate(batches, start=1):
+        loss = loss_of(batch, model(**batch))
+        (loss / accumulate).backward()
+        losses.append(loss.item())
+        if number % accumulate == 0:
+            norm = float(clip_grad_norm(model, 1e6))
+            optim.step()
+            optim.zero_grad()
+    return losses, norm
+
+
+def reference(name: str, batches: list[Any], accumulate: int = 1) -> tuple[dict[str, torch.Tensor], list[float], float]:
+    """Updates, losses and norm of plain training on one process."""
+    model = make_model(name).train()
+    before = snapshot(model)
+    losses, norm = loop(model, loss_func, torch.optim.SGD(model.parameters(), lr=0.1), batches, accumulate)
+    after = snapshot(model)
+    return {key: after[key] - before[key] for key in after if model.get_parameter(key).requires_grad}, losses, norm
+
+
+def train(
+    name: str, strategy: list[Any], *, steps: int = 4, accumulate: int = 1, seq: int = SEQ, **more: Any
+) -> dict[str, Any]:
+    """How far training `name` under a strategy is from plain training: `update`, `loss`, `norm`, and the names held."""
+    data = Samples(name, steps * ROWS, seq)
+    model = make_model(name).train()
+    names, before = first_names(model), snapshot(model)
+    _, result, _ = auto_accelerate(
+        model, torch.optim.SGD, data, loss_func, model_input_format="unpack_dict", optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": ROWS}, load_strategy=strategy, **more,
+    )  # fmt: skip
+    assert result is not None
+    losses, norm = loop(result.model, result.loss_func, result.optim, list(result.dataloader), accumulate)
+    whole = [{key: value[step * ROWS : (step + 1) * ROWS] for key, value in data.data.items()} for step in range(steps)]
+    expected, expected_losses, expected_norm = reference(name, whole, accumulate)
+    after = {names[key]: value for key, value in snapshot(result.model).items()}
+    trained = [key for key in after if key in expected]
+    errors = torch.stack([(after[key] - before[key] - expected[key]).norm() for key in trained])
+    mean = torch.tensor(losses)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    return {
+        "update": float(errors.norm() / torch.stack([expected[key].norm() for key in trained]).norm()),
+        "loss": float((mean - torch.tensor(expected_losses)).abs().max()),
+        "norm": abs(norm / expected_norm - 1),
+        "names": sorted(after),
+        "all": sorted(set(names.values())),
+    }
