@@ -23,6 +23,7 @@ from atorch.errors import ArgumentError
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
+    from atorch.runtime.tensor_parallel import ModelLayout
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 LossFunc = Callable[[Any, Any], Any]
@@ -48,10 +49,11 @@ class Built:
 
 @dataclass(frozen=True)
 class Binding:
-    """What `clip_grad_norm` must know about an accelerated model; kept on the model as `_atorch`."""
+    """What clipping and saving must know about an accelerated model; kept on the model as `_atorch`."""
 
     mesh: Mesh | None = None
     loss_scale: Callable[[], float] = _unscaled
+    layout: ModelLayout | None = None  # how parameters are split over the axis tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         return self  # a copy of the model lives on the same processes
@@ -101,6 +103,8 @@ class Context:
 
     sample_batch: Any = None
     profile: ModelProfile | None = None
+    layout: ModelLayout | None = None  # how parameters are split over the axis tensor
+    learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +141,7 @@ class Context:
         for finish in self.finish:
             built = finish(built)
         for marked in (self.root, built.model):
-            object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale))
+            object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale, self.layout))
         scheduler = None
         if self.make_scheduler is not None and built.optim is not None:
             scheduler = self.make_scheduler(built.optim)

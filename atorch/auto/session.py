@@ -95,7 +95,7 @@ def run(
             logger.warning("%s", error)
             return False, None, None
         logger.info("the strategy is %s", strategy)
-        result = accelerate(ctx, strategy)
+        result, strategy = accelerate(ctx, strategy)
         if target is not None:
             together(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
         return True, result, strategy
@@ -147,15 +147,16 @@ def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str
     return placed
 
 
-def accelerate(ctx: Context, strategy: Strategy) -> AccelerateResult:
-    """Apply a complete strategy to the context's model and build the result."""
+def accelerate(ctx: Context, strategy: Strategy) -> tuple[AccelerateResult, Strategy]:
+    """Apply a complete strategy to the context's model and build: the result, and the strategy with what was learnt."""
     if ctx.make_loader is not None:
         make = ctx.make_loader  # once before anything is changed: what does not hold leaves the model as it was
         together(lambda: make(*batch_place(strategy, ctx.device.type)))
     if ctx.world.size > 1:
         synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
     applied = strategy.apply(with_sample(ctx, strategy))
-    return together(applied.build)  # with the user's optimizer and scheduler, which may raise
+    result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
+    return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
 
 
 def with_sample(ctx: Context, strategy: Strategy) -> Context:
@@ -174,7 +175,7 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
             raise ArgumentError(
                 f"{needing[0]} watches the model at work before it splits it; give a dataset, or a sample_batch"
             )
-        return Feed(ctx).batches(0, ctx.world.size)[0]
+        return Feed(ctx).batches(0, batch_place(strategy, ctx.device.type)[1])[0]
 
     return replace(ctx, sample_batch=from_rank_zero(together(first)))
 

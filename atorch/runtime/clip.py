@@ -7,7 +7,8 @@ shard them; what is replicated is counted once. The sums meet in one scalar, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from atorch.distributed.mesh import Mesh
+    from atorch.runtime.tensor_parallel import ModelLayout
 
 Key = tuple[dist.ProcessGroup, ...]
 """The groups over which a gradient's shards are spread; empty for a gradient that every rank holds."""
@@ -39,6 +41,9 @@ class Binding(Protocol):
 
     @property
     def loss_scale(self) -> Callable[[], float]: ...
+
+    @property
+    def layout(self) -> ModelLayout | None: ...
 
 
 def clip_grad_norm(
@@ -66,8 +71,18 @@ def clip_grad_norm(
     stages: Key = ()
     if binding is not None and binding.mesh is not None and binding.mesh.size("pipeline") > 1:
         stages = (binding.mesh.group("pipeline"),)
+    parts = _parts(model, binding)
     elsewhere: Collection[Tensor] = getattr(model, "counted_elsewhere", ())
-    return clip_grads(model.parameters(), max_norm * scale, norm_type, stages, elsewhere) / scale
+    return clip_grads(model.parameters(), max_norm * scale, norm_type, stages, parts, elsewhere) / scale
+
+
+def _parts(model: nn.Module, binding: Binding | None) -> dict[Tensor, Key]:
+    """Parameters that are plain parts of whole ones, with the group that has the others."""
+    if binding is None or binding.layout is None or binding.mesh is None:
+        return {}
+    key, cut = (binding.mesh.group("tensor"),), binding.layout.rows
+    named = model.named_parameters(remove_duplicate=False)
+    return {parameter: key for name, parameter in named if name in cut and not hasattr(parameter, "placements")}
 
 
 @torch.no_grad()
@@ -76,17 +91,19 @@ def clip_grads(
     max_norm: float,
     norm_type: float = 2.0,
     over: Sequence[dist.ProcessGroup] = (),
+    parts: Mapping[Tensor, Key] = MappingProxyType({}),
     counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
     """The same on the gradients that `parameters` have, where the ranks of each of the groups `over` have others.
 
+    parts: of plain tensors that are parts of one parameter, the groups whose ranks have the others.
     counted_elsewhere: parameters that another rank of `over` has too, and counts; they are only scaled.
     """
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     device = _home(unique)
     elsewhere = set(map(id, counted_elsewhere))
-    sharded = _by_sharding(each for each in unique if id(each) not in elsewhere)
-    copies = _by_sharding(each for each in unique if id(each) in elsewhere)
+    sharded = _by_sharding([each for each in unique if id(each) not in elsewhere], parts)
+    copies = _by_sharding([each for each in unique if id(each) in elsewhere], parts)
     powers = []
     for groups, grads in sharded.items():
         power = _power(grads, norm_type, device)
@@ -104,11 +121,11 @@ def clip_grads(
     return norm
 
 
-def _by_sharding(parameters: Iterable[Tensor]) -> dict[Key, list[Tensor]]:
+def _by_sharding(parameters: Iterable[Tensor], parts: Mapping[Tensor, Key]) -> dict[Key, list[Tensor]]:
     """Local gradients by what shards them. Keys come from the parameters, so all ranks have the same in one order."""
     sharded: dict[Key, list[Tensor]] = {}
     for parameter in parameters:
-        held = sharded.setdefault(_shards(parameter), [])
+        held = sharded.setdefault(parts.get(parameter) or _shards(parameter), [])
         if parameter.grad is not None:
             held.append(_local_grad(parameter))
     return sharded

@@ -141,9 +141,10 @@ def _averager(mesh: DeviceMesh) -> Callable[[Tensor], None]:
 
     def average(parameter: Tensor) -> None:
         if parameter.grad is not None:
+            gradient = local(parameter.grad)  # of a part, where it is split over another mesh
             for group in groups:
-                dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= size
+                dist.all_reduce(gradient, group=group)
+            gradient /= size
 
     return average
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from atorch import auto_accelerate
+from atorch.runtime.tensor_parallel import whole_state
 
 STEPS = 3
 BATCH = 8
@@ -73,15 +73,10 @@ def arguments(**more: Any) -> dict[str, Any]:
     }
 
 
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The full value of a parameter, in fp32, whatever it is sharded over."""
-    parameter = parameter.detach()
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).float().cpu().clone()
-
-
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters by name, tied ones once."""
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+    """All parameters by name in fp32, tied ones once, whatever they are split or sharded over."""
+    state = whole_state(model)
+    return {name: state[name].detach().float().cpu().clone() for name, _ in model.named_parameters()}
 
 
 def reference(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[float]]:

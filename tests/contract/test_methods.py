@@ -97,11 +97,10 @@ def test_a_method_that_is_only_planned_for_is_refused_with_the_model_as_it_was(n
 def refused(rank: int, size: int) -> None:
     from atorch import auto_accelerate
 
-    mesh = ("parallel_mode", ([("tensor", size)], None))
-    auto_accelerate(make_model(), load_strategy=[mesh, "tensor_parallel"], **arguments())
+    auto_accelerate(make_model(), load_strategy=["chunk"], **arguments())
 
 
 def test_it_is_refused_on_every_rank(pool: Pool) -> None:
-    with pytest.raises(RankFailure, match="tensor_parallel can be planned for and not applied yet") as caught:
+    with pytest.raises(RankFailure, match="chunk can be planned for and not applied yet") as caught:
         pool.run(refused, ranks=2)
     assert CapabilityError.__name__ in str(caught.value)

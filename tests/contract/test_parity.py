@@ -1,7 +1,7 @@
 """Every method, and every pair of methods, trains as plain single-process PyTorch does, or is refused for a reason.
 
-Two ranks, each with its own data. Low precisions have their own bands, stated in BANDS: rounding is theirs, the
-rest is held to 1e-4.
+Two ranks, each with its own data; beside what splits the model four, two along each axis. Low precisions have their own
+bands, stated in BANDS: rounding is theirs, the rest is held to 1e-4.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "micro_batch": {"size": 2},
     "module_replace": None,
     "fp8": {"backend": "torchao", "emulate": True, "exclude": ["lm_head"]},
-    "tensor_parallel": {"plan": {"layers.*.mlp.up_proj": "column", "layers.*.mlp.down_proj": "row"}},
+    "tensor_parallel": None,
     "sequence_parallel": None,
     "context_parallel": None,
     "pipeline_parallel": {"schedule": "interleaved", "split_points": ["model.layers.1"]},
@@ -48,12 +48,27 @@ APPLIED = [name for name in METHODS if METHODS[name].can_apply()]
 REFUSED = {
     frozenset(pair): "one slot: both choose how parameters, gradients and optimizer states are shared"
     for pair in itertools.combinations(("ddp", "zero1", "zero2", "fsdp"), 2)
-} | {frozenset(("amp_native", "half")): "one slot: both choose the precision of the matmuls"}
+} | {
+    frozenset(("amp_native", "half")): "one slot: both choose the precision of the matmuls",
+    frozenset(("fp8", "tensor_parallel")): "fp8's own layers hide the products that would be split",
+}
 """Pairs that a strategy refuses, each with its reason."""
 
 
+AXES = {"tensor_parallel": "tensor"}
+"""The axis that a method splits the model over; others leave it whole."""
+
+
 def strategy_of(*names: str) -> list[Any]:
-    return [(name, SETTINGS[name]) for name in names]
+    axes = [AXES[name] for name in names if name in AXES]
+    if not axes:
+        return [(name, SETTINGS[name]) for name in names]
+    mesh = [(axis, 2) for axis in axes] + [("data", 2)] * (len(axes) == 1)
+    return [("parallel_mode", (mesh, None)), *((name, SETTINGS[name]) for name in names if name != "parallel_mode")]
+
+
+def ranks_of(*names: str) -> int:
+    return 2 if AXES.keys().isdisjoint(names) else 4
 
 
 def band(*names: str) -> float:
@@ -70,7 +85,7 @@ def test_every_method_has_a_setting() -> None:
 
 @pytest.mark.parametrize("name", APPLIED)
 def test_each_method_alone(pool: Pool, name: str) -> None:
-    for update_error, loss_error in pool.run(deviation, strategy_of(name), ranks=2):
+    for update_error, loss_error in pool.run(deviation, strategy_of(name), ranks=ranks_of(name)):
         assert update_error <= band(name)
         assert loss_error <= max(1e-5, band(name))
 
@@ -94,9 +109,9 @@ def test_every_pair_composes_or_is_refused(pool: Pool, first: str, second: str) 
     strategy = strategy_of(first, second)
     if frozenset((first, second)) in REFUSED:
         with pytest.raises(RankFailure, match=StrategyError.__name__):
-            pool.run(deviation, strategy, ranks=2)
+            pool.run(deviation, strategy, ranks=ranks_of(first, second))
         return
-    for update_error, _ in pool.run(deviation, strategy, ranks=2):
+    for update_error, _ in pool.run(deviation, strategy, ranks=ranks_of(first, second)):
         assert update_error <= band(first, second)
 
 

@@ -5,6 +5,7 @@ The same counters watch both. Nothing is fitted: calls and bytes that are sent m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.completion import complete
+from atorch.auto.opt_lib.completion import batch_place, complete
 from atorch.auto.planner.depth import Observed
 from atorch.auto.planner.simulate import Simulated, observe, simulate
 from atorch.auto.strategy import METHODS, Strategy
@@ -28,9 +29,11 @@ EAGER = ("compile",)
 """Methods that are left out of a simulation, which says so."""
 
 HYBRID = ("parallel_mode", ([("zero", 4), ("data", 2)], None))
+TENSOR = ("parallel_mode", ([("tensor", 2)], None))
 
 COMPOSITIONS: tuple[tuple[Any, ...], ...] = (
     *((name,) for name in METHODS if METHODS[name].can_apply() and name not in EAGER),
+    (TENSOR, "tensor_parallel"),
     ("ddp", "half"),
     ("ddp", ("amp_native", "fp16"), "checkpoint"),
     ("zero1", "half"),
@@ -63,7 +66,9 @@ def batch_of(rows: int) -> dict[str, torch.Tensor]:
 
 def real(rank: int, size: int, composition: tuple[Any, ...]) -> Observed:
     """The same counts of a real run on this rank."""
-    return observe(job(init()), complete(strategy_of(composition), size), batch_of(BATCH // size))
+    strategy = complete(strategy_of(composition), size)
+    batch = batch_of(BATCH // batch_place(strategy, "cpu")[1])
+    return observe(replace(job(init()), sample_batch=batch), strategy, batch)
 
 
 def simulated(composition: tuple[Any, ...], size: int, rank: int = 0) -> Simulated:

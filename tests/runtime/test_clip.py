@@ -84,6 +84,7 @@ class Bound:
 
     mesh: Mesh | None
     scale: float
+    layout: None = None
 
     def loss_scale(self) -> float:
         return self.scale

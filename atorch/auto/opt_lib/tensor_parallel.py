@@ -3,26 +3,40 @@
 Memory: what lies between a product split by columns and one split by rows / tensor: parameters, gradients, optimizer
 states, activations; norms and residual streams stay whole. Communication per block: two all-reduces of its activations
 in forward and two in backward (Shoeybi et al. 2019, arXiv 1909.08053, section 3), so the axis belongs inside a node.
-Planned for, and not applied yet.
+Which products these are is derived from the model at work on a few samples, once: a saved strategy keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
+from torch import nn
 from typing_extensions import Self
 
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.completion import fills_meta
 from atorch.auto.opt_lib.divisible import indivisible
+from atorch.auto.opt_lib.sample import on_samples
+from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
+from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import split_tensor
+from atorch.distributed.collectives import from_rank_zero
+from atorch.errors import StrategyError
+from atorch.logs import logger
+from atorch.runtime.tensor_parallel import ModelLayout, apply_layout, derive_layout, tensor_parallel
+from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 
 @method("tensor_parallel", phase=Phase.TENSOR)
 class TensorParallel(Method):
     """Split matrix products over the axis `tensor`."""
+
+    needs_sample: ClassVar[bool] = True
 
     plan: dict[str, Literal["column", "row"]] | None = None
     """How layers are split, by patterns of their names: {"layers.*.attn.q_proj": "column", …}; None: as the model
@@ -48,3 +62,74 @@ class TensorParallel(Method):
         """As the model itself tells, where several devices can share it."""
         if cluster.world_size > 1 and any(block.num_heads > 1 for block in profile.blocks):
             yield cls()
+
+    def apply(self, ctx: Context) -> Context:
+        """Split the model in place.
+
+        Raises:
+            StrategyError: a neighbour that it cannot stand beside, heads that the axis does not divide, a plan that
+                the model contradicts, or a model of which nothing can be split. Nothing has been cut then.
+            ArgumentError: there is no batch to watch the model on.
+        """
+        mesh, strategy = ctx.need_mesh(), ctx.strategy or Strategy()
+        if mesh.size("tensor") == 1:
+            return ctx
+        _check_neighbours(strategy)
+        (model,) = ctx.parts  # stages are cut later
+        tensor, spreads = mesh.device_mesh("tensor"), fills_meta(strategy)
+        layout = self._known(model, from_rank_zero(strategy.metadata.get(KEY)), mesh.size("tensor"))
+        if layout is not None:
+            apply_layout(model, layout, tensor, as_dtensors=spreads)
+        else:
+            layout = tensor_parallel(model, on_samples(ctx, self.name), tensor, self.plan, as_dtensors=spreads)
+            _tell(model, layout, ctx.world.rank == 0)
+        share_random_state(mesh.group("tensor"), ctx.device)
+        return replace(ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, KEY: written(layout, self.plan)})
+
+    def _known(self, model: nn.Module, kept: Any, degree: int) -> ModelLayout | None:
+        """The layout that a saved strategy keeps, where it is this model's, by the same plan, on so many processes."""
+        if kept is None:
+            return None
+        found = read_layout(kept, model, degree, self.plan)
+        if isinstance(found, str):
+            logger.warning("the layout that the strategy keeps is not used, and another derived: %s", found)
+            return None
+        return found
+
+    def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
+        """The layout."""
+        degree = axes.get("tensor", 1)
+        if degree == 1:
+            return {}
+        (model,) = ctx.parts
+        return {KEY: written(derive_layout(model, on_samples(ctx, self.name), degree, self.plan), self.plan)}
+
+
+def _check_neighbours(strategy: Strategy) -> None:
+    for each in strategy:
+        backend = getattr(each, "backend", None)
+        if each.slot == "data_parallel" and backend in ("fairscale", "deepspeed"):
+            raise StrategyError(
+                f"{each.name} was given backend {backend!r} beside tensor_parallel, and {backend} would take each "
+                "process's part of a parameter for the whole; leave backend out"
+            )
+        if each.name == "fp8":
+            raise StrategyError(
+                "fp8 hides the products that tensor_parallel would split; leave one of them out, or take amp_native"
+            )
+
+
+def _tell(model: nn.Module, layout: ModelLayout, speaks: bool) -> None:
+    """Say what stays whole, by reason; raise where that is all."""
+    reasons: dict[str, list[str]] = {}
+    for each in layout.kept:
+        reasons.setdefault(each.reason, []).append(each.name)
+    if not layout.rows:
+        told = "; ".join(f"{', '.join(names[:3])}: {reason}" for reason, names in list(reasons.items())[:3])
+        raise StrategyError(
+            f"nothing of {type(model).__name__} can be split over tensor ({told or 'it has no products'}); leave "
+            "tensor_parallel out"
+        )
+    for reason, names in reasons.items() if speaks else ():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        logger.info("tensor_parallel leaves %s%s whole: %s", ", ".join(names[:3]), more, reason)

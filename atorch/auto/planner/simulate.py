@@ -27,6 +27,7 @@ from torch import nn
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.opt_lib.completion import batch_place, complete
 from atorch.auto.planner.depth import LONG, SHORT, Observed, Sent, UnlikeError, extend, num_repeats, shorten
+from atorch.auto.planner.foresight import foreseen
 from atorch.auto.strategy import Strategy
 from atorch.blocks import repeated_blocks
 from atorch.distributed.fake import Pretending, fake_world
@@ -122,8 +123,9 @@ def simulate(
     samples = batch_size(batch) if global_batch is None else global_batch
 
     def at(repeats: int | None) -> Observed:
+        knowing = foreseen(ctx, strategy, batch, repeats)
         with fake_world(world_size, rank) as world:
-            return _on_fakes(ctx, strategy, batch, samples, world, repeats)
+            return _on_fakes(ctx, knowing, batch, samples, world, repeats)
 
     repeats = num_repeats(ctx.root)
     why = _why_whole(strategy, repeats)

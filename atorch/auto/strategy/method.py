@@ -149,6 +149,14 @@ class Method(BaseModel):
         """
         raise self.not_yet()
 
+    def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
+        """What `apply` would learn by watching the model, for a mesh that is not there: metadata of the strategy.
+
+        With it, `apply` does without values. The model of `ctx`, which methods before this one were applied to, is real
+        and stays as it is. axes: sizes by name.
+        """
+        return {}
+
     @classmethod
     def not_yet(cls) -> CapabilityError:
         """The error of applying a method that can only be planned for."""

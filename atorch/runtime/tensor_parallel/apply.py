@@ -1,16 +1,16 @@
 """A block split as a layout says: parameters cut, the fork before column splits and the sum after row splits in place.
 
 A parameter of which each rank has rows of its own becomes a DTensor on the tensor axis, of which this rank holds its
-rows. Where they are no contiguous part of the whole, as in a fused projection of queries, keys and values, the DTensor
-is of the whole with its rows in the ranks' order, and `state.whole_state` gives the model's own order. What ranks share
-stays whole on each, and its gradients are summed.
+rows, or a plain tensor of these. Where they are no contiguous part of the whole, as in a fused projection of queries,
+keys and values, the DTensor is of the whole with its rows in the ranks' order, and `state.whole_state` gives the
+model's own order. What ranks share stays whole on each, and its gradients are summed.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 class Cut:
     """What has been cut of one model so far: a parameter that several modules hold is cut once and stays tied."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, *, as_dtensors: bool = True) -> None:
+        self.mesh, self.as_dtensors = mesh, as_dtensors
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.degree = mesh.get_local_rank(), mesh.size()
+        self.inside = Inside()
         self._new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the old one, which must live on
 
     def part(self, parameter: nn.Parameter, rows: Rows) -> nn.Parameter:
-        """The DTensor of which this rank holds its rows of `parameter`."""
-        from torch.distributed.tensor import DTensor, Shard
-
+        """This rank's rows of `parameter`, as a parameter."""
         if id(parameter) not in self._new:
             local = rows.take(parameter.detach(), self.rank).clone(memory_format=torch.contiguous_format)
-            spread = DTensor.from_local(
-                local,
-                self.mesh,
-                [Shard(rows.dim)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=torch.empty(parameter.shape, device="meta").stride(),
-            )
-            new = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-            self._new[id(parameter)] = parameter, new
+            held = self._spread(local, parameter, rows.dim) if self.as_dtensors else local
+            self._new[id(parameter)] = parameter, nn.Parameter(held, requires_grad=parameter.requires_grad)
         return self._new[id(parameter)][1]
+
+    def _spread(self, local: Tensor, whole: Tensor, dim: int) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        stride = torch.empty(whole.shape, device="meta").stride()
+        spread: Tensor = DTensor.from_local(
+            local, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=stride
+        )
+        return spread
 
 
 def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
@@ -61,23 +61,27 @@ def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
     reads: dict[str, Read] = {}
     for group in layout.groups:
         for name, rows in group.rows.items():
-            reads[name] = partial(rows_of_whole, rows, cut.rank, cut.group) if rows.is_shared else this_part
-            if not rows.is_shared:
-                parameter = block.get_parameter(name)
-                for holder, its_name in _holders(block, parameter):
-                    holder.register_parameter(its_name, cut.part(parameter, rows))
-        reads.update({name: partial(_forked, cut.group) for name in group.inside})
+            if rows.is_shared:
+                reads[name] = RowsOfWhole(rows, cut.rank, cut.group)
+                continue
+            parameter = block.get_parameter(name)
+            for holder, its_name in _holders(block, parameter):
+                holder.register_parameter(its_name, cut.part(parameter, rows))
+            if cut.as_dtensors:
+                reads[name] = this_part
+        reads.update({name: Forked(cut.group) for name in group.inside})
         if group.row_bias is not None:
-            reads[group.row_bias] = partial(_share_of, cut.degree)
+            reads[group.row_bias] = Share(cut.degree)
         _hook(block, group, cut)
     by_module: dict[nn.Module, dict[str, Read]] = {}
     for name, read in reads.items():
         module, own_name = _place(block, name)
         for holder, its_name in _holders(block, module._parameters[own_name]):
             by_module.setdefault(holder, {})[its_name] = read
-    inside = Inside(block)
+    if by_module:
+        cut.inside.note(block)
     for module, own in by_module.items():
-        present(module, own, inside)
+        present(module, own, cut.inside)
     divide(block, layout)
     inputs = {place: rows for group in layout.groups for place, rows in group.inputs.items()}
     if inputs:
@@ -100,17 +104,36 @@ def this_part(parameter: Any) -> Tensor:
     return local
 
 
-def _forked(group: dist.ProcessGroup, parameter: Tensor) -> Tensor:
-    return fork(parameter, group) if parameter.requires_grad else parameter
+@dataclass(frozen=True)
+class Forked:
+    """A parameter that every rank uses whole, each for its part: gradients are summed."""
+
+    group: dist.ProcessGroup
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        return fork(parameter, self.group) if parameter.requires_grad else parameter
 
 
-def rows_of_whole(rows: Rows, rank: int, group: dist.ProcessGroup, parameter: Tensor) -> Tensor:
-    """The rank's rows of a parameter that every rank keeps whole, and whose gradients are summed."""
-    return rows.take(_forked(group, parameter), rank)
+@dataclass(frozen=True)
+class RowsOfWhole:
+    """The rank's rows of a parameter that every rank keeps whole: gradients are summed."""
+
+    rows: Rows
+    rank: int
+    group: dist.ProcessGroup
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        return self.rows.take(Forked(self.group)(parameter), self.rank)
 
 
-def _share_of(degree: int, parameter: Tensor) -> Tensor:
-    return share(parameter, degree)
+@dataclass(frozen=True)
+class Share:
+    """A parameter's share of what is summed over ranks and must be added once."""
+
+    degree: int
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        return share(parameter, self.degree)
 
 
 def _hook(block: nn.Module, group: Group, cut: Cut) -> None:

@@ -14,11 +14,10 @@ from itertools import combinations, product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from atorch.runtime.tensor_parallel.apply import Cut
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Kept
+from atorch.runtime.tensor_parallel.ranks import Ranks
 from atorch.runtime.tensor_parallel.recorded import Call, fresh
 from atorch.runtime.tensor_parallel.replay import Tape, first_failure, record_tape
 from atorch.runtime.tensor_parallel.whole_numbers import is_configuration
@@ -29,10 +28,10 @@ Numbers = Mapping[str, Mapping[str, int]]
 """Whole numbers by module and name."""
 
 
-def with_attributes(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut) -> BlockLayout:
+def with_attributes(block: nn.Module, layout: BlockLayout, call: Call, ranks: Ranks) -> BlockLayout:
     """The layout with the numbers that each group needs divided; a group for which there are none is kept whole.
 
-    All ranks call it: each searches as rank 0 would, and then tries what is found as itself.
+    Each process searches as rank 0 would, and then tries what is found as its own ranks.
     """
     tape = record_tape(block, call)
     read = numbers_read(block, call)
@@ -40,17 +39,19 @@ def with_attributes(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut)
         at, why = failure
         if at == len(layout.groups):
             return _without(layout, range(at), why)
-        found = _search(block, layout, at, call, tape, read, cut.degree)
+        found = _search(block, layout, at, call, tape, read, ranks.degree)
         layout = _without(layout, [at], why) if found is None else found
-    while (failure := _first_on_any_rank(first_failure(block, layout, call, tape, cut.rank), cut)) is not None:
+    while (failure := _first_on_any_rank(block, layout, call, tape, ranks)) is not None:
         layout = _without(layout, [min(failure[0], len(layout.groups) - 1)], failure[1])
     return layout
 
 
-def _first_on_any_rank(failure: tuple[int, str] | None, cut: Cut) -> tuple[int, str] | None:
-    failures: list[tuple[int, str] | None] = [None] * cut.degree
-    dist.all_gather_object(failures, failure, group=cut.group)
-    return min((each for each in failures if each is not None), default=None)
+def _first_on_any_rank(
+    block: nn.Module, layout: BlockLayout, call: Call, tape: Tape, ranks: Ranks
+) -> tuple[int, str] | None:
+    failures = (first_failure(block, layout, call, tape, rank) for rank in ranks.own)
+    first = min((each for each in failures if each is not None), default=None)
+    return min((each for each in ranks.gather(first) if each is not None), default=None)
 
 
 def numbers_read(block: nn.Module, call: Call) -> Numbers:

@@ -18,10 +18,16 @@ Read = Callable[[Tensor], Tensor]
 
 
 class Inside:
-    """Whether a forward of one block is running. Recomputation calls forward without hooks, so this is no hook."""
+    """Whether a forward of one of the blocks is running. Recomputation calls forward without hooks, so it is no hook.
 
-    def __init__(self, block: nn.Module) -> None:
+    All blocks of a model share one, so that those that were of one class still are.
+    """
+
+    def __init__(self) -> None:
         self._depth = 0
+
+    def note(self, block: nn.Module) -> None:
+        """From now on, notice forwards of `block`."""
         override(block, "forward", _noted, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inside:
@@ -47,15 +53,26 @@ def _noted(theirs: Callable[..., Any], inside: Inside) -> Callable[..., Any]:
 
 
 def present(module: nn.Module, reads: Mapping[str, Read], inside: Inside) -> None:
-    """Let `module.<name>` give `reads[name](parameter)` inside the block's forward, and the parameter elsewhere.
+    """Let `module.<name>` give `reads[name](parameter)` inside a block's forward, and the parameter elsewhere.
 
-    The module gets a subclass of its class, of the same name. A deepcopy of it has the same.
+    The module gets a subclass of its class, of the same name, which others of that class with equal reads share. A
+    deepcopy of it has the same.
     """
-    base = type(module)
+    base, mark = type(module), (inside, dict(reads))
+    same = (each for each in base.__subclasses__() if vars(each).get(_MARK) == mark)
+    module.__class__ = next(same, None) or _subclass(base, mark)
+
+
+_MARK = "__presented__"
+
+
+def _subclass(base: type[nn.Module], mark: tuple[Inside, dict[str, Read]]) -> type[nn.Module]:
+    inside, reads = mark
     namespace: dict[str, Any] = {name: _property(name, read, inside) for name, read in reads.items()}
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, _MARK: mark}
     metaclass: Any = type(base)
-    module.__class__ = metaclass(base.__name__, (base,), {**names, **namespace})
+    subclass: type[nn.Module] = metaclass(base.__name__, (base,), {**names, **namespace})
+    return subclass
 
 
 def _property(name: str, read: Read, inside: Inside) -> property:

@@ -4,83 +4,46 @@
 
 Every rank of the mesh calls it with the same weights and the same small batch. Repeated blocks are looked at one of a
 kind; embedding and logits are split over the vocabulary. What cannot be split, or does not compute the same when tried,
-stays whole on every rank, and `layout.kept` says why.
+stays whole on every rank, and `layout.kept` says why. A layout that is known already is only applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from atorch.blocks import repeated_blocks
 from atorch.distributed.rng import preserved_rng
-from atorch.errors import ArgumentError, AtorchError, StrategyError
+from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.tensor_parallel.apply import Cut, split_block
 from atorch.runtime.tensor_parallel.attention_heads import with_attributes
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.dropout import with_draws
-from atorch.runtime.tensor_parallel.layout import BlockLayout, Kept, Rows
+from atorch.runtime.tensor_parallel.layout import BlockLayout, Kept
+from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name, shapes_of, why_not_of
 from atorch.runtime.tensor_parallel.multihead_attention import make_splittable
 from atorch.runtime.tensor_parallel.plan import Plan, check_names, chosen
-from atorch.runtime.tensor_parallel.products import Product, SeeProducts
-from atorch.runtime.tensor_parallel.recorded import Call, apart, draw_weights, record_calls, tensors_of
-from atorch.runtime.tensor_parallel.replay import CLOSE, why_refused
+from atorch.runtime.tensor_parallel.ranks import Ranks
+from atorch.runtime.tensor_parallel.recorded import Call, apart, draw_weights
+from atorch.runtime.tensor_parallel.replay import why_refused
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, derive_vocabulary, split_vocabulary
+from atorch.runtime.tensor_parallel.watched import Run, Watched
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Run = Callable[[nn.Module], Any]
-"""Calls the model on a batch and returns its output."""
 
-
-@dataclass(frozen=True)
-class ModelLayout:
-    """How a model is split, and what of it is not."""
-
-    blocks: Mapping[str, BlockLayout]
-    vocabulary: Vocabulary
-    outside: tuple[Kept, ...] = ()
-    """What is multiplied with outside of the blocks, and is not of the vocabulary."""
-
-    @property
-    def kept(self) -> tuple[Kept, ...]:
-        """What stays whole on every rank, by its full name, and why."""
-        inner = [
-            replace(each, name=full_name(path, each.name)) for path, block in self.blocks.items() for each in block.kept
-        ]
-        return (*inner, *self.vocabulary.kept, *self.outside)
-
-    @property
-    def rows(self) -> Mapping[str, Rows]:
-        """The rows that each rank holds, for every parameter that was cut, by its full name."""
-        cut = {
-            full_name(path, name): rows
-            for path, block in self.blocks.items()
-            for group in block.groups
-            for name, rows in group.rows.items()
-        }
-        cut.update({**self.vocabulary.lookups, **self.vocabulary.logits})
-        return {name: rows for name, rows in cut.items() if not rows.is_shared}
-
-
-def full_name(path: str, name: str) -> str:
-    """The name in the model of what has a name in its module at `path`."""
-    return f"{path}.{name}" if path and name else path or name
-
-
-def tensor_parallel(model: nn.Module, run: Run, mesh: DeviceMesh, plan: Plan | None = None) -> ModelLayout:
+def tensor_parallel(
+    model: nn.Module, run: Run, mesh: DeviceMesh, plan: Plan | None = None, *, as_dtensors: bool = True
+) -> ModelLayout:
     """Split `model` in place over `mesh`, of one axis; returns how.
 
     Args:
         run: calls the model on a small batch, the same on all ranks of the mesh: a few samples, a few tokens.
         plan: what is split, by hand; None: all that can be.
+        as_dtensors: as for `apply_layout`.
 
     Raises:
         StrategyError: the number of ranks does not divide a layer's heads, or the plan names what is not there or
@@ -90,118 +53,107 @@ def tensor_parallel(model: nn.Module, run: Run, mesh: DeviceMesh, plan: Plan | N
     if plan is not None:
         check_names(model, plan)
     if mesh.size() == 1:
-        return ModelLayout({}, Vocabulary({}, {}, {}))
+        return ModelLayout(1)
     make_splittable(model)
-    seen = _Seen(model, run, mesh.get_group())
-    layout = _derive(model, seen, mesh, plan)
-    cut = Cut(mesh)
-    for path, block in layout.blocks.items():
-        split_block(model.get_submodule(path), block, cut)
-    split_vocabulary(model, layout.vocabulary, cut)
-    seen.check(model, run)
+    ranks = Ranks.of(mesh)
+    watched = Watched(model, run)
+    sums = ranks.gather(watched.sums)
+    if any(other != sums[0] for other in sums):
+        raise ArgumentError(
+            f"the ranks of the tensor axis compute other outputs (sums {sums}); give all of them the same weights "
+            "and the same batch before the model is split"
+        )
+    layout = _derive(model, watched, ranks, plan)
+    apply_layout(model, layout, mesh, as_dtensors=as_dtensors)
+    watched.check(model, run)
     return layout
 
 
-class _Seen:
-    """What one evaluation of the whole model shows: its output, its blocks' arguments, what is used outside of them."""
+def derive_layout(model: nn.Module, run: Run, degree: int, plan: Plan | None = None) -> ModelLayout:
+    """The layout of `model` over `degree` ranks that need not be there. The model computes as before.
 
-    def __init__(self, model: nn.Module, run: Run, group: dist.ProcessGroup) -> None:
-        self.blocks = repeated_blocks(model) or {"": model}  # where nothing repeats, all is one block
-        self.kinds = _kinds(self.blocks)
-        first = {paths[0]: self.blocks[paths[0]] for paths in self.kinds}
-        inner = {id(p) for block in self.blocks.values() for p in block.parameters()}
-        outer = {name: p for name, p in model.named_parameters() if id(p) not in inner}
-        self.products: list[Product] = []
-        with _evaluating(model), SeeProducts(outer, self._note) as mode:
-            outputs: list[Any] = []
-            self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
-        self.output = [tensor.clone() for tensor in tensors_of(outputs[0])]
-        self.tables = dict.fromkeys(lookup.table for lookup in mode.lookups)
-        sums: list[list[float]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(sums, [float(tensor.double().sum()) for tensor in self.output], group=group)
-        if any(other != sums[0] for other in sums):
-            raise ArgumentError(
-                f"the ranks of the tensor axis compute other outputs (sums {sums}); give all of them the same weights "
-                "and the same batch before the model is split"
-            )
-
-    def _note(self, product: Product, compute: Callable[[], Tensor]) -> Tensor:
-        self.products.append(product._replace(input=torch.empty(0)))
-        return compute()
-
-    def check(self, model: nn.Module, run: Run) -> None:
-        """Raise where the model, now split, has another output than it had."""
-        with _evaluating(model):
-            output = tensors_of(run(model))
-        for got, expected in zip(output, self.output, strict=True):
-            tolerance = max(CLOSE, 8 * torch.finfo(expected.dtype).eps)
-            if got.shape != expected.shape or not (got - expected).norm() <= tolerance * expected.norm() + 1e-6:
-                raise AtorchError(
-                    f"{type(model).__name__} has another output after it was split over tensor, though each of its "
-                    "blocks had the same; name what is to be split in a plan, and report this"
-                )
+    Raises:
+        StrategyError: as `tensor_parallel`.
+    """
+    if plan is not None:
+        check_names(model, plan)
+    make_splittable(model)
+    return _derive(model, Watched(model, run), Ranks.alone(degree), plan)
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode and records no gradients; each module's own mode is back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad(), preserved_rng():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+def apply_layout(model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, as_dtensors: bool = True) -> None:
+    """Split `model` in place as `layout` says. No communication.
+
+    Args:
+        as_dtensors: parameters that are cut become DTensors over the mesh, as FSDP2 wants them; else plain tensors,
+            this rank's rows, as DistributedDataParallel and fused optimizers beside other plain ones want them.
+
+    Raises:
+        ArgumentError: the layout is another model's, or for another number of ranks.
+    """
+    reason = why_not_of(layout, model, mesh.size())
+    if reason is not None:
+        raise ArgumentError(f"the layout does not fit {type(model).__name__}: {reason}; derive it from this model")
+    make_splittable(model)
+    cut = Cut(mesh, as_dtensors=as_dtensors)
+    for path, block in layout.blocks.items():
+        split_block(model.get_submodule(path), block, cut)
+    split_vocabulary(model, layout.vocabulary, cut)
+    if mesh.device_type != "cpu" and any(parameter.device.type == "cpu" for parameter in model.parameters()):
+        model.to(mesh.device_type)  # DTensors are there already
 
 
-def _kinds(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The paths of blocks that are of one class and have the same parameters."""
-    kinds: dict[Any, list[str]] = {}
-    for path, block in blocks.items():
-        shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
-        kinds.setdefault((type(block), shapes), []).append(path)
-    return list(kinds.values())
-
-
-def _derive(model: nn.Module, seen: _Seen, mesh: DeviceMesh, plan: Plan | None) -> ModelLayout:
+def _derive(model: nn.Module, watched: Watched, ranks: Ranks, plan: Plan | None) -> ModelLayout:
     """The layout of the whole model; the model itself is not touched."""
     layouts: dict[str, BlockLayout] = {}
-    for paths in seen.kinds:
-        if paths[0] not in seen.calls:
+    for paths in watched.kinds:
+        if paths[0] not in watched.calls:
             layouts.update(dict.fromkeys(paths, BlockLayout((), (Kept("", "the batch did not reach it"),))))
             continue
         with preserved_rng():
-            layout = _derive_block(seen.blocks[paths[0]], paths[0], seen.calls[paths[0]], mesh, plan)
+            layout = _derive_block(watched.blocks[paths[0]], paths[0], watched.calls[paths[0]], ranks, plan)
         layouts.update(dict.fromkeys(paths, layout))
     layouts = _without_torn_ties(model, layouts)
     vocabulary = Vocabulary({}, {}, {})
     if plan is None:
-        vocabulary = derive_vocabulary(model, seen.tables, seen.products, mesh.size())
+        vocabulary = derive_vocabulary(model, watched.tables, watched.products, ranks.degree)
     known = {*vocabulary.lookups, *vocabulary.logits, *(each.name for each in vocabulary.kept)}
-    outside = dict.fromkeys(product.weight for product in seen.products if product.weight not in known)
+    outside = dict.fromkeys(product.weight for product in watched.products if product.weight not in known)
     reason = "the plan does not name it" if plan is not None else "it is outside of the repeated blocks"
     kept = tuple(Kept(name, reason) for name in outside)
-    return ModelLayout({path: layouts[path] for path in seen.blocks}, vocabulary, kept)
+    kinds = [kind for paths in watched.kinds for kind in _alike(paths, layouts, watched.blocks)]
+    return ModelLayout(ranks.degree, tuple(kinds), vocabulary, kept)
 
 
-def _derive_block(block: nn.Module, path: str, call: Call, mesh: DeviceMesh, plan: Plan | None) -> BlockLayout:
+def _alike(paths: list[str], layouts: Mapping[str, BlockLayout], blocks: Mapping[str, nn.Module]) -> list[Alike]:
+    """Blocks of the same parameters by how they are split: ties may set some apart."""
+    found: list[tuple[list[str], BlockLayout]] = []
+    for path in paths:
+        same = next((each for each, layout in found if layout == layouts[path]), None)
+        if same is None:
+            found.append(([path], layouts[path]))
+        else:
+            same.append(path)
+    return [Alike(tuple(same), shapes_of(blocks[same[0]]), layout) for same, layout in found]
+
+
+def _derive_block(block: nn.Module, path: str, call: Call, ranks: Ranks, plan: Plan | None) -> BlockLayout:
     twin = apart(block)
-    layout = derive(twin, call, mesh.size())
+    layout = derive(twin, call, ranks.degree)
     if plan is not None:
         layout = chosen(layout, path, plan)
     for each in layout.kept:
         if each.heads and plan is None:
             degrees = ", ".join(str(n) for n in range(2, each.heads + 1) if each.heads % n == 0)
             raise StrategyError(
-                f"tensor is {mesh.size()}, which does not divide the {each.heads} heads before "
+                f"tensor is {ranks.degree}, which does not divide the {each.heads} heads before "
                 f"{full_name(path, each.name)}; give the axis tensor a size of {degrees}, or name in a plan what "
                 "else is to be split"
             )
     layout = with_draws(twin, layout, call)
     draw_weights(twin, 0)
-    layout = with_attributes(twin, layout, call, Cut(mesh))
-    return _accepted(twin, layout, call, mesh)
+    layout = with_attributes(twin, layout, call, ranks)
+    return layout if ranks.mesh is None else _accepted(twin, layout, call, ranks.mesh)
 
 
 def _accepted(twin: nn.Module, layout: BlockLayout, call: Call, mesh: DeviceMesh) -> BlockLayout:

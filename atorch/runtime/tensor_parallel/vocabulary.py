@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from atorch.runtime.override import override
-from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, SharedHook, Sum, rows_of_whole, this_part
+from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, RowsOfWhole, SharedHook, Sum, this_part
 from atorch.runtime.tensor_parallel.collectives import gather
 from atorch.runtime.tensor_parallel.layout import Kept, Rows
-from atorch.runtime.tensor_parallel.presented import Inside, present
+from atorch.runtime.tensor_parallel.presented import present
 from atorch.runtime.tensor_parallel.products import Product
 
 
@@ -93,12 +92,13 @@ def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut) -> None
         module.register_forward_pre_hook(ForkArguments(cut.group, 1), with_kwargs=True)
         module.register_forward_hook(_Gather(rows, cut))
     for name, rows in vocabulary.biases.items():
-        read = partial(rows_of_whole, rows, cut.rank, cut.group)
+        read = RowsOfWhole(rows, cut.rank, cut.group)
         bias = model.get_parameter(name)
         for holder in model.modules():
             own = {own: read for own, parameter in holder._parameters.items() if parameter is bias}
             if own:
-                present(holder, own, Inside(holder))
+                cut.inside.note(holder)
+                present(holder, own, cut.inside)
 
 
 def _cut_table(model: nn.Module, name: str, rows: Rows, cut: Cut) -> Any:
@@ -106,7 +106,9 @@ def _cut_table(model: nn.Module, name: str, rows: Rows, cut: Cut) -> Any:
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     module.register_parameter(own, cut.part(model.get_parameter(name), rows))
-    present(module, {own: this_part}, Inside(module))
+    if cut.as_dtensors:
+        cut.inside.note(module)
+        present(module, {own: this_part}, cut.inside)
     return module
 
 

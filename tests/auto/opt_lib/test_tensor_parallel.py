@@ -1,16 +1,34 @@
-"""tensor_parallel: what it divides, worked by hand, and what it cannot divide."""
+"""tensor_parallel: what it divides, worked by hand; what it does in a job, what a file keeps of it, what it refuses."""
 
+from __future__ import annotations
+
+import json
+import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import transformers
+from torch import nn
 
+import tests.contract.job as contract
+from atorch import auto_accelerate, clip_grad_norm
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.tensor_layout import KEY
 from atorch.auto.opt_lib.tensor_parallel import TensorParallel
+from atorch.auto.planner.simulate import simulate
 from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory
-from atorch.errors import StrategyError
+from atorch.distributed.world import World
+from atorch.errors import AtorchError, StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
+from tests.pool import Pool
 
 AXES = {"tensor": 4}
+ALONE = ("parallel_mode", ([("tensor", 2)], None))
+MIXED = ("parallel_mode", ([("tensor", 2), ("data", 2)], None))
 
 
 def test_it_divides_what_is_inside_of_split_parts():
@@ -53,3 +71,185 @@ def test_it_is_tried_where_there_are_heads_and_devices():
 def test_a_plan_says_column_or_row():
     with pytest.raises(StrategyError, match=r"tensor_parallel.plan.q_proj was given 'diagonal'"):
         Strategy.of([("tensor_parallel", {"plan": {"q_proj": "diagonal"}})])
+
+
+def refused(rank: int, size: int, model: nn.Module, strategy: list[Any], more: dict[str, Any]) -> tuple[str, bool]:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(AtorchError) as caught:
+        auto_accelerate(model, load_strategy=[ALONE, *strategy], **contract.arguments(**more))
+    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return f"{type(caught.value).__name__}: {caught.value}", same
+
+
+def three_heads() -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=3, use_cache=False))
+
+
+def indivisible() -> nn.Module:
+    """Two blocks whose inner width of 15 two processes do not divide."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(3, 15), nn.ReLU(), nn.Linear(15, 3)) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "more", "signs"),
+    [
+        (three_heads(), ["tensor_parallel"], {}, ["StrategyError", "tensor is 2", "3 heads", "self_attn.o_proj", "3"]),
+        (
+            contract.make_model(),
+            [("tensor_parallel", {"plan": {"mlp.upproj": "column"}})],
+            {},
+            ["'mlp.upproj'", "up_proj"],
+        ),
+        (contract.make_model(), ["tensor_parallel"], {"dataset": None}, ["ArgumentError", "dataset", "sample_batch"]),
+        (
+            indivisible(),
+            ["tensor_parallel"],
+            {"dataset": None, "sample_batch": torch.ones(4, 3), "model_input_format": None},
+            ["nothing of Sequential can be split", "2 ranks do not divide its 15 columns", "leave tensor_parallel out"],
+        ),
+    ],
+    ids=["heads", "plan", "no sample", "nothing"],
+)
+def test_it_is_refused_on_every_rank_with_the_model_as_it_was(
+    pool: Pool, model: nn.Module, strategy: list[Any], more: dict[str, Any], signs: list[str]
+) -> None:
+    for told, same in pool.run(refused, model, strategy, more):
+        assert all(sign in told for sign in signs), told
+        assert same
+
+
+@pytest.mark.parametrize(
+    "beside", [("zero1", {"backend": "fairscale"}), ("fp8", {"backend": "torchao", "emulate": True})]
+)
+def test_what_it_cannot_stand_beside(beside: Any) -> None:
+    from atorch.auto.opt_lib.tensor_parallel import _check_neighbours
+
+    with pytest.raises(StrategyError, match=f"{beside[0]}.*leave"):
+        _check_neighbours(Strategy.of(["tensor_parallel", beside]))
+
+
+def kept(rank: int, size: int) -> dict[str, Any]:
+    """What a saved strategy spares, and what comes of one that is another model's."""
+    _, first, strategy = auto_accelerate(
+        contract.make_model(), load_strategy=[ALONE, "tensor_parallel"], **contract.arguments()
+    )
+    assert first is not None
+    assert strategy is not None
+    text = strategy.to_json()
+    calls: list[int] = []
+
+    def counted(data: Any, device: Any) -> Any:
+        calls.append(1)
+        return data
+
+    _, again, _ = auto_accelerate(
+        contract.make_model(), load_strategy=text, **contract.arguments(prepare_input=counted)
+    )
+    assert again is not None
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("atorch").addHandler(handler)
+    other = three_heads()
+    other.config.num_attention_heads = 3
+    wider = contract.make_model()
+    wider.model.layers.append(type(wider.model.layers[0])(wider.config, 2))
+    _, derived, _ = auto_accelerate(wider, load_strategy=text, **contract.arguments())
+    logging.getLogger("atorch").removeHandler(handler)
+    assert derived is not None
+    shapes = [{name: tuple(p.shape) for name, p in each.model.named_parameters()} for each in (first, again)]
+    return {
+        "same": shapes[0] == shapes[1],
+        "kept": len(json.loads(text)["metadata"][KEY]["kinds"]),
+        "watched": len(calls),
+        "told": [each for each in told if "another derived" in each],
+        "split": sum("layers.2" in name for name in derived.model._atorch.layout.rows),
+    }
+
+
+def test_a_saved_strategy_keeps_the_layout(pool: Pool) -> None:
+    for seen in pool.run(kept):
+        assert seen["same"]
+        assert seen["kept"] == 1, "all blocks are of one kind"
+        assert seen["watched"] == 0
+        assert "model.layers.2" in seen["told"][0]
+        assert seen["split"] == 7
+
+
+class Branch(nn.Module):
+    """A residual block beside one that no batch reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.unused = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+def clipped(rank: int, size: int, method: Any) -> dict[str, Any]:
+    """Norms and updates of two clipped steps, against plain training, with parameters that have no gradient."""
+    torch.manual_seed(4)
+    model, plain = (nn.Sequential(Branch(), Branch()) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    data = torch.randn(8, 8)
+    optimizer = {"optim_func": torch.optim.AdamW, "optim_args": {"lr": 0.01, "foreach": True}}
+    _, result, _ = auto_accelerate(
+        model,
+        loss_func=lambda batch, output: (output - 3).square().mean(),
+        sample_batch=data,
+        find_unused_parameters=True,
+        load_strategy=[MIXED, "tensor_parallel", method],
+        **optimizer,
+    )
+    assert result is not None
+    place = result.model._atorch.mesh.rank("data")
+    optim = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    norms = []
+    for _ in range(2):
+        result.loss_func(None, result.model(data[4 * place : 4 * place + 4])).backward()
+        norm = clip_grad_norm(result.model, 0.1)
+        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        result.optim.step()
+        result.optim.zero_grad()
+        (plain(data) - 3).square().mean().backward()
+        norms[-1] -= float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        optim.step()
+        optim.zero_grad()
+    got, expected = contract.snapshot(result.model), contract.snapshot(plain)
+    return {"norms": max(map(abs, norms)), "values": max(float((got[n] - expected[n]).abs().max()) for n in expected)}
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "fsdp"])
+def test_clipping_and_unused_parameters_over_a_mesh(pool: Pool, method: str) -> None:
+    for seen in pool.run(clipped, method, ranks=4):
+        assert seen["norms"] <= 1e-5
+        assert seen["values"] <= 1e-5
+
+
+def test_each_of_64_ranks_holds_its_part() -> None:
+    """Within 1 % of matrices / tensor and norms whole, with parameters, gradients and AdamW's states by simulation."""
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=16, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    ctx = make_context(
+        model,
+        optim_func=torch.optim.AdamW,
+        loss_func=lambda batch, output: output["logits"].square().mean(),
+        model_input_format="unpack_dict",
+        world=world,
+        cluster=ClusterSpec.detect(world, measure=False),
+    )
+    strategy = Strategy.of([("parallel_mode", ([("tensor", 4), ("data", 16)], None)), "tensor_parallel", "ddp"])
+    batch = {"input_ids": torch.zeros(64, 16, dtype=torch.long)}
+    held = simulate(ctx, strategy, batch, world_size=64).memory
+    ideal = 4 * sum(p.numel() / (4 if p.dim() > 1 else 1) for p in model.parameters())
+    assert held["parameters"] == pytest.approx(ideal, rel=0.01)
+    assert held["gradients"] == pytest.approx(ideal, rel=0.01)
+    assert held["optimizer"] == pytest.approx(2 * ideal, rel=0.01)

@@ -1,0 +1,167 @@
+"""A training step under `tensor_parallel` against the same split written by hand with torch's `parallelize_module`.
+
+A Llama over two processes, split as one writes it for this model: inputs of attention and MLP converted once, so that
+backward has one all-reduce for each; embedding by rows, head by columns. Both send the same, which is counted. Steps
+run interleaved in a shuffled order; the hand-written step runs twice, and the ratio of the two is the noise floor.
+
+    python benchmarks/tensor_parallel_step.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from compare import Row, interleave
+
+from atorch import auto_accelerate
+from atorch.profiler.messages import Messages
+
+VOCAB, SEQ, ROWS, LAYERS = 1024, 128, 4, 4
+BAR = 1.02
+
+Step = Callable[[], object]
+
+
+def make_model(width: int) -> nn.Module:
+    """A Llama with grouped keys and values."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=LAYERS,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=SEQ, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(0, VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))}
+
+
+def loss_func(batch: Any, output: Any) -> torch.Tensor:
+    logits, labels = output["logits"][:, :-1], batch["input_ids"][:, 1:]
+    return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1))
+
+
+def by_hand(width: int) -> Step:
+    """The step as one writes it in torch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model: Any = make_model(width)
+    whole = Replicate()
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole),
+        "lm_head": ColwiseParallel(output_layouts=whole),
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "model.layers.*.mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+    }
+    plan.update({f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"})
+    plan.update({f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")})
+    plan.update({f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")})
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    optim, batch = torch.optim.AdamW(model.parameters(), lr=1e-4), make_batch()
+
+    def step() -> None:
+        loss_func(batch, model(**batch)).backward()
+        optim.step()
+        optim.zero_grad()
+
+    return step
+
+
+def by_atorch(width: int) -> Step:
+    """The documented loop's step under a strategy that names no layer."""
+    _, result, _ = auto_accelerate(
+        make_model(width),
+        torch.optim.AdamW,
+        loss_func=loss_func,
+        optim_args={"lr": 1e-4},
+        model_input_format="unpack_dict",
+        sample_batch=make_batch(),
+        load_strategy=[("parallel_mode", ([("tensor", dist.get_world_size())], None)), "tensor_parallel"],
+    )
+    assert result is not None
+    model, optim, _, loss, _, _ = result
+    batch = make_batch()
+
+    def step() -> None:
+        loss(batch, model(**batch)).backward()
+        optim.step()
+        optim.zero_grad()
+
+    return step
+
+
+def collectives(step: Step) -> int:
+    """How many collectives a step has."""
+    with Messages() as sent:
+        step()
+    return sum(calls for calls, _ in sent.counts.values())
+
+
+def ranked(width: int, rounds: int) -> list[Row]:
+    """The rows of two processes in one group."""
+    with tempfile.NamedTemporaryFile() as answer:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", __file__]
+        command += ["--as-rank", "--width", str(width), "--rounds", str(rounds), "--answer", answer.name]
+        subprocess.run(command, check=True, capture_output=True, timeout=900)
+        return [Row(*row) for row in json.loads(Path(answer.name).read_text())]
+
+
+def rank_main(width: int, rounds: int, answer: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    hand, ours = by_hand(width), by_atorch(width)
+    sent = collectives(ours), collectives(hand)
+    samples = interleave({"hand": hand, "hand again": by_hand(width), "atorch": ours}, rounds)
+    if dist.get_rank() == 0:
+        ratio, null = samples.ratio("atorch", "hand"), samples.ratio("hand again", "hand")
+        title = f"tensor_parallel on 2 processes, width {width} ({samples.median_ms('hand'):.1f} ms a step by hand)"
+        rows = [
+            (f"{title}: atorch / parallelize_module", f"{ratio:.3f}", f"≤ {BAR}", ratio.value <= BAR),
+            (f"{title}: by hand again / by hand", f"{null:.3f}", "", None),
+            (f"{title}: collectives of a step, atorch and by hand", f"{sent[0]} and {sent[1]}", "", None),
+        ]
+        Path(answer).write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(quick: bool = False) -> list[Row]:
+    """All rows of this claim."""
+    return [row for width in (64, 256) for row in ranked(width, 20 if quick else 200)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs, not a result")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--width", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.as_rank:
+        rank_main(given.width, given.rounds, given.answer)
+    else:
+        for row in measure(given.quick):
+            print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
