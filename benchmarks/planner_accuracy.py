@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.published.evaluate import CALIBRATIONS, Calibration, evaluate
 from benchmarks.published.metrics import Result, doomed_in_first, quantile, summary
 from benchmarks.published.table import read_rows
+from benchmarks.published.transfer import LARGE, SMALL, transfer
 
 COLUMNS = {
     "rows": "rows",
@@ -50,6 +51,7 @@ def main() -> None:
         parser.error(str(error))
     together = [result for results in tables.values() for result in results]
     report(tables, together)
+    report_transfer(arguments.tables)
     if arguments.json:
         data = {"tables": {name: summary(results) for name, results in tables.items()}, "all": summary(together)}
         arguments.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -77,6 +79,19 @@ def report(tables: dict[str, list[Result]], together: list[Result]) -> None:
     for each in together:
         if each.refused:
             print(f"refused {each.row_id}: {each.refused}")
+
+
+def report_transfer(paths: Sequence[Path]) -> None:
+    """Print what constants from few devices and the small model are worth, for every table that can tell."""
+    for path in paths:
+        found = transfer(read_rows(path))
+        if found is not None:
+            print(
+                f"{path.stem}: {found.ordered} runs of {found.large_model} on {LARGE} and more devices, Spearman "
+                f"{found.by_small:.3f} by {found.fitted_on} of {found.small_model} on up to {SMALL}, "
+                f"{found.by_large:.3f} by as many of their own: loses {found.loss:.3f}"
+                + ("" if found.among_small is None else f" (small ones among themselves {found.among_small:.3f})")
+            )
 
 
 def _line(name: str, width: int, results: list[Result]) -> None:

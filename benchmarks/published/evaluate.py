@@ -80,6 +80,11 @@ def evaluate(rows: Sequence[Row], calibration: Calibration = "shipped") -> list[
         cases = [by_data_sheet(case) for case in cases]
     if calibration == "5":
         cases = _refitted(cases)
+    return results_of(cases, rows)
+
+
+def results_of(cases: Sequence[Case], rows: Sequence[Row]) -> list[Result]:
+    """The cases' results, which are labelled by what else ran of the table's rows."""
     ran = _by_all_but_size(rows)
     return [_result(case, ran) for case in cases]
 
