@@ -96,8 +96,8 @@ def peak_memory(cost: Cost) -> Memory:
 
 
 def peak_bytes(cost: Cost) -> float:
-    """The sum of `peak_memory`."""
-    return peak_memory(cost).total
+    """The total of `peak_memory`."""
+    return max(held.total for _, held in _peaks(cost, heaviest_stages(cost)))
 
 
 def stage_memory(cost: Cost, stage: Stage) -> Memory:
@@ -118,6 +118,12 @@ def beside_host(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Held, Held]]:
 def host_bytes(cost: Cost) -> float:
     """What waits in host memory for one device, on the stage that has the most there."""
     return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
+
+
+def states_bytes(cost: Cost) -> float:
+    """Parameters, masters and optimizer states of a stage that has the most, wherever they are."""
+    courses = courses_of(cost, heaviest_stages(cost))
+    return max(course.parameters + course.optimizer + course.masters for course in courses)
 
 
 def uses_host(cost: Cost) -> bool:

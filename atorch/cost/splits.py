@@ -8,9 +8,11 @@ parameters exchange depends on how it is done, in buckets, by block, in which dt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Literal
 
 from atorch.cost.buckets import deal_out, num_reductions
+from atorch.cost.profile import Segment
 from atorch.cost.state import Comm, Cost
 
 MiB = 2**20
@@ -119,7 +121,7 @@ def shard(
     Zhao et al. 2023, arXiv 2304.11277. All of it in every micro-batch. Blocks are gathered again in backward unless
     `keeps_gathered`; over `replicas` the shards of gradients are all-reduced.
     """
-    shards, around = cost.size(*axes), _num_groups_around(cost)
+    shards, around = cost.size(*axes), _num_groups_around(cost.segments)
     calls = float(cost.num_blocks + around)
     again = 0.0 if keeps_gathered else float(cost.num_blocks)  # the others stay gathered, as torch does with a root
     inside = sum(each.count * cost.local_params(each) for each in cost.segments if each.is_block)
@@ -140,10 +142,11 @@ def shard(
     )
 
 
-def _num_groups_around(cost: Cost) -> int:
+@lru_cache(maxsize=64)
+def _num_groups_around(segments: tuple[Segment, ...]) -> int:
     """What is gathered as one outside of blocks: embeddings, a head of its own, and the rest with the root."""
     tables = head = rest = False
-    for each in (segment for segment in cost.segments if not segment.is_block):
+    for each in (segment for segment in segments if not segment.is_block):
         largest = max((product.inner * product.columns for product in each.matmuls), default=0)
         own = largest if 0 < largest <= each.num_params else 0
         tables |= not each.matmuls and each.num_params > 0

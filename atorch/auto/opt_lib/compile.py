@@ -7,7 +7,6 @@ but for activations that fused kernels need not save.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from typing_extensions import Self
@@ -48,8 +47,7 @@ class Compile(Method):
         Empirical, of PyTorch 2 on transformers; a dry run corrects it.
         """
         inside = cost.block_share or 1.0
-        return replace(
-            cost,
+        return cost.but(
             traffic_scale=cost.traffic_scale * (1 - inside / 2),
             ops_scale=cost.ops_scale * (1 - inside * 2 / 3),
             activation_scale=cost.activation_scale * (1 - inside / 5),

@@ -105,8 +105,8 @@ class ParallelMode(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """The axes; a device has the samples of its place along data and zero alone."""
-        cost = replace(cost, axes=dict(self.slices))
-        return replace(cost, batch_size=cost.batch_size / cost.size(*BATCH_AXES))
+        cost = cost.but(axes=dict(self.slices))
+        return cost.but(batch_size=cost.batch_size / cost.size(*BATCH_AXES))
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -7,10 +7,13 @@ what was found, nothing better is left. Branches that cannot fit are put aside, 
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
 from bisect import insort
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from atorch.auto.planner.bounds import Bounds
@@ -53,8 +56,22 @@ def best_first(
     nothing fits, those that miss by least are scored, unless `nearest` is off. Where `most` were scored and one fits,
     the search ends without proof that it is the best, and says how far from it it may be.
     """
-    found = _Search(space, cluster, Columns(device_bytes, host_bytes), keep, breadth, most)
-    return found.run(start, nearest=nearest)
+    search = _Search(space, cluster, Columns(device_bytes, host_bytes), keep, breadth, most)
+    with _uncollected():
+        return search.run(start, nearest=nearest)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cycles: a search makes none, and would have all that it keeps looked through over and
+    over, a sixth of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Search:

@@ -34,7 +34,8 @@ from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
 from atorch.auto.planner.space import Level, Space
 from atorch.auto.strategy import Method, Phase
-from atorch.cost import Cost, StepTimes, peak_memory
+from atorch.cost import Cost, StepTimes, peak_bytes, peak_memory
+from atorch.cost.memory import states_bytes
 from atorch.cost.splits import REPLICA_AXES
 
 SHARING = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
@@ -130,18 +131,17 @@ class Bounds:
         return [cost.but(param_offload=1.0, optim_offload=1.0, activation_offload=each) for each in away]
 
     def _short(self, cost: Cost, left: Kinds) -> float:
-        """Bytes that are short on the device, or on it and the host together."""
+        """Least bytes that are short on the device, or on it and the host together, as far as one look tells."""
         costs: tuple[Cost, ...] = (cost,)
         if MicroBatch in left:
             costs = (cost.but(num_micro_batches=1.0, activation_scale=0.0), _finest(cost).but(grad_itemsize=0.0))
-        short = max(peak_memory(each).total for each in costs) * (1 - SLACK) - self.device_bytes
-        if short <= 0 and not left.isdisjoint((Offload, Chunk)):
-            kept = peak_memory(
-                cost.but(param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf)
-            )
-            states = kept.parameters + kept.optimizer + kept.masters  # which are somewhere at every moment
-            short = states * (1 - SLACK) - self.device_bytes - self.host_bytes
-        return short
+        for each in costs:
+            short = peak_bytes(each) * (1 - SLACK) - self.device_bytes
+            if short > 0:
+                return short
+        if left.isdisjoint((Offload, Chunk)):
+            return short
+        return states_bytes(cost) * (1 - SLACK) - self.device_bytes - self.host_bytes  # which are somewhere
 
     def _crossing_seconds(self, cost: Cost) -> float:
         """What activations that wait on the host take to get there, or back."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -42,8 +43,7 @@ class Level:
     is_needed: bool = False  # whether no composition goes without it
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A composition so far: its methods in order, and what they make of the cost."""
 
     depth: int
@@ -67,8 +67,11 @@ class Space:
     def __post_init__(self) -> None:
         later: list[frozenset[str]] = [frozenset()]
         for level in reversed(self.levels):
-            later.append(later[-1].union(*(choice.splits for choice in level.choices)))
+            later.append(later[-1] | _splits(level))
         object.__setattr__(self, "_later", later[::-1])  # depth → axes that are yet to be split
+        # Depths that ask whether every axis is split over: those below a level that makes axes, or splits over some.
+        asking = [depth + 1 for depth, level in enumerate(self.levels) if level.kind.slot == MESH or _splits(level)]
+        object.__setattr__(self, "_asking", frozenset(asking))
         matter = [
             depth
             for depth, level in enumerate(self.levels)
@@ -154,7 +157,7 @@ class Space:
         if not self.is_checked:
             return True
         later: frozenset[str] = self._later[node.depth]  # type: ignore[attr-defined]
-        if node.large and not node.large <= node.split | later | {"data"}:
+        if node.depth in self._asking and not node.large <= node.split | later | {"data"}:  # type: ignore[attr-defined]
             return False
         if node.depth != self._settled:  # type: ignore[attr-defined]
             return True
@@ -290,6 +293,10 @@ def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> 
         if variant is not None and variant not in variants and _why_not(variant, cluster) is None:
             variants.append(variant)
     return Level(type(given), tuple(_choice(each, is_given=each is given) for each in variants), is_needed=True)
+
+
+def _splits(level: Level) -> frozenset[str]:
+    return frozenset[str]().union(*(choice.splits for choice in level.choices))
 
 
 def _choice(method: Method, *, is_given: bool = False) -> Choice:
