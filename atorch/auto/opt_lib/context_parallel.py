@@ -2,26 +2,38 @@
 
 Memory: activations / context; parameters stay whole. Communication per block: context − 1 hops of keys and values in
 forward, twice that in backward with their gradients, behind the attention that they are needed for (Liu et al. 2023,
-arXiv 2310.01889). For sequences longer than heads can share out. Planned for, and not applied yet.
+arXiv 2310.01889): (3 + recomputed) · (context − 1) sends, each of 2 · batch · tokens / context · width of the keys
+elements. For sequences longer than heads can share out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 from typing_extensions import Self
 
+from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import uncuttable
+from atorch.auto.opt_lib.sample import on_samples
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import split_context
+from atorch.distributed.collectives import together
+from atorch.distributed.mesh import Mesh
+from atorch.errors import StrategyError
+from atorch.runtime.context_parallel import RingExchange, UlyssesRing
+from atorch.runtime.sequence_parallel import Exchange, Share, split_stream
+from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 
 @method("context_parallel", phase=Phase.TENSOR)
 class ContextParallel(Method):
     """Split sequences over the axis `context`, with attention around a ring."""
+
+    needs_sample: ClassVar[bool] = True
 
     load_balance: bool = True
     """Give each process a piece from the front of the sequence and one from its back: a causal mask then leaves all of
@@ -51,3 +63,38 @@ class ContextParallel(Method):
         """With load balance, where the model attends to sequences and several devices share them."""
         if cluster.world_size > 1 and any(block.attention_flops and block.sequence_length for block in profile.blocks):
             yield cls()
+
+    def apply(self, ctx: Context) -> Context:
+        """Split the stream through the model's blocks in place, and let their attention go around a ring.
+
+        Beside sequence_parallel (ulysses) this splits over both axes.
+
+        Raises:
+            StrategyError: a block cannot be split, or a ring cannot honour its attention, or the axis sequence does not
+                come before context. Nothing was changed then.
+            ArgumentError: there is no batch to watch the model on.
+        """
+        mesh = ctx.need_mesh()
+        if mesh.size("context") == 1:
+            return ctx
+        (model,) = ctx.parts  # stages are cut later
+        group = mesh.group("context")
+        exchange: Exchange = RingExchange(group, load_balance=self.load_balance)
+        if mesh.size("sequence") > 1 and any("sequence" in each.splits for each in ctx.strategy or ()):
+            together(lambda: _need_neighbours(mesh))
+            exchange = UlyssesRing(mesh.group("sequence"), group, load_balance=self.load_balance)
+            group = mesh.group("context", "sequence")
+        split_stream(model, on_samples(ctx, self.name), Share(group, self.load_balance), exchange)
+        share_random_state(group, ctx.device)
+        return replace(ctx, parts=ctx.parts)
+
+
+def _need_neighbours(mesh: Mesh) -> None:
+    """Raise where the ranks that exchange tokens for heads are not neighbours among those of the ring."""
+    inner = mesh.size("sequence")
+    if mesh.rank("context", "sequence") != mesh.rank("context") * inner + mesh.rank("sequence"):
+        names = ", ".join(name for name, size in mesh.slices if size > 1)
+        raise StrategyError(
+            f"parallel_mode has the axes in the order {names}, in which context_parallel does not find the ranks along "
+            "sequence side by side; give sequence before context"
+        )

@@ -80,7 +80,8 @@ class SequenceParallel(Method):
                 f"{self} can be planned for and not applied yet; leave it out, or take the mode ulysses with an axis "
                 "sequence in parallel_mode"
             )
-        if mesh.size("sequence") == 1:
+        is_split = mesh.size("context") > 1 and any("context" in each.splits for each in ctx.strategy or ())
+        if mesh.size("sequence") == 1 or is_split:  # over both axes, by context_parallel
             return ctx
         (model,) = ctx.parts  # stages are cut later
         group = mesh.group("sequence")

@@ -3,5 +3,6 @@
 from atorch.runtime.context_parallel.balance import Deal
 from atorch.runtime.context_parallel.exchange import RingExchange
 from atorch.runtime.context_parallel.ring import ring_attention
+from atorch.runtime.context_parallel.ulysses_ring import UlyssesRing
 
-__all__ = ["Deal", "RingExchange", "ring_attention"]
+__all__ = ["Deal", "RingExchange", "UlyssesRing", "ring_attention"]

@@ -1,12 +1,27 @@
-"""context_parallel: what it divides, worked by hand, and where sequences cannot be cut."""
+"""context_parallel: what it divides, worked by hand; what it does in a job, and what it refuses."""
+
+from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from atorch.auto.opt_lib.context_parallel import ContextParallel
 from atorch.cost import peak_memory
+from atorch.errors import AtorchError
+from tests.auto.opt_lib.context_job import BATCH, accelerated, trained
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
+from tests.contract.job import make_model
+from tests.pool import Pool
+from tests.runtime.tensor_parallel.models import make
+
+ALONE = ("parallel_mode", ([("context", 2)], None))
+WITH_DATA = ("parallel_mode", ([("context", 2), ("data", 2)], None))
+TWO_AXES = ("parallel_mode", ([("sequence", 2), ("context", 2)], None))
+OUT_OF_ORDER = ("context_parallel", {"load_balance": False})
 
 
 def test_it_divides_activations_and_no_parameters():
@@ -45,3 +60,82 @@ def test_it_is_tried_where_there_is_attention():
     assert not list(ContextParallel.choices(PROFILE, cluster(devices=1)))
     without = replace(PROFILE, segments=(replace(BLOCK, attention_flops=0.0),))
     assert not list(ContextParallel.choices(without, cluster()))
+
+
+BLOCKS = 2
+EXACT, ROUNDED = 1e-4, 3e-2
+"""Of the updates' norm, in fp32 and beside bf16."""
+
+
+def matrix(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.matrix)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "ranks"),
+    [
+        ("llama", [ALONE, "context_parallel"], 2),
+        ("gpt2", [ALONE, OUT_OF_ORDER], 2),
+        ("bert", [ALONE, "context_parallel"], 2),
+        ("llama", [WITH_DATA, "context_parallel", "ddp", ("amp_native", "bf16")], 4),
+        ("gpt2", [WITH_DATA, "context_parallel", "fsdp", "checkpoint"], 4),
+        ("llama", [TWO_AXES, "context_parallel", "sequence_parallel"], 4),
+        matrix("bert", [TWO_AXES, OUT_OF_ORDER, "sequence_parallel", "checkpoint"], 4),
+        matrix("gpt2", [ALONE, "context_parallel"], 2),
+        matrix("bert", [ALONE, OUT_OF_ORDER], 2),
+        matrix("bert", [WITH_DATA, "context_parallel", "fsdp"], 4),
+        matrix("llama", [WITH_DATA, "context_parallel", "zero1", "checkpoint"], 4),
+        matrix("llama", [WITH_DATA, "context_parallel", "zero2"], 4),
+        matrix("llama", [WITH_DATA, "context_parallel", ("micro_batch", {"size": 1})], 4),
+        matrix("llama", [ALONE, "context_parallel", ("checkpoint", {"selective": True})], 2),
+        matrix("llama", [ALONE, "context_parallel", ("compile", {"backend": "aot_eager"})], 2),
+        matrix("mixtral", [ALONE, "context_parallel"], 2),
+    ],
+    ids=str,
+)
+def test_it_trains_as_one_process_does(pool: Pool, name: str, strategy: list[Any], ranks: int) -> None:
+    named = [each if isinstance(each, str) else each[0] for each in strategy]
+    band = ROUNDED if "amp_native" in named else EXACT
+    again = "checkpoint" in named
+    pieces = BATCH // 2 if "micro_batch" in named else 1
+    for found in pool.run(trained, name, strategy, ranks=ranks):
+        assert found["update"] <= band
+        assert found["loss"] <= max(1e-5, band if band > EXACT else 0)
+        assert {*found["sends"][1:]} == {
+            pieces * BLOCKS * (4 if again else 3)
+        }  # micro_batch compares, in the first step
+
+
+def refused(rank: int, size: int, model: nn.Module, strategy: list[Any]) -> tuple[str, bool]:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(AtorchError) as caught:
+        accelerated(model, "llama", strategy)
+    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return f"{type(caught.value).__name__}: {caught.value}", same
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "ranks", "signs"),
+    [
+        (make_model(), [ALONE, "context_parallel"], 2, ["StrategyError", "model.layers.0", "sdpa", "module_replace"]),
+        (
+            make("llama"),
+            [("parallel_mode", ([("context", 3)], None)), "context_parallel"],
+            3,
+            ["StrategyError", "model.layers.0", "16 tokens", "6 equal pieces", "multiple of 6"],
+        ),
+        (
+            make("llama"),
+            [("parallel_mode", ([("context", 2), ("sequence", 2)], None)), "context_parallel", "sequence_parallel"],
+            4,
+            ["StrategyError", "context, sequence", "give sequence before context"],
+        ),
+    ],
+    ids=["eager", "pieces", "order"],
+)
+def test_it_is_refused_on_every_rank_with_the_model_as_it_was(
+    pool: Pool, model: nn.Module, strategy: list[Any], ranks: int, signs: list[str]
+) -> None:
+    for told, same in pool.run(refused, model, strategy, ranks=ranks):
+        assert all(sign in told for sign in signs), told
+        assert same

@@ -17,8 +17,8 @@ from atorch.profiler.messages import Messages
 from atorch.runtime.context_parallel import RingExchange
 from atorch.runtime.sequence_parallel import Share, split_stream
 from tests.pool import Pool
-from tests.runtime.sequence_parallel.training import STEPS, average, batch, distance, state
-from tests.runtime.tensor_parallel.models import loss_of, make
+from tests.runtime.sequence_parallel.training import STEPS, average, distance, state
+from tests.runtime.tensor_parallel.models import VOCAB, loss_of, make
 
 TOKENS = 12  # of a sequence: two pieces for each of two or three ranks
 
@@ -31,19 +31,19 @@ def split(model: nn.Module, inputs: Any, *, balanced: bool = True) -> None:
 
 def inputs(name: str, step: int = 0) -> dict[str, Tensor]:
     """The inputs of a step, the same on every rank. BERT's are padded behind, the padded Llama's before."""
-    given = batch("llama" if name == "padded" else name, step, TOKENS)
-    if name == "padded":
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
-        given["attention_mask"][1, :5] = 0
-    return given
+    tokens = torch.randint(0, VOCAB, (3, TOKENS), generator=torch.Generator().manual_seed(100 + step))
+    mask = torch.ones_like(tokens)
+    if name == "bert":
+        mask[1, -3:] = 0
+    elif name == "padded":
+        mask[1, :5] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
 
 
 def loss_on(model: nn.Module, name: str, step: int) -> Tensor:
     """Padded tokens have no part in it."""
     given = inputs(name, step)
-    logits = model(**given).logits
-    seen = given.get("attention_mask")
-    return loss_of(SimpleNamespace(logits=logits if seen is None else logits * seen[..., None]))
+    return loss_of(SimpleNamespace(logits=model(**given).logits * given["attention_mask"][..., None]))
 
 
 def train(model: nn.Module, name: str, *, averages: bool) -> list[float]:

@@ -1,0 +1,56 @@
+"""Ulysses among neighbours, and a ring around them: tokens are split over two axes, heads over the inner one.
+
+Fang and Zhao 2024, arXiv 2405.07719. The ranks are one group to the stream, numbered with the inner axis fastest. After
+the exchange for heads the ranks of an inner group have their joint tokens each; dealt out with load balance these are
+one piece of the front and one of the back, which only have to be put in order to be what a ring deals out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atorch.runtime.context_parallel.exchange import RingExchange
+from atorch.runtime.sequence_parallel import AttentionCall, Ulysses
+from atorch.runtime.sequence_parallel.attention import Attend
+
+
+class UlyssesRing:
+    """Heads are exchanged over the group `inner`; keys and values go around the group `outer`."""
+
+    def __init__(self, inner: dist.ProcessGroup, outer: dist.ProcessGroup, *, load_balance: bool) -> None:
+        self._ulysses, self._ring = Ulysses(inner), RingExchange(outer, load_balance=load_balance)
+        self._pieces = inner.size() if load_balance else 1
+
+    def unfit(self, call: AttentionCall) -> str | None:
+        """Why a call that has all tokens can be split in neither way, or not in one, or None."""
+        return self._ulysses.unfit(call) or self._ring.unfit(call)
+
+    def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
+        """This rank's tokens."""
+
+        def around(joint: AttentionCall) -> Tensor:
+            query, key, value = (self._in_order(each) for each in joint[:3])
+            return self._as_dealt(self._ring(joint._replace(query=query, key=key, value=value), attend))
+
+        return self._ulysses(call, around)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """Fronts and mirrored backs of the inner ranks, one after the other, as one front and one back."""
+        if self._pieces == 1:
+            return x
+        fronts, backs = x.unflatten(-2, (self._pieces, 2, -1)).unbind(-3)
+        return torch.cat([fronts.flatten(-3, -2), backs.flip(-3).flatten(-3, -2)], -2)
+
+    def _as_dealt(self, x: Tensor) -> Tensor:
+        """The way back."""
+        if self._pieces == 1:
+            return x
+        fronts, backs = x.unflatten(-2, (2, self._pieces, -1)).unbind(-4)
+        return torch.stack([fronts, backs.flip(-3)], -3).flatten(-4, -2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesRing:
+        return self  # a copy of the model lives on the same processes
