@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -36,6 +35,5 @@ def read_layout(kept: Any, model: nn.Module, degree: int, plan: Plan | None) -> 
     return why_not_of(layout, model, degree) or layout
 
 
-@cache
 def _adapter() -> TypeAdapter[ModelLayout]:
     return TypeAdapter(ModelLayout)
