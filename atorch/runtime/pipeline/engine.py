@@ -8,7 +8,8 @@ kept, for their buffers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class Engine:
         self.reductions = [Reduction(part) for part in parts]
         self.last_place = place_of(self.stages[0].num_stages - 1, group.size())
         self._name = schedule
-        self._pieces = [_Piece(part, self) for part in parts]
+        self.pieces = [Piece(part, self) for part in parts]
         self._schedules: dict[Any, Any] = {}
         self._seen: tuple[list[Sequence[Shape]], Sizes] | None = None
         self.job: _Job | None = None
@@ -75,24 +76,29 @@ class Engine:
         Raises:
             StrategyError: the model does not do on this batch what it did on the sample.
         """
-        sizes = sizes_of(calls[0])
-        if self._seen is None:
-            self._see(calls[0])
-        assert self._seen is not None
-        shapes = resized(*self._seen, sizes)
-        key = (train, whole, len(calls), tuple(sorted(sizes.items())))
+        key = (train, whole, len(calls), tuple(sorted(sizes_of(calls[0]).items())))
         name = whole_batch(self._name) if whole else self._name
-        schedule = self._schedules.pop(key, None) or self._make(name, shapes, len(calls), train)
         numbers = torch.arange(len(calls))
         first = [numbers] if self.stages[0].is_first else []
-        self.job = _Job(calls, conclude, shapes)
-        try:
+        with self.working_on(calls, conclude) as shapes:
+            schedule = self._schedules.pop(key, None) or self._make(name, shapes, len(calls), train)
             schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
-        finally:
-            self.job = None
         self._schedules[key] = schedule  # only now: one that failed is in no state to go on
         if len(self._schedules) > KEPT:
             del self._schedules[next(iter(self._schedules))]
+
+    @contextmanager
+    def working_on(self, calls: Sequence[Arguments], conclude: Conclude) -> Iterator[Sequence[Sequence[Shape]]]:
+        """Inside, `pieces` run the micro-batches `calls`; gives the shapes of what the model's calls return."""
+        if self._seen is None:
+            self._see(calls[0])
+        assert self._seen is not None
+        shapes = resized(*self._seen, sizes_of(calls[0]))
+        self.job = _Job(calls, conclude, shapes)
+        try:
+            yield shapes
+        finally:
+            self.job = None
 
     def _make(self, name: str, shapes: Sequence[Sequence[Shape]], micro_batches: int, train: bool) -> Any:
         def described(stage: Stage, wires: Sequence[Any]) -> list[tuple[Shape, bool]]:
@@ -101,6 +107,7 @@ class Engine:
 
         stages = [
             torch_stage(
+                name,
                 piece,
                 reduction,
                 stage.index,
@@ -110,7 +117,7 @@ class Engine:
                 self.device,
                 self.group,
             )
-            for piece, reduction, stage in zip(self._pieces, self.reductions, self.stages, strict=True)
+            for piece, reduction, stage in zip(self.pieces, self.reductions, self.stages, strict=True)
         ]
         return make_schedule(name, stages, micro_batches, train=train)
 
@@ -138,8 +145,8 @@ class Engine:
         return visit.made
 
 
-class _Piece(nn.Module):
-    """A stage as torch calls it: with what came in and the number of the micro-batch."""
+class Piece(nn.Module):
+    """A stage as a schedule calls it: with what came in and the number of the micro-batch."""
 
     def __init__(self, part: nn.Module, engine: Engine) -> None:
         super().__init__()
