@@ -7,7 +7,7 @@ from typing import cast
 
 import typer
 
-from atorch.cli import calibrate, doctor, plan, selftest, strategy
+from atorch.cli import calibrate, doctor, plan, selftest, strategy, visualize
 from atorch.errors import AtorchError
 
 __all__ = ["app", "main"]
@@ -27,6 +27,7 @@ app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("test")(selftest.selftest)
 app.add_typer(strategy.app, name="strategy")
+app.add_typer(visualize.app, name="visualize")
 
 
 @app.callback(invoke_without_command=True)
