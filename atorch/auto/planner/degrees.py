@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from atorch.auto.opt_lib.agreement import disagreement
-from atorch.auto.opt_lib.completion import complete
+from atorch.auto.opt_lib.completion import SLOT, complete
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.planner.estimate import estimate_of, usable_bytes
 from atorch.auto.strategy import Strategy
@@ -27,8 +27,8 @@ class _Tried:
 
 
 def lacks_degrees(strategy: Strategy) -> bool:
-    """Whether a strategy splits the model over axes of a mesh that it does not give."""
-    return strategy.get(ParallelMode) is None and any(each.splits for each in strategy)
+    """Whether a strategy splits the model over axes of a mesh that it does not give; shards lie along any mesh."""
+    return strategy.get(ParallelMode) is None and any(each.splits and each.slot != SLOT for each in strategy)
 
 
 def fastest_mesh(strategy: Strategy, profile: ModelProfile, start: Cost, cluster: ClusterSpec) -> ParallelMode:
