@@ -149,7 +149,7 @@ def rank_main(width: int, rounds: int, answer: str) -> None:
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
-    return [row for width in (64, 256) for row in ranked(width, 20 if quick else 200)]
+    return [row for width in (64, 256) for row in ranked(width, 20 if quick else 100)]
 
 
 if __name__ == "__main__":
