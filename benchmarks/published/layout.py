@@ -113,8 +113,7 @@ def _sharding(row: Row) -> tuple[int, bool]:
     """ZeRO's level, and whether gathered parameters are kept for backward: what `fsdp` says, else `zero`."""
     name = row.text("fsdp")
     if name in BLANK:
-        level = _level(row.text("zero"))
-        return level, level == 2
+        return _level(row.text("zero")), False
     if "ddp" in name or "no_shard" in name or name == "1":
         return 0, False
     if "zero1" in name or name == "os":

@@ -13,7 +13,7 @@ from benchmarks.published.table import Row
 
 _DIMENSIONS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")
 _HEAD = 128  # features of a head where their number is not told
-_GPT = ("gpt", "gelu", "mpt", "bloom", "opt-", "bert", "falcon", "pythia", "neox")
+_GPT = ("gpt", "nlg", "gelu", "mpt", "bloom", "opt-", "bert", "falcon", "pythia", "neox")
 
 
 def shape_of(row: Row) -> TransformerShape:

@@ -30,6 +30,8 @@ def test_a_network_is_shared_by_the_devices_of_a_node(text, per_node):
         ("A800-80GB", 80, "NVIDIA A100-SXM4-80GB"),
         ("Tesla V100-SXM2", 32, "Tesla V100-SXM2-32GB"),
         ("L4, 8/node", 24, "NVIDIA L4"),
+        ("H100 PCIe", 80, "NVIDIA H100 80GB HBM3"),
+        ("Tesla P100", 16, "Tesla V100-SXM2-16GB"),
         ("something new", 40, "NVIDIA A100-SXM4-40GB"),
         ("", None, "NVIDIA A100-SXM4-80GB"),
     ],

@@ -43,7 +43,7 @@ def test_a_layout_from_what_is_given():
     ("fsdp", "zero", "level", "keeps"),
     [
         ("FULL_SHARD", "", 3, False), ("SHARD_GRAD_OP", "3", 3, True), ("none", "1.0", 1, False), ("", "", 0, False),
-        ("zero2", "", 2, False), ("zero2_fsdp", "2", 3, True), ("zero1", "", 1, False), ("none", "2", 2, True),
+        ("zero2", "", 2, False), ("zero2_fsdp", "2", 3, True), ("zero1", "", 1, False), ("none", "2", 2, False),
         ("DDP", "", 0, False), ("HYBRID_SHARD", "", 3, False),
     ],
 )  # fmt: skip
@@ -95,6 +95,19 @@ def test_named_models_fill_in_what_is_blank():
     assert (reduced.layers, reduced.experts.dense_layers, reduced.latent.kv_rank) == (4, 1, 512)
     assert profile_of(row(model="Mixtral 8x7B", **blank)).num_params / 1e9 == pytest.approx(46.7, rel=1e-3)
     assert known_dimensions("nobody's model") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Llama 2 (13B)", 13.0), ("meta-llama/Meta-Llama-3-8B", 8.03), ("Llama-3.1-405B", 405.9), ("GPT-3 175B", 174.6),
+        ("gpt2", 0.124), ("OPT-66b", 65.7), ("BLOOM-176B", 176.2), ("MPT-760m", 0.76), ("DeepSeek-V3", 671.0),
+        ("GPT-NeoX-20B", 20.6), ("MT-NLG 530B", 529.6), ("GPT 39.1B", 39.1), ("TinyLlama 1.1B", 1.1), ("Yi-34B", 34.4),
+    ],
+)  # fmt: skip
+def test_public_models_have_the_parameters_that_their_authors_say(name, billions):
+    blank = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "arch"), "")
+    assert profile_of(row(model=name, **blank)).num_params / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
 def test_a_vocabulary_follows_from_the_number_of_parameters():
