@@ -15,7 +15,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from compare import Row
 
-CLAIMS = ("import_time", "step_overhead", "planning_time", "search_regret", "pipeline_cut", "gpu_methods")
+CLAIMS = (
+    "import_time",
+    "step_overhead",
+    "planning_time",
+    "search_regret",
+    "pipeline_cut",
+    "tensor_parallel_step",
+    "gpu_methods",
+)
 
 
 def main() -> int:
