@@ -18,12 +18,14 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import indivisible, uncuttable
 from atorch.auto.opt_lib.sample import on_samples
+from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import split_sequence
-from atorch.errors import CapabilityError
-from atorch.runtime.sequence_parallel import Share, Ulysses, split_stream
+from atorch.errors import StrategyError
+from atorch.runtime.sequence_parallel import Share, Ulysses, split_between, split_stream
+from atorch.runtime.tensor_parallel import ModelLayout
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 
@@ -56,7 +58,8 @@ class SequenceParallel(Method):
     def cost(self, cost: Cost) -> Cost:
         """The split; what it sends follows from the products and the attention."""
         if self.mode == "megatron":
-            return replace(cost, splits_norms=cost.size("tensor") > 1)
+            splits = cost.size("tensor") > 1
+            return replace(cost, splits_norms=splits, held_gathers=2.0 * splits)  # before attention, and before the MLP
         return split_sequence(cost)
 
     @classmethod
@@ -67,19 +70,16 @@ class SequenceParallel(Method):
             yield cls(mode="megatron")
 
     def apply(self, ctx: Context) -> Context:
-        """Split the stream through the model's blocks in place.
+        """Split the stream through the model's blocks in place; megatron waits for tensor_parallel, and `complete`.
 
         Raises:
-            CapabilityError: the mode megatron, which can only be planned for.
             StrategyError: a block cannot be split, with the module that stands against it. Nothing was changed then.
             ArgumentError: there is no batch to watch the model on.
         """
         mesh = ctx.need_mesh()
         if self.mode == "megatron":
-            raise CapabilityError(
-                f"{self} can be planned for and not applied yet; leave it out, or take the mode ulysses with an axis "
-                "sequence in parallel_mode"
-            )
+            self._need_companions(ctx.strategy or Strategy())
+            return ctx
         is_split = mesh.size("context") > 1 and any("context" in each.splits for each in ctx.strategy or ())
         if mesh.size("sequence") == 1 or is_split:  # over both axes, by context_parallel
             return ctx
@@ -88,3 +88,21 @@ class SequenceParallel(Method):
         split_stream(model, on_samples(ctx, self.name), Share(group), Ulysses(group))
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)
+
+    def complete(self, ctx: Context, layout: ModelLayout) -> None:
+        """Split by tokens what `layout` has left whole of the context's model, where the mode is megatron.
+
+        Raises:
+            StrategyError: a block does not compute the same.
+        """
+        if self.mode == "megatron":
+            (model,) = ctx.parts
+            split_between(model, layout.blocks, on_samples(ctx, self.name), ctx.need_mesh().group("tensor"))
+
+    def _need_companions(self, strategy: Strategy) -> None:
+        for name in self.needs:
+            if name not in strategy.names():
+                raise StrategyError(
+                    f"{self} completes {name}, which is not in the strategy; add {name} and an axis for it, or take "
+                    "the mode ulysses with an axis sequence in parallel_mode"
+                )

@@ -19,6 +19,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.completion import fills_meta
 from atorch.auto.opt_lib.divisible import indivisible
 from atorch.auto.opt_lib.sample import on_samples
+from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
@@ -83,6 +84,9 @@ class TensorParallel(Method):
         else:
             layout = tensor_parallel(model, on_samples(ctx, self.name), tensor, self.plan, as_dtensors=spreads)
             _tell(model, layout, ctx.world.rank == 0)
+        for each in strategy:
+            if isinstance(each, SequenceParallel):
+                each.complete(ctx, layout)
         share_random_state(mesh.group("tensor"), ctx.device)
         return replace(ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, KEY: written(layout, self.plan)})
 

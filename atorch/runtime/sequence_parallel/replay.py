@@ -83,11 +83,11 @@ def run_whole(block: nn.Module, call: Call) -> Whole:
     storages = {_storage(each.attn_mask) for each, _ in attention.calls if each.attn_mask is not None}
     arguments = by_place((args, kwargs))
     masks = {place for place, tensor in arguments.items() if _storage(tensor) in storages}
-    return Whole(call, masks, attention, outputs, inner, _draws(block, call))
+    return Whole(call, masks, attention, outputs, inner, uses_random_numbers(block, call))
 
 
 @torch.no_grad()
-def _draws(block: nn.Module, call: Call) -> bool:
+def uses_random_numbers(block: nn.Module, call: Call) -> bool:
     """Whether the block draws random numbers in training."""
     args, kwargs = copied((call.args, call.kwargs))
     device = next(iter(by_place((args, kwargs)).values())).device
@@ -192,7 +192,7 @@ def same(got: Tensor, expected: Tensor) -> bool:
     """Whether two tensors agree but for rounding; of those without values, the shapes."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
-    if not (_has_values(got) and _has_values(expected)):
+    if not (has_values(got) and has_values(expected)):
         return True
     if not expected.is_floating_point():
         return torch.equal(got, expected)
@@ -203,13 +203,14 @@ def same(got: Tensor, expected: Tensor) -> bool:
 def _same_mask(got: Tensor | None, expected: Tensor | None) -> bool:
     if got is None or expected is None:
         return got is expected
-    if not expected.is_floating_point() or got.shape != expected.shape or not _has_values(expected):
+    if not expected.is_floating_point() or got.shape != expected.shape or not has_values(expected):
         return same(got, expected)
     hidden, expected_hidden = got < HIDDEN, expected < HIDDEN
     return same(hidden, expected_hidden) and same(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))
 
 
-def _has_values(tensor: Tensor) -> bool:
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has more than a shape."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -47,11 +47,12 @@ def split_stream(model: nn.Module, run: Run, share: Share, exchange: Exchange) -
     seen = evaluate(model, blocks, run)
     with evaluating(model):
         by_kind = _by_kind(blocks, seen, share, exchange)
-    streams = _linked(seen, {path: by_kind[each.kind] for path, each in seen.blocks.items()})
+    streams = linked(seen, {path: by_kind[each.kind] for path, each in seen.blocks.items()})
     for path, stream in streams.items():
-        _install(blocks[path], stream, share, exchange)
+        exchange_attention(blocks[path], exchange)
+        install(blocks[path], stream, share)
     with evaluating(model):
-        _check(model, by_place(seen.output), by_place(run(model)))
+        check_output(model, by_place(seen.output), by_place(run(model)))
     return streams
 
 
@@ -117,7 +118,7 @@ def everywhere(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def _linked(seen: Evaluation, streams: Streams) -> Streams:
+def linked(seen: Evaluation, streams: Streams) -> Streams:
     """The streams without what one block gathers only for the next one to cut again."""
     takers: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for path, block in seen.blocks.items():
@@ -135,8 +136,8 @@ def _linked(seen: Evaluation, streams: Streams) -> Streams:
     return {path: replace(streams[path], arguments=arguments[path], outputs=outputs[path]) for path in streams}
 
 
-def _install(block: nn.Module, stream: BlockStream, share: Share, exchange: Exchange) -> None:
-    exchange_attention(block, exchange)
+def install(block: nn.Module, stream: BlockStream, share: Share) -> None:
+    """Let `block` be given its rank's tokens, and what it gives be gathered, as `stream` says."""
     if stream.draws:
         override(block, "forward", _drawing, share.rank)
     if stream.arguments:
@@ -180,7 +181,7 @@ class _Gather:
         return changed(output, self._share.gather, self._dims)
 
 
-def _check(model: nn.Module, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
+def check_output(model: nn.Module, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
     """Raise where the model, now split, has another output than it had."""
     other = [
         place

@@ -9,7 +9,7 @@ model's own order. What ranks share stays whole on each, and its gradients are s
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -166,12 +166,13 @@ class ForkArguments(SharedHook):
     def __init__(self, group: dist.ProcessGroup, users: int) -> None:
         self._group, self._users = group, users
         self._last: tuple[Tensor, Tensor, int] | None = None  # the tensor, its fork, and how many are still to ask
+        self.is_gathered = False  # from parts, by who sums its gradients
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         here: dict[int, Tensor] = {}  # attention is given one tensor as query, key and value
 
         def forked(_: str, tensor: Tensor) -> Tensor:
-            if not (tensor.requires_grad and torch.is_grad_enabled()):
+            if self.is_gathered or not (tensor.requires_grad and torch.is_grad_enabled()):
                 return tensor
             if id(tensor) not in here:
                 here[id(tensor)] = self._forked(tensor)
@@ -206,13 +207,17 @@ class Sum(SharedHook):
 
     def __init__(self, group: dist.ProcessGroup, stream: RankStream | None) -> None:
         self._group, self._stream = group, stream
+        self.scatter: Callable[[Tensor], Tensor] | None = None  # gives each rank a part of the sum
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._stream is not None:
             self._stream.leave()
         if isinstance(output, tuple):
-            return (reduce(output[0], self._group), *output[1:])
-        return reduce(output, self._group)
+            return (self._sum(output[0]), *output[1:])
+        return self._sum(output)
+
+    def _sum(self, output: Tensor) -> Tensor:
+        return reduce(output, self._group) if self.scatter is None else self.scatter(output)
 
 
 class _Arguments(SharedHook):

@@ -47,7 +47,8 @@ def test_fsdp_shards_over_the_processes_of_a_sequence():
 def test_megatron_divides_what_tensor_parallel_leaves_whole():
     cost = cost_of({"tensor": 4}, "tensor_parallel", MEGATRON)
     assert (cost.tensor, cost.splits_norms, cost.sequence) == (4, True, 1)
-    assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * 5000) / 4
+    gathered = 2 * 600 * (1 - 1 / 4)  # what each block's products are given stays gathered for backward
+    assert peak_memory(cost).activations == 16 / 2 * ((800 + 8 * 5000) / 4 + 8 * gathered)
     assert cost.num_params == cost_of({"tensor": 4}, "tensor_parallel").num_params
 
 
@@ -150,6 +151,24 @@ def test_beside_data(pool: Pool, methods: tuple[str, ...]) -> None:
         assert seen["loss"] <= 1e-5
         assert seen["norms"] <= 1e-4
         assert seen["rows"] == BATCH // 2
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [("fsdp", "checkpoint"), pytest.param(("ddp",), marks=pytest.mark.matrix)],
+    ids="+".join,
+)
+def test_megatron_beside_data(pool: Pool, methods: tuple[str, ...]) -> None:
+    mesh = ("parallel_mode", ([("tensor", 2), ("data", 2)], None))
+    for seen in pool.run(trained, [mesh, "tensor_parallel", MEGATRON, *methods], 0.05, ranks=4):
+        assert seen["update"] <= 1e-4
+        assert seen["loss"] <= 1e-5
+        assert seen["norms"] <= 1e-4
+
+
+def test_megatron_alone_is_refused(pool: Pool) -> None:
+    for message in pool.run(refused, "sdpa", [MEGATRON], {}):
+        assert "completes tensor_parallel, which is not in the strategy" in message
 
 
 @pytest.mark.matrix

@@ -1,0 +1,122 @@
+"""A model split over tensor and between the splits by tokens trains as the whole one does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from atorch.errors import StrategyError
+from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.runtime.sequence_parallel.megatron import split_between
+from atorch.runtime.sequence_parallel.share import Share
+from atorch.runtime.sequence_parallel.summed import gather_tokens, scatter_sum
+from atorch.runtime.tensor_parallel import tensor_parallel
+from tests.pool import Pool
+from tests.runtime.sequence_parallel.training import Collectives, batch, loss_of, made
+
+BLOCKS = 2
+
+
+def split(model: Any, name: str, size: int) -> Any:
+    def run(model: Any) -> Any:
+        return model(**(batch("vit", image=16) if name == "wide vit" else batch(name)))
+
+    layout = tensor_parallel(model, run, init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",)))
+    return layout, split_between(model, layout.blocks, run, dist.group.WORLD)
+
+
+def whole(value: Any) -> Tensor:
+    full: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return full
+
+
+def gradients(rank: int, size: int, name: str, recomputes: bool) -> dict[str, Any]:
+    """Loss, gradients and collectives of one pass; parameters that are cut in rows of several pieces are left out."""
+    model = made(name)
+    plain = copy.deepcopy(model)
+    layout, streams = split(model, name, size)
+    for path in streams if recomputes else ():
+        checkpoint_wrapper(model.get_submodule(path))
+    with Collectives() as forward:
+        loss = loss_of(model(**batch(name)))
+    with Collectives() as backward:
+        loss.backward()
+    expected = loss_of(plain(**batch(name)))
+    expected.backward()
+    out_of_order = {each for each, rows in layout.rows.items() if not rows.is_in_order}
+    pairs = {each: (p.grad, plain.get_parameter(each).grad) for each, p in model.named_parameters()}
+    differences = [(whole(got) - want).norm() for each, (got, want) in pairs.items() if each not in out_of_order]
+    norms = [want.norm() for each, (_, want) in pairs.items() if each not in out_of_order]
+    return {
+        "compared": len(norms),
+        "loss": abs(loss.item() - expected.item()) / abs(expected.item()),
+        "gradients": float(torch.stack(differences).norm() / torch.stack(norms).norm()),
+        "forward": forward.counts,
+        "backward": backward.counts,
+    }
+
+
+# The block's splits; the embedding's sum and the logits' gather and sum; the stream dealt out and gathered; and what is
+# used on a rank's own tokens alone: two norms a block.
+FORWARD = {"allgather_": 2 * BLOCKS + 2, "reduce_scatter_": 2 * BLOCKS, "allreduce_": 1}
+BACKWARD = {"allgather_": 2 * BLOCKS + 1, "reduce_scatter_": 2 * BLOCKS, "allreduce_": 2 * BLOCKS + 1}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
+def test_gradients_are_the_whole_models(pool: Pool, name: str) -> None:
+    for seen in pool.run(gradients, name, False):
+        assert seen["compared"] > 10
+        assert seen["loss"] <= 1e-5
+        assert seen["gradients"] <= 1e-4
+        if name == "llama":
+            assert (seen["forward"], seen["backward"]) == (FORWARD, BACKWARD)
+
+
+def test_recomputes_its_gathers(pool: Pool) -> None:
+    for seen in pool.run(gradients, "llama", True):
+        assert seen["gradients"] <= 1e-4
+        assert seen["forward"] == FORWARD
+        assert seen["backward"]["reduce_scatter_"] > BACKWARD["reduce_scatter_"]
+
+
+def refused(rank: int, size: int) -> str:
+    with pytest.raises(StrategyError) as caught:
+        split(made("vit", image=16), "wide vit", size)
+    return str(caught.value)
+
+
+def test_tokens_that_cannot_be_cut_are_refused(pool: Pool) -> None:
+    for message in pool.run(refused):
+        assert "vit.layers.0" in message
+        assert "multiple of 2 tokens" in message
+
+
+def inside(rank: int, size: int) -> dict[str, bool]:
+    """A weight that each rank uses on its tokens, one on all of them, and an input, as a block has them."""
+    share = Share(dist.group.WORLD, averaged=False)
+    x = torch.arange(2 * 8 * 3, dtype=torch.float64).reshape(2, 8, 3).cos().requires_grad_()
+    parts = [torch.full((), 0.5 + rank, dtype=torch.float64, requires_grad=True) for rank in range(size)]
+    own = share.scatter(x, 1)
+    with Collectives() as forward:
+        got = share.gather(scatter_sum((gather_tokens(own, share, 1) * parts[rank]).tanh(), share, 1), 1)
+    got.sin().sum().backward()
+    plain = x.detach().clone().requires_grad_()
+    expected = torch.stack([(plain * part.detach()).tanh() for part in parts]).sum(0)
+    expected.sin().sum().backward()
+    return {
+        "value": torch.allclose(got, expected),
+        "gradient": torch.allclose(x.grad, plain.grad),
+        "counts": forward.counts == {"allgather_": 2, "reduce_scatter_": 1},
+    }
+
+
+def test_a_sum_is_scattered_and_gathered(pool: Pool) -> None:
+    for seen in pool.run(inside):
+        assert all(seen.values()), seen
