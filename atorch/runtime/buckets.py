@@ -1,4 +1,4 @@
-"""Broadcasting many tensors in few calls: small ones side by side in flat buckets, large ones as they are."""
+"""Broadcasting and averaging many tensors in few calls: small ones side by side in buckets, large ones as they are."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ def broadcast(shares: Iterable[tuple[int, Sequence[Tensor]]], group: dist.Proces
             under_way.append(_send(bucket, source, group))
     for sending in under_way:
         _finish(sending)
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Let every rank's tensors, of which all have the same, be their mean."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        flat /= group.size()
+        for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.detach().copy_(piece.view(tensor.shape))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from atorch.runtime.buckets import average
+
 
 class Reduction:
     """The reduction of one model's gradients: DDP, FSDP2, any module with a `no_sync()`, or none."""
@@ -57,6 +59,13 @@ class Reduction:
             # What the forward pass does where its own backward is next; torch's own pipelines do it like this.
             self._model.reducer.prepare_for_backward([])
         return nullcontext()
+
+    def afterwards(self) -> None:
+        """Reduce what backward passes have left that were none of them the last, for whom hooks cannot do it."""
+        model = self._model
+        if isinstance(model, DistributedDataParallel):
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            average(gradients, model.process_group)
 
     def trial(self) -> AbstractContextManager[None]:
         """A pass whose gradients are thrown away. FSDP2 could not forget what it has not reduced."""

@@ -112,6 +112,7 @@ def _planned(
     batches: _Batches,
 ) -> tuple[Route, tuple[int, ...]]:
     """The calls of the model, and where the stages begin. Nothing is changed."""
+    _need_company(ctx, method)
     if ctx.loss_func is None:
         raise StrategyError("pipeline_parallel runs forward and backward inside loss_func; give auto_accelerate one")
     if ctx.sample_batch is None:
@@ -129,9 +130,44 @@ def _planned(
     rows = num_rows(batch=batch)
     few = take(batch, 0, min(rows, SEEN_ROWS), rows)
     route = route_of(model, named, few, ctx.call_model)
+    if method.schedule == "zero_bubble":
+        _need_single_use(route)
     if method.split_points:
         return route, _given(route, method.split_points, stages)
     return route, _even(ctx, model, route, batch, stages)
+
+
+def _need_company(ctx: Context, method: PipelineParallel) -> None:
+    """That weights' gradients can be computed apart from backward, where the schedule does that."""
+    for each in ctx.strategy or () if method.schedule == "zero_bubble" else ():
+        because = _against_zero_bubble(each)
+        if because is not None:
+            raise StrategyError(
+                f"the schedule zero_bubble computes gradients of weights after backward, and {each} {because}; or take "
+                "the schedule 1f1b or interleaved"
+            )
+
+
+def _need_single_use(route: Route) -> None:
+    """That no weight's gradient comes from several places, of which torch's halves of backward lose one."""
+    outside = route.parameters(0, len(route.calls))
+    called = [call.unit for call in route.calls]
+    several = sorted({*outside, *(name for name in called if called.count(name) > 1)})
+    if several:
+        raise StrategyError(
+            f"the schedule zero_bubble needs weights that only their own module uses, once; {', '.join(several)} "
+            "serves several times or outside of a module. Take the schedule 1f1b or interleaved"
+        )
+
+
+def _against_zero_bubble(method: Any) -> str | None:
+    if method.name in ("fsdp", "zero2"):
+        return "does not keep weights gathered until then: use ddp or zero1 instead"
+    if method.name == "compile":
+        return "computes both at once: leave it out"
+    if method.name == "checkpoint" and (method.selective or not method.no_reentrant):
+        return "lets backward run once: leave selective and no_reentrant at their defaults"
+    return None
 
 
 def _given(route: Route, points: tuple[str, ...], stages: int) -> tuple[int, ...]:

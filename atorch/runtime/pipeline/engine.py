@@ -151,11 +151,11 @@ class Piece(nn.Module):
     def __init__(self, part: nn.Module, engine: Engine) -> None:
         super().__init__()
         self.part = part
-        self._engine, self._stage = engine, stage_of(part)
+        self._engine, self.stage = engine, stage_of(part)
 
     def forward(self, *wires: Tensor, number: Tensor) -> Any:
         """What the next stage takes, or what the last one concludes."""
-        stage, job = self._stage, self._engine.job
+        stage, job = self.stage, self._engine.job
         assert job is not None, "only the engine runs schedules"
         args, kwargs = job.calls[int(number)]
         with stage.visit(() if stage.is_first else wires, job.shapes):

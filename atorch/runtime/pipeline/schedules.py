@@ -42,11 +42,16 @@ def place_of(stage: int, size: int) -> int:
 
 
 class TorchStage(PipelineStage):
-    """A stage as torch's schedules take it, whose gradients are reduced as `reduction` says."""
+    """A stage as torch's schedules take it, whose gradients are reduced as `reduction` says.
 
-    def __init__(self, module: nn.Module, reduction: Reduction, *args: Any, **kwargs: Any) -> None:
+    splits_backward: weights' gradients are computed apart from autograd's hooks, which then cannot reduce them.
+    """
+
+    def __init__(
+        self, module: nn.Module, reduction: Reduction, splits_backward: bool, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(module, *args, **kwargs)
-        self._reduction = reduction
+        self._reduction, self._splits_backward = reduction, splits_backward
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of one micro-batch."""
@@ -54,12 +59,18 @@ class TorchStage(PipelineStage):
             return self.submod(*args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """A backward pass of one micro-batch."""
-        with self._reduction.backward(last=last_backward):
+        """A backward pass of one micro-batch, or half of one."""
+        with self._reduction.backward(last=last_backward and not self._splits_backward):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """After the last backward pass."""
+        if self._splits_backward and self.has_backward:
+            self._reduction.afterwards()
 
 
 def torch_stage(
+    schedule: str,
     module: nn.Module,
     reduction: Reduction,
     index: int,
@@ -77,7 +88,15 @@ def torch_stage(
     takes = [torch.zeros(1, dtype=torch.int64)] if index == 0 else [_empty(*wire) for wire in incoming]
     gives = [torch.zeros((), device="meta")] if index == num_stages - 1 else [_empty(*wire) for wire in outgoing]
     return TorchStage(
-        module, reduction, index, num_stages, device, input_args=tuple(takes), output_args=tuple(gives), group=group
+        module,
+        reduction,
+        schedule == "zero_bubble",
+        index,
+        num_stages,
+        device,
+        input_args=tuple(takes),
+        output_args=tuple(gives),
+        group=group,
     )
 
 

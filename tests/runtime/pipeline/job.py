@@ -93,9 +93,9 @@ OWN: dict[str, Callable[[], nn.Module]] = {"twice": TwiceUsed, "frozen": Frozen}
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
-    """Fixed random samples; labels are unevenly spread, so that micro-batches have different numbers of them."""
+    """Fixed random samples; unless `even`, micro-batches have different numbers of labels."""
 
-    def __init__(self, name: str, num: int, seq: int = SEQ) -> None:
+    def __init__(self, name: str, num: int, seq: int = SEQ, *, even: bool = False) -> None:
         generator = torch.Generator().manual_seed(7)
         if name == "vit":
             images, classes = torch.randn(num, 3, 16, 16, generator=generator), torch.arange(num) % 5
@@ -103,8 +103,10 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
             return
         tokens = torch.randint(2, VOCAB, (num, seq), generator=generator)
         labels = tokens.clone()
-        labels[torch.arange(seq)[None] > 3 + 2 * (torch.arange(num)[:, None] % 4)] = -100
         self.data = {"input_ids": tokens, "labels": labels}
+        if even:
+            return
+        labels[torch.arange(seq)[None] > 3 + 2 * (torch.arange(num)[:, None] % 4)] = -100
         if name not in OWN and name != "t5":
             self.data["attention_mask"] = (torch.arange(seq) < seq - torch.arange(num)[:, None] % 3).long()
 
@@ -160,10 +162,10 @@ def reference(name: str, batches: list[Any], accumulate: int = 1) -> tuple[dict[
 
 
 def train(
-    name: str, strategy: list[Any], *, steps: int = 4, accumulate: int = 1, seq: int = SEQ, **more: Any
+    name: str, strategy: list[Any], *, steps: int = 4, accumulate: int = 1, even: bool = False, **more: Any
 ) -> dict[str, Any]:
     """How far training `name` under a strategy is from plain training: `update`, `loss`, `norm`, and the names held."""
-    data = Samples(name, steps * ROWS, seq)
+    data = Samples(name, steps * ROWS, even=even)
     model = make_model(name).train()
     names, before = first_names(model), snapshot(model)
     _, result, _ = auto_accelerate(

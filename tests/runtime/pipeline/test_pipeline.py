@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+import torch
 
+from atorch import auto_accelerate
 from tests.pool import Pool
-from tests.runtime.pipeline.job import train
+from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model, train
 
+SIMPLE = ("gpt2", "llama", "bert", "vit", "mixtral", "frozen")  # of which every weight has one use
 KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen")
 
 
@@ -35,3 +39,98 @@ def check(pool: Pool, name: str, strategy: list[Any], ranks: int = 2, band: floa
 def test_trains_as_on_one_process(pool: Pool, name: str) -> None:
     found = check(pool, name, stages(micro_batches=4), accumulate=2)
     assert all(len(each["names"]) < len(each["all"]) for each in found), "a stage has its own parameters alone"
+
+
+def test_interleaved(pool: Pool) -> None:
+    found = check(pool, "gpt2", stages(schedule="interleaved", interleave=2, micro_batches=4))
+    first = next(each for each in found if "transformer.wte.weight" in each["names"])
+    assert "transformer.h.0.ln_1.weight" in first["names"]
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("llama", "zero_bubble"), ("bert", "gpipe")])
+def test_other_schedules(pool: Pool, name: str, schedule: str) -> None:
+    check(pool, name, stages(schedule=schedule, micro_batches=4), steps=2)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [*itertools.product(KINDS, ("gpipe", "interleaved")), *((name, "zero_bubble") for name in SIMPLE)],
+)
+def test_every_kind_under_every_schedule(pool: Pool, name: str, schedule: str) -> None:
+    check(pool, name, stages(schedule=schedule, micro_batches=4), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"), [("llama", ["fsdp"]), ("gpt2", ["ddp", "checkpoint"]), ("twice", ["zero1"])], ids=str
+)
+def test_beside_data_parallelism(pool: Pool, name: str, beside: list[Any]) -> None:
+    check(pool, name, [*stages(data=2, micro_batches=2), *beside], ranks=4, steps=2, accumulate=2, even=True)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "beside", [["fsdp"], ["zero1"], ["zero2"], ["fsdp", "checkpoint"], ["ddp", ("compile", {"backend": "aot_eager"})]],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("knobs", [{}, {"schedule": "interleaved"}], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_beside_data_parallelism(pool: Pool, name: str, knobs: dict[str, Any], beside: list[Any]) -> None:
+    check(pool, name, [*stages(data=2, micro_batches=2, **knobs), *beside], ranks=4, steps=2, even=True)
+
+
+def test_zero_bubble_is_reduced_over_data(pool: Pool) -> None:
+    check(pool, "llama", [*stages(data=2, micro_batches=2, schedule="zero_bubble"), "ddp"], ranks=4, steps=2, even=True)
+
+
+def seen_otherwise(rank: int, size: int) -> dict[str, Any]:
+    """What happens beside training: outputs, other shapes, a smaller last batch, misuse."""
+    model = make_model("t5").eval()
+    with torch.no_grad():
+        plain = {seq: model(**Samples("t5", ROWS, seq).data) for seq in (SEQ, SEQ + 4)}
+    _, result, _ = auto_accelerate(
+        model, torch.optim.SGD, Samples("t5", 2 * ROWS), loss_func, model_input_format="unpack_dict",
+        dataloader_args={"batch_size": ROWS}, load_strategy=stages(micro_batches=4), optim_args={"lr": 0.1},
+    )  # fmt: skip
+    assert result is not None
+    found: dict[str, Any] = {"class": True, "eval": 0.0}
+    for seq, expected in plain.items():
+        with torch.no_grad():
+            output = result.model(**Samples("t5", ROWS, seq).data)
+        found["class"] &= type(output) is type(expected)
+        found["eval"] = max(found["eval"], float((output.logits - expected.logits).abs().max()))
+        found["eval"] = max(found["eval"], abs(float(output.loss) - float(expected.loss)))
+    trained = {}
+    for rows, seq in ((ROWS, SEQ), (ROWS, SEQ + 4), (6, SEQ), (1, SEQ)):
+        batch = Samples("t5", rows, seq).data
+        trained[rows, seq] = result.loss_func(batch, result.model(**batch)).item()
+        found[f"loss {rows} {seq}"] = abs(trained[rows, seq] - float(make_model("t5").eval()(**batch).loss))
+    deferred = result.model(**Samples("t5", ROWS).data)
+    for name, use in {
+        "logits": lambda: deferred.logits,
+        "index": lambda: deferred[0],
+        "add": lambda: deferred + 1,
+    }.items():
+        try:
+            use()
+        except (TypeError, AttributeError):
+            found[name] = "refused"
+    loss = result.loss_func(Samples("t5", ROWS).data, deferred)
+    loss.backward()
+    try:
+        loss.backward()
+    except RuntimeError:
+        found["again"] = "refused"
+    state = {name: tuple(value.shape) for name, value in result.model.state_dict().items()}
+    whole = {name: tuple(value.shape) for name, value in make_model("t5").state_dict().items()}
+    found["state"] = state.items() <= whole.items()
+    result.model.load_state_dict(make_model("t5").state_dict())
+    return found
+
+
+def test_evaluation_other_shapes_and_misuse(pool: Pool) -> None:
+    for found in pool.run(seen_otherwise, ranks=2):
+        assert found["class"]
+        assert found["state"]
+        assert all(found[name] == "refused" for name in ("logits", "index", "add", "again"))
+        assert all(value <= 1e-5 for name, value in found.items() if name.startswith(("eval", "loss")))
