@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
     "tensor_parallel": None,
     "sequence_parallel": None,
     "context_parallel": None,
-    "pipeline_parallel": {"schedule": "interleaved", "split_points": ["model.layers.1"]},
+    "pipeline_parallel": {"split_points": ["model.layers.1"]},
     "offload": {"parameters": 0.5},
     "chunk": {"budget_fraction": 0.5},
 }
@@ -51,16 +51,26 @@ REFUSED = {
 } | {
     frozenset(("amp_native", "half")): "one slot: both choose the precision of the matmuls",
     frozenset(("fp8", "tensor_parallel")): "fp8's own layers hide the products that would be split",
+    frozenset(("fp8", "sequence_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",
+    frozenset(("fp8", "context_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",
 }
 """Pairs that a strategy refuses, each with its reason."""
 
 
-AXES = {"tensor_parallel": "tensor"}
-"""The axis that a method splits the model over; others leave it whole."""
+AXES = {
+    "tensor_parallel": "tensor",
+    "sequence_parallel": "sequence",
+    "context_parallel": "context",
+    "pipeline_parallel": "pipeline",
+}
+"""The axis that a method splits the model over, in the order of ranks; others leave it whole."""
+
+BY_TOKENS = {"sequence_parallel", "context_parallel"}
+"""Methods that want attention by scaled_dot_product_attention; the plain model writes it out."""
 
 
 def strategy_of(*names: str) -> list[Any]:
-    axes = [AXES[name] for name in names if name in AXES]
+    axes = [axis for name, axis in AXES.items() if name in names]
     if not axes:
         return [(name, SETTINGS[name]) for name in names]
     mesh = [(axis, 2) for axis in axes] + [("data", 2)] * (len(axes) == 1)
@@ -69,6 +79,10 @@ def strategy_of(*names: str) -> list[Any]:
 
 def ranks_of(*names: str) -> int:
     return 2 if AXES.keys().isdisjoint(names) else 4
+
+
+def attention_of(*names: str) -> str:
+    return "eager" if BY_TOKENS.isdisjoint(names) else "sdpa"
 
 
 def band(*names: str) -> float:
@@ -85,7 +99,8 @@ def test_every_method_has_a_setting() -> None:
 
 @pytest.mark.parametrize("name", APPLIED)
 def test_each_method_alone(pool: Pool, name: str) -> None:
-    for update_error, loss_error in pool.run(deviation, strategy_of(name), ranks=ranks_of(name)):
+    found = pool.run(deviation, strategy_of(name), attention_of(name), ranks=ranks_of(name))
+    for update_error, loss_error in found:
         assert update_error <= band(name)
         assert loss_error <= max(1e-5, band(name))
 
@@ -106,12 +121,12 @@ SAMPLE = 4
     [pytest.param(*pair, marks=[] if i % SAMPLE == 0 else pytest.mark.matrix) for i, pair in enumerate(pairs())],
 )
 def test_every_pair_composes_or_is_refused(pool: Pool, first: str, second: str) -> None:
-    strategy = strategy_of(first, second)
+    job, ranks = (strategy_of(first, second), attention_of(first, second)), ranks_of(first, second)
     if frozenset((first, second)) in REFUSED:
         with pytest.raises(RankFailure, match=StrategyError.__name__):
-            pool.run(deviation, strategy, ranks=ranks_of(first, second))
+            pool.run(deviation, *job, ranks=ranks)
         return
-    for update_error, _ in pool.run(deviation, strategy, ranks=ranks_of(first, second)):
+    for update_error, _ in pool.run(deviation, *job, ranks=ranks):
         assert update_error <= band(first, second)
 
 
