@@ -126,6 +126,18 @@ def states_bytes(cost: Cost) -> float:
     return max(course.parameters + course.optimizer + course.masters for course in courses)
 
 
+def least_on_host(cost: Cost) -> float:
+    """Of parameters, masters and optimizer states, what is on the host at any moment, on a stage that has the most."""
+    waiting = _Waiting._make(_waiting(cost))
+
+    def of_stage(course: Course) -> float:
+        steps = course.optimizer + course.masters
+        shares = waiting.param_offload * course.parameters + waiting.optim_offload * steps
+        return max(shares, course.parameters + steps - waiting.budget_bytes)
+
+    return max(of_stage(course) for course in courses_of(cost, heaviest_stages(cost)))
+
+
 def uses_host(cost: Cost) -> bool:
     """Whether anything may wait in host memory."""
     return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)

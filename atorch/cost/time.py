@@ -92,7 +92,7 @@ class _Whole(NamedTuple):
 
 
 _read_by_copies = attrgetter(
-    "dtype", "tensor", "splits_norms", "sequence", "context", "expert", "stages", "recompute", "recompute_keeps",
+    "dtype", "tensor", "splits_norms", "sequence", "context", "expert", "recompute", "recompute_keeps",
     "attention_scale", "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s",
     "traced_batch", "batch_size", "num_micro_batches",
 )  # fmt: skip

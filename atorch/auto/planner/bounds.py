@@ -11,7 +11,7 @@ functions. What is still to be chosen can at best do this:
 - micro_batch cuts the batch into n. A micro-batch takes a start-up and a part in proportion to its samples, or the
   largest of several such sums, so that all of them take least where n is 1. What a pipeline waits to fill and drain is
   of single micro-batches and least where n is largest, and so are activations: a stage holds no more of them. Gradients
-  need the least where n is 1, when they appear one by one.
+  need the least where n is 1, when they appear one by one; without a pipeline that is when all activations are there.
 
 Only methods that this reasoning covers may be left to choose: above any other, a third party's say, nodes have no
 bound. Tests hold the outcome to brute force.
@@ -35,7 +35,7 @@ from atorch.auto.opt_lib.zero2 import Zero2
 from atorch.auto.planner.space import Level, Space
 from atorch.auto.strategy import Method, Phase
 from atorch.cost import Cost, StepTimes, peak_bytes, peak_memory
-from atorch.cost.memory import states_bytes
+from atorch.cost.memory import least_on_host, states_bytes, uses_host
 from atorch.cost.splits import REPLICA_AXES
 
 SHARING = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
@@ -131,17 +131,22 @@ class Bounds:
         return [cost.but(param_offload=1.0, optim_offload=1.0, activation_offload=each) for each in away]
 
     def _short(self, cost: Cost, left: Kinds) -> float:
-        """Least bytes that are short on the device, or on it and the host together, as far as one look tells."""
-        costs: tuple[Cost, ...] = (cost,)
-        if MicroBatch in left:
-            costs = (cost.but(num_micro_batches=1.0, activation_scale=0.0), _finest(cost).but(grad_itemsize=0.0))
-        for each in costs:
-            short = peak_bytes(each) * (1 - SLACK) - self.device_bytes
-            if short > 0:
-                return short
-        if left.isdisjoint((Offload, Chunk)):
+        """Least bytes that are short on the device, on the host, or on both together, as far as one look tells."""
+        short = self._least_bytes(cost, left) * (1 - SLACK) - self.device_bytes
+        if short > 0 or not uses_host(cost) and left.isdisjoint((Offload, Chunk)):
             return short
+        if left.isdisjoint((Offload, Chunk)):
+            return least_on_host(cost) * (1 - SLACK) - self.host_bytes
         return states_bytes(cost) * (1 - SLACK) - self.device_bytes - self.host_bytes  # which are somewhere
+
+    def _least_bytes(self, cost: Cost, left: Kinds) -> float:
+        """Bytes at the peak of what is below: with one micro-batch, or of several the smallest."""
+        if MicroBatch not in left:
+            return peak_bytes(cost)
+        one, finest = cost.but(num_micro_batches=1.0), _finest(cost)
+        if cost.stages == 1:  # of several, the gradients of the first are there while the others compute
+            return min(peak_bytes(one), peak_bytes(finest))
+        return max(peak_bytes(one.but(activation_scale=0.0)), peak_bytes(finest.but(grad_itemsize=0.0)))
 
     def _crossing_seconds(self, cost: Cost) -> float:
         """What activations that wait on the host take to get there, or back."""

@@ -1,5 +1,6 @@
 """Pruning loses nothing: the best N under the estimate are exactly those of brute force, whatever model and machine."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -94,13 +95,16 @@ def test_where_nothing_fits_the_nearest_miss_is_found(job, share):
 def test_no_composition_is_below_its_bounds(job):
     profile, spec, batch, excluded = job
     space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
-    bounds = Bounds.of(space, StepTimes(spec), 0.0, 0.0)
+    times = StepTimes(spec)
+    bounds, hostless = Bounds.of(space, times, 0.0, 0.0), Bounds.of(space, times, math.inf, 0.0)
     for depth in bounds.depths:
         for node in space.descend(space.root(start), depth):
             least_s, (short, crossing_s) = bounds.least_seconds(node.cost, depth), bounds.fitting(node.cost, depth)
+            on_host, _ = hostless.fitting(node.cost, depth)
             for methods, seconds, memory in ((m, s, held) for m, s, held in brute_below(space, node, spec)):
                 assert least_s <= seconds, methods
                 assert short <= memory.total + memory.on_host, methods
+                assert on_host <= memory.on_host, methods
                 assert crossing_s == float("inf") or crossing_s <= seconds
 
 
