@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+import tests.contract.test_cost_against_simulation as contract
 from atorch.auto.opt_lib.context_parallel import ContextParallel
-from atorch.cost import peak_memory
+from atorch.auto.planner.simulate import simulate
+from atorch.auto.strategy import Strategy
+from atorch.cost import peak_memory, plain_cost
 from atorch.errors import AtorchError
 from tests.auto.opt_lib.context_job import BATCH, accelerated, trained
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
@@ -20,6 +23,7 @@ from tests.runtime.tensor_parallel.models import make
 
 ALONE = ("parallel_mode", ([("context", 2)], None))
 WITH_DATA = ("parallel_mode", ([("context", 2), ("data", 2)], None))
+MICRO = ("micro_batch", {"size": 2})
 TWO_AXES = ("parallel_mode", ([("sequence", 2), ("context", 2)], None))
 OUT_OF_ORDER = ("context_parallel", {"load_balance": False})
 
@@ -104,6 +108,19 @@ def test_it_trains_as_one_process_does(pool: Pool, name: str, strategy: list[Any
         assert {*found["sends"][1:]} == {
             pieces * BLOCKS * (4 if again else 3)
         }  # micro_batch compares, in the first step
+
+
+@pytest.mark.parametrize(
+    "beside", [("checkpoint",), pytest.param((MICRO, ("half", "bf16")), marks=pytest.mark.matrix)], ids=str
+)
+def test_its_cost_is_what_a_simulation_sends(beside: tuple[Any, ...]) -> None:
+    ctx, profile = contract.job(contract.llama, 4)
+    strategy = Strategy.of([("parallel_mode", ([("context", 4)], None)), "context_parallel", "ddp", *beside])
+    happened = simulate(ctx, strategy, contract.batch(), world_size=4, global_batch=contract.ROWS)
+    promised = contract.promised(strategy.cost(plain_cost(profile, contract.ROWS)))
+    calls, num_bytes = happened.collectives["send", ("context",)]
+    assert (calls, num_bytes) == pytest.approx(promised["send", frozenset(("context",))])
+    assert happened.collectives["receive", ("context",)] == (calls, num_bytes)
 
 
 def refused(rank: int, size: int, model: nn.Module, strategy: list[Any]) -> tuple[str, bool]:
