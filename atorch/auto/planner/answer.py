@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, get_args
 
 from atorch.auto.planner.best_first import TIE, Found, best_first
@@ -171,7 +172,7 @@ def _plan(
         global_batch=question.job.global_batch,
         objective=objective,
         usable_bytes=room.device_bytes,
-        ranking=tuple(question.ranked(columns.methods[row]) for row in rows),
+        ranking=(best, *(question.ranked(columns.methods[row]) for row in rows if row != first)),
         near_ties=tuple(question.ranked(columns.methods[row]) for row in _ties(columns, first)),
         best_applicable=_best_applicable(question, best),
         counterfactuals=counterfactuals(space, chosen, question.start, cluster, room),
@@ -234,8 +235,8 @@ def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) 
 
 def _counts(columns: Columns, space: Space) -> dict[str, dict[str, int]]:
     """How many scored compositions have each size of each axis, and each method or none in each slot."""
-    sets = Counter(map(id, (each for methods in columns.methods for each in methods)))
-    held = {id(each): each for methods in columns.methods for each in methods}
+    sets = Counter(map(id, chain.from_iterable(columns.methods)))
+    held = {id(each): each for each in chain.from_iterable(columns.methods)}
     counts: dict[str, Counter[str]] = {axis: Counter() for axis in AXES}
     for key, number in sets.items():
         method = held[key]

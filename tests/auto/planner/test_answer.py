@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.answer import answer
+from atorch.auto.planner.answer import EQUAL, answer
 from atorch.auto.planner.estimate import estimate_of
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
@@ -36,9 +36,18 @@ def test_the_choice_is_what_its_methods_cost(plan):
     assert plan.estimate.peak_bytes <= plan.usable_bytes < plan.memory_bytes
     assert plan.estimate.tokens_per_s == pytest.approx(16 * 4096 / plan.estimate.step_s)
     assert plan.ranking[0].strategy == plan.strategy
-    seconds = [each.estimate.step_s for each in plan.ranking]
+    chosen_s, *seconds = (each.estimate.step_s for each in plan.ranking)
     assert seconds == sorted(seconds)
-    assert len(seconds) == 20
+    assert chosen_s <= (1 + EQUAL) * seconds[0]
+    assert len({each.strategy.methods for each in plan.ranking}) == 20
+
+
+def test_the_choice_leads_the_ranking_also_where_others_are_as_fast():
+    plan = answer(llama(), CLUSTER, global_batch=64, excluded=["zero1", "zero2", "ddp", "offload"], breadth=0)
+    equal = [each for each in plan.ranking if each.estimate.step_s == plan.estimate.step_s]
+    assert not all(each.can_apply() for other in equal for each in other.strategy)
+    assert all(each.can_apply() for each in plan.strategy)
+    assert plan.ranking[0].strategy == plan.strategy
 
 
 def test_near_ties_are_near_and_the_simplest_comes_first(plan):
