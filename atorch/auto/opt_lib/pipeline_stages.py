@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
 
 ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
+FP8_ROUNDING = 2e-2  # a tensor's scale is of all its rows
 
 
 def split(ctx: Context, method: PipelineParallel) -> Context:
@@ -48,7 +49,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     parts = cut(model, named, route, starts, mine, ctx.device)
     together(lambda: _need_training(ctx, parts, mine))
     group = mesh.group("pipeline")
-    tolerance = 1e-4 if ctx.compute_dtype is None else ROUNDING.get(ctx.compute_dtype, 1e-4)
+    tolerance = _rounding(ctx)
 
     def finish(built: Built) -> Built:
         if built.args["use_optim_backward"] or built.loss_func is None:
@@ -59,6 +60,13 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         return replace(built, model=pipeline, loss_func=loss_func)
 
     return replace(ctx, parts=parts).with_finish(finish)
+
+
+def _rounding(ctx: Context) -> float:
+    """How far the loss of a batch may be from that of its micro-batches."""
+    if ctx.strategy is not None and "fp8" in ctx.strategy.names():
+        return FP8_ROUNDING
+    return 1e-4 if ctx.compute_dtype is None else ROUNDING.get(ctx.compute_dtype, 1e-4)
 
 
 class _Batches:
