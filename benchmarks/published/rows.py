@@ -24,7 +24,7 @@ from atorch.cost.splits import (
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
 from benchmarks.published.frameworks import Framework
-from benchmarks.published.hardware import cluster_described
+from benchmarks.published.hardware import NODE, cluster_described
 from benchmarks.published.layout import Layout, framework_for, layout_of
 from benchmarks.published.shapes import shape_of
 from benchmarks.published.table import BLANK, UNKNOWN, Row
@@ -96,6 +96,7 @@ def cost_of(row: Row) -> Cost:
         attention_scale=framework.attention_scale,
         hop_wait_s=framework.hop_wait_s,
         scatters_sends=framework.scatters_sends,
+        extra_s=_waiting_seconds(layout, framework),
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(
@@ -127,6 +128,17 @@ def _axes(layout: Layout) -> dict[str, int]:
         "data": layout.data // zero,
         "pipeline": layout.pipeline,
     }
+
+
+def _waiting_seconds(layout: Layout, framework: Framework) -> float:
+    """What a step loses where every send and receipt waits: an inner stage has four of each micro-batch, an outer two.
+
+    The first micro-batch passes the inner stages before the last stage has it, and its gradient passes them again.
+    """
+    if layout.pipeline == 1 or (layout.devices < 64 * NODE and layout.tensor < 4 * NODE):
+        return 0.0
+    inner = layout.pipeline - 2
+    return framework.send_wait_s * ((4 if inner else 2) * layout.num_micro_batches + 2 * inner)
 
 
 def _precision(cost: Cost, framework: Framework, dtype: str) -> Cost:
