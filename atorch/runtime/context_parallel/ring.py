@@ -142,7 +142,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
         query, ring = _dense(query), plan.ring
-        held, rows = _Held(key, value), _Rows(query, value)
+        own, shapes = torch.cat([key.flatten(), value.flatten()]), (key.shape, value.shape)
+        held, rows = _Held(own, shapes), _Rows(query, value)
         kept: list[tuple[Any, ...]] = []
         with torch.autocast(query.device.type, enabled=False):
             for hop in range(ring.size):
@@ -154,16 +155,16 @@ class _RingAttention(torch.autograd.Function):
                 if arrived is not None:
                     held.packed = arrived()
         out, logs = rows.results(query.dtype)
-        ctx.save_for_backward(query, key, value, out, logs)
-        ctx.plan, ctx.kept = plan, kept
+        ctx.save_for_backward(query, own, out, logs)
+        ctx.plan, ctx.shapes, ctx.kept = plan, shapes, kept
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logs = ctx.saved_tensors
+        query, own, out, logs = ctx.saved_tensors
         plan, kept, grad = ctx.plan, iter(ctx.kept), _dense(grad)
-        ring, held, dtype = plan.ring, _Held(key, value), accumulated(query.dtype)
+        ring, held, dtype = plan.ring, _Held(own, ctx.shapes), accumulated(query.dtype)
         of_query, of_own = torch.zeros_like(query, dtype=dtype), held.zeros(dtype)
         returned: Callable[[], Tensor] | None = None
         with torch.autocast(query.device.type, enabled=False):
@@ -173,20 +174,23 @@ class _RingAttention(torch.autograd.Function):
                 for meeting, part in plan.parts(hop, query, held):
                     rows = meeting.rows
                     whole = Attended(out[:, :, rows], logs[:, :, rows].contiguous(), next(kept))
-                    of_rows, *of_columns = gradients(part, grad[:, :, rows], whole)
-                    of_query[:, :, rows] += of_rows
-                    for total, more in zip(found.part(meeting.columns), of_columns, strict=True):
-                        total += more
+                    totals = of_query[:, :, rows], *found.part(meeting.columns)
+                    _add(totals, gradients(part, grad[:, :, rows], whole))
                 if returned is not None:
                     found.packed += returned()  # what the ranks between the keys' own and this one have found
                 if hop > 0:
-                    returned = ring.pass_on(found.packed.to(key.dtype))
+                    returned = ring.pass_on(found.packed.to(own.dtype))
                 if arrived is not None:
                     held.packed = arrived()
         if returned is not None:
             of_own.packed += returned()
         of_key, of_value = of_own.part(slice(None))
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None
+        return of_query.to(query.dtype), of_key.to(own.dtype), of_value.to(own.dtype), None
+
+
+def _add(totals: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
+    for total, each in zip(totals, more, strict=True):
+        total += each
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -197,9 +201,8 @@ def _dense(tensor: Tensor) -> Tensor:
 class _Held:
     """Keys and values, or their gradients, in one piece of memory that is sent at once."""
 
-    def __init__(self, key: Tensor, value: Tensor, packed: Tensor | None = None) -> None:
-        self._shapes = key.shape, value.shape
-        self.packed = torch.cat([key.flatten(), value.flatten()]) if packed is None else packed
+    def __init__(self, packed: Tensor, shapes: tuple[torch.Size, torch.Size]) -> None:
+        self.packed, self._shapes = packed, shapes
 
     def part(self, columns: slice) -> tuple[Tensor, Tensor]:
         """Views of some keys and of their values."""
@@ -209,8 +212,7 @@ class _Held:
 
     def zeros(self, dtype: torch.dtype) -> _Held:
         """As much of zeros."""
-        key, value = self.part(slice(None))
-        return _Held(key, value, torch.zeros_like(self.packed, dtype=dtype))
+        return _Held(torch.zeros_like(self.packed, dtype=dtype), self._shapes)
 
 
 class _Rows:
