@@ -13,7 +13,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from atorch.cost.moments import Course, Moment, courses_of
+from atorch.cost.moments import REMEMBERED, Course, Moment, courses_of
 from atorch.cost.stages import Stage, heaviest_stages, stages_of
 from atorch.cost.state import Cost
 
@@ -172,7 +172,7 @@ def _peaks_of(cost: Cost, courses: Sequence[Course]) -> list[tuple[Moment, Held]
     return [_peak_beside_host(course, cost.buffer_bytes, waiting) for course in courses]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=REMEMBERED)
 def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) -> tuple[Moment, Held]:
     """Of moments that fill a budget the one counts that most makes way for."""
     *passes, step = course.moments

@@ -22,6 +22,8 @@ from atorch.cost.profile import Matmul, Segment
 from atorch.cost.stages import Stage
 from atorch.cost.state import Cost
 
+REMEMBERED = 2**14  # stages, in some tens of MB: a search comes back to many, and not to those of long ago
+
 
 class Moment(NamedTuple):
     """What lives at one moment and not all the time, in bytes."""
@@ -104,7 +106,7 @@ def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
     return [_course(terms, stage, stage.in_flight >= least) for stage in stages]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=REMEMBERED)
 def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
     copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in stage.parts]
     params = state = trained = 0.0
@@ -195,7 +197,7 @@ def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[flo
     return terms.gathered_itemsize * around, terms.gathered_itemsize * within
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=REMEMBERED)
 def _copy(terms: Terms, segment: Segment) -> _Copy:
     """What a device has of one copy.
 
