@@ -120,6 +120,7 @@ def trained(rank: int, size: int, strategy: list[Any], clips: float | None) -> d
         "loss": float((mean / size - torch.tensor(expected_losses)).abs().max()),
         "norms": max((abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)), default=0.0),
         "methods": used.names(),
+        "held": sum(p.numel() for p in result.model.parameters()) / sum(p.numel() for p in plain.parameters()),
         "rows": len(next(iter(result.dataloader))["input_ids"]),
     }
 
@@ -151,6 +152,15 @@ def test_beside_data(pool: Pool, methods: tuple[str, ...]) -> None:
         assert seen["loss"] <= 1e-5
         assert seen["norms"] <= 1e-4
         assert seen["rows"] == BATCH // 2
+
+
+def test_beside_tensor_heads_are_shared_out_over_both(pool: Pool) -> None:
+    mesh = ("parallel_mode", ([("tensor", 2), ("sequence", 2)], None))
+    for seen in pool.run(trained, [mesh, "tensor_parallel", "sequence_parallel"], 0.05, ranks=4):
+        assert seen["update"] <= 1e-4
+        assert seen["loss"] <= 1e-5
+        assert seen["norms"] <= 1e-4
+        assert seen["held"] < 0.51
 
 
 @pytest.mark.parametrize(

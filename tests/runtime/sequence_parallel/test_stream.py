@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from atorch.errors import ArgumentError, AtorchError
 from atorch.runtime.recompute import checkpoint_wrapper
 from tests.pool import Pool
-from tests.runtime.sequence_parallel.training import batch, loss_of, made, parity, ulysses
+from tests.runtime.sequence_parallel.training import TOKENS, batch, loss_of, made, parity, ulysses
 
 BLOCKS = 2
 FORWARD = {"alltoall_base_": 4 * BLOCKS, "allgather_": 1}
@@ -28,6 +28,7 @@ def test_trains_as_the_whole_model(pool: Pool, name: str) -> None:
         assert seen["loss"] <= 1e-5
         assert seen["update"] <= 1e-4
         assert (seen["forward"], seen["backward"]) == (FORWARD, FORWARD)
+        assert seen["tokens"] == [5 if name == "vit" else TOKENS // 2]
 
 
 @pytest.mark.matrix

@@ -106,8 +106,12 @@ def parity(rank: int, size: int, name: str, settings: dict[str, Any], prepare: A
     streams = ulysses(model, lambda model: model(**batch(name)), dist.group.WORLD)
     if prepare is not None:
         prepare(model)
+    tokens: list[int] = []
+    last = model.get_submodule(list(streams)[-1])
+    handle = last.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape[1]))
     with Collectives() as forward:
         output = model(**batch(name))
+    handle.remove()
     with Collectives() as backward:
         loss_of(output).backward()
     model.zero_grad()
@@ -116,6 +120,7 @@ def parity(rank: int, size: int, name: str, settings: dict[str, Any], prepare: A
         "training": all(module.training for module in model.modules()),
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
         "update": distance(state(model), state(plain), before),
+        "tokens": tokens,
         "forward": forward.counts,
         "backward": backward.counts,
         "streams": {path: (dict(each.arguments), dict(each.outputs)) for path, each in streams.items()},
