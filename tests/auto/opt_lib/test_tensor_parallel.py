@@ -25,6 +25,7 @@ from atorch.distributed.world import World
 from atorch.errors import AtorchError, StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.pool import Pool
+from tests.runtime.tensor_parallel import models
 
 AXES = {"tensor": 4}
 ALONE = ("parallel_mode", ([("tensor", 2)], None))
@@ -227,6 +228,56 @@ def test_clipping_and_unused_parameters_over_a_mesh(pool: Pool, method: str) -> 
     for seen in pool.run(clipped, method, ranks=4):
         assert seen["norms"] <= 1e-5
         assert seen["values"] <= 1e-5
+
+
+def trained(rank: int, size: int, name: str, method: str) -> tuple[float, float]:
+    """How far ten steps' update and the first loss are from plain training's."""
+    model, plain = models.make(name), models.make(name)
+    before = contract.snapshot(plain)
+    _, result, _ = auto_accelerate(
+        model,
+        torch.optim.SGD,
+        loss_func=lambda batch, output: models.loss_of(output),
+        optim_args={"lr": 0.02},
+        model_input_format="unpack_dict",
+        sample_batch=models.batch(name),
+        load_strategy=[MIXED, "tensor_parallel", method],
+    )
+    assert result is not None
+    place = result.model._atorch.mesh.rank("data")
+    optim = torch.optim.SGD(plain.parameters(), lr=0.02)
+    first = 0.0
+    for step in range(10):
+        batches = [models.batch(name, 2 * step + index) for index in range(2)]
+        loss = result.loss_func(batches[place], result.model(**batches[place]))
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+        expected = [models.loss_of(plain(**batch)) for batch in batches]
+        torch.stack(expected).mean().backward()
+        optim.step()
+        optim.zero_grad()
+        first = first or abs(float(loss.detach()) - float(expected[place].detach()))
+    after = contract.snapshot(plain)
+    got = contract.updates(before, contract.snapshot(result.model))
+    return contract.distance(got, contract.updates(before, after)), first
+
+
+FAMILIES = ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=[] if (name, method) == ("mixtral", "ddp") else pytest.mark.matrix)
+        for name in FAMILIES
+        for method in ("ddp", "fsdp")
+    ],
+)
+def test_families_train_over_a_mesh(pool: Pool, name: str, method: str) -> None:
+    for update, loss in pool.run(trained, name, method, ranks=4):
+        assert update <= 1e-4
+        assert loss <= 1e-5
 
 
 def test_each_of_64_ranks_holds_its_part() -> None:

@@ -15,7 +15,9 @@ from atorch.runtime.clip import clip_grads
 from atorch.runtime.recompute import checkpoint_wrapper
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
 from tests.pool import Pool
+from tests.runtime.sharing import Block
 from tests.runtime.tensor_parallel.models import batch, loss_of, make
+from tests.runtime.tensor_parallel.test_split import Collectives
 
 STEPS = 3
 
@@ -91,6 +93,68 @@ def recomputed(rank: int, size: int) -> float:
         grads.append([whole(parameter.grad) for parameter in model.parameters()])
     assert all(bool(grad.norm() > 0) for grad in grads[0] if grad.dim() > 1)
     return max(float((a - b).norm()) for a, b in zip(*grads, strict=True))
+
+
+def counted(rank: int, size: int) -> dict[str, dict[str, int]]:
+    """Collectives of a step of two blocks and a tied vocabulary, by what is recomputed."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    seen = {}
+    for kept in ("all", "products", "inputs"):
+        model = make("llama")
+        tensor_parallel(model, lambda model: model(**batch("llama")), mesh, as_dtensors=False)
+        for block in blocks_of(model, "llama") if kept != "all" else ():
+            checkpoint_wrapper(block, selective=kept == "products")
+        with Collectives() as step:
+            loss_of(model(**batch("llama"))).backward()
+        seen[kept] = step.counts
+    return seen
+
+
+def test_what_recomputation_adds_to_the_collectives(pool: Pool) -> None:
+    """Two sums a block in forward and two in backward, one each for table and logits, which are gathered once; a block
+    that is recomputed sums again after attention, and stops before the sum that ends it."""
+    plain, again = 2 * (2 + 2) + 1 + 1, 2 * 1
+    for seen in pool.run(counted):
+        assert seen["all"] == {"allreduce_": plain, "allgather_": 1}
+        assert seen["products"] == seen["inputs"] == {"allreduce_": plain + again, "allgather_": 1}
+
+
+class Shared(nn.Module):
+    """Blocks that are gone through twice, and a table that is the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tokens, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+        self.head.weight = self.tokens.weight
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def twice(rank: int, size: int) -> float:
+    model, plain, tokens = Shared(), Shared(), torch.arange(10)[None].repeat(3, 1)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    layout = tensor_parallel(model, lambda model: model(tokens), mesh, as_dtensors=False)
+    assert len(layout.rows) == 2 * 3 + 2
+    for _ in range(STEPS):
+        for each in (model, plain):
+            optim = torch.optim.SGD(each.parameters(), lr=0.5)
+            (each(tokens) * torch.sin(torch.arange(100.0)).view(1, 10, 10)).mean().backward()
+            optim.step()
+            optim.zero_grad()
+    got, moved = whole_state(model, layout, mesh.get_group()), Shared().state_dict()
+    error = torch.stack([(got[key] - value).norm() for key, value in plain.state_dict().items()]).norm()
+    return float(error / torch.stack([(moved[key] - value).norm() for key, value in plain.state_dict().items()]).norm())
+
+
+def test_blocks_that_are_used_twice(pool: Pool) -> None:
+    assert max(pool.run(twice)) <= 1e-4
 
 
 def whole(tensor: Any) -> Tensor:
