@@ -8,7 +8,7 @@ wherever the sequence of calls is cut, whatever way it took.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,6 +55,7 @@ class Route:
     calls: Sequence[Call]
     output_needs: frozenset[Source]
     trained: frozenset[int]  # calls whose results have a gradient
+    written: frozenset[Value]  # what somebody changes in place who got it
 
     def wires(self, start: int) -> tuple[Value, ...]:
         """The values from before call `start` that it, a later call or the output needs."""
@@ -109,7 +110,7 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], 
         for handle in handles:
             handle.remove()
     output_needs = frozenset(watch.sources(_tensors(output), "the model's output"))
-    return Route(tuple(watch.calls), output_needs, _trained(watch.calls, model, units))
+    return Route(tuple(watch.calls), output_needs, _trained(watch.calls, model, units), frozenset(watch.written))
 
 
 def _trained(calls: Sequence[Call], model: nn.Module, units: Mapping[str, nn.Module]) -> frozenset[int]:
@@ -136,6 +137,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
+        self.written: set[Value] = set()
         self._running: Call | None = None
         self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -170,6 +172,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            marks = (mark for tensor in _written(func, args) for mark in self._marks.get(tensor, ()))
+            self.written.update(mark for mark in marks if isinstance(mark, Value))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         call = self._running
@@ -206,6 +211,13 @@ class _Watch(TorchDispatchMode):
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def _written(func: Any, args: Any) -> Iterator[Tensor]:
+    """The arguments that an operation writes to."""
+    for described, given in zip(func._schema.arguments, args, strict=False):
+        if described.alias_info is not None and described.alias_info.is_write:
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 def _tensors(data: Any) -> list[Tensor]:

@@ -111,8 +111,11 @@ class _Visit:
         def fill(leaf: Any, place: str) -> Any:
             if not isinstance(leaf, Slot):
                 return leaf
-            value = self.values.get(Value(number, leaf))
-            return self.shapes[number][leaf].stand_in(self.stage.device) if value is None else value
+            value = Value(number, leaf)
+            sent = self.values.get(value)
+            if sent is None:
+                sent = self.shapes[number][leaf].stand_in(self.stage.device)
+            return self._own(value, sent)
 
         return map_leaves(fill, self.stage.route.calls[number].returns)
 
@@ -123,7 +126,7 @@ class _Visit:
             if isinstance(leaf, Tensor):
                 value = Value(number, len(shapes))
                 if value in self.stage.outgoing:
-                    self.values[value] = leaf
+                    self.values[value] = self._own(value, leaf)
                 shapes.append(shape_of(leaf))
             return leaf
 
@@ -135,6 +138,10 @@ class _Visit:
                 "pipeline runs models that pass on the same for every batch"
             )
         self.made.append(shapes)
+
+    def _own(self, value: Value, tensor: Tensor) -> Tensor:
+        """`tensor`, or a copy of what the model is going to write to: the next stage does so, too."""
+        return tensor.clone() if value in self.stage.route.written else tensor
 
 
 class _Done(BaseException):

@@ -34,6 +34,36 @@ class TwiceUsed(nn.Module):
         return {"logits": self.head(hidden)}
 
 
+class Adding(nn.Module):
+    """A residual block that changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden += self.inner(hidden * 1.0).tanh()
+        return hidden
+
+
+class InPlace(nn.Module):
+    """Blocks, and the model between them, that write to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQ, WIDTH)
+        self.layers = nn.ModuleList(Adding() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        hidden += self.position(torch.arange(input_ids.shape[1]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+            hidden *= 0.9
+        return {"logits": self.head(hidden)}
+
+
 class Frozen(nn.Module):
     """Two inputs, a frozen embedding, and a mask that skips stages."""
 
@@ -89,7 +119,7 @@ def make_model(name: str) -> nn.Module:
     return _language(name)
 
 
-OWN: dict[str, Callable[[], nn.Module]] = {"twice": TwiceUsed, "frozen": Frozen}
+OWN: dict[str, Callable[[], nn.Module]] = {"twice": TwiceUsed, "frozen": Frozen, "inplace": InPlace}
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
@@ -152,30 +182,39 @@ def loop(model: Any, loss_of: Any, optim: Any, batches: list[Any], accumulate: i
     return losses, norm
 
 
-def reference(name: str, batches: list[Any], accumulate: int = 1) -> tuple[dict[str, torch.Tensor], list[float], float]:
+def reference(
+    name: str, batches: list[Any], accumulate: int = 1, loss_of: Any = loss_func
+) -> tuple[dict[str, torch.Tensor], list[float], float]:
     """Updates, losses and norm of plain training on one process."""
     model = make_model(name).train()
     before = snapshot(model)
-    losses, norm = loop(model, loss_func, torch.optim.SGD(model.parameters(), lr=0.1), batches, accumulate)
+    losses, norm = loop(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), batches, accumulate)
     after = snapshot(model)
     return {key: after[key] - before[key] for key in after if model.get_parameter(key).requires_grad}, losses, norm
 
 
 def train(
-    name: str, strategy: list[Any], *, steps: int = 4, accumulate: int = 1, even: bool = False, **more: Any
+    name: str,
+    strategy: list[Any],
+    *,
+    steps: int = 4,
+    accumulate: int = 1,
+    even: bool = False,
+    loss_of: Any = loss_func,
+    **more: Any,
 ) -> dict[str, Any]:
     """How far training `name` under a strategy is from plain training: `update`, `loss`, `norm`, and the names held."""
     data = Samples(name, steps * ROWS, even=even)
     model = make_model(name).train()
     names, before = first_names(model), snapshot(model)
     _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, data, loss_func, model_input_format="unpack_dict", optim_args={"lr": 0.1},
+        model, torch.optim.SGD, data, loss_of, model_input_format="unpack_dict", optim_args={"lr": 0.1},
         dataloader_args={"batch_size": ROWS}, load_strategy=strategy, **more,
     )  # fmt: skip
     assert result is not None
     losses, norm = loop(result.model, result.loss_func, result.optim, list(result.dataloader), accumulate)
     whole = [{key: value[step * ROWS : (step + 1) * ROWS] for key, value in data.data.items()} for step in range(steps)]
-    expected, expected_losses, expected_norm = reference(name, whole, accumulate)
+    expected, expected_losses, expected_norm = reference(name, whole, accumulate, loss_of)
     after = {names[key]: value for key, value in snapshot(result.model).items()}
     trained = [key for key in after if key in expected]
     errors = torch.stack([(after[key] - before[key] - expected[key]).norm() for key in trained])

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from atorch import auto_accelerate
 from tests.pool import Pool
 from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model, train
 
 SIMPLE = ("gpt2", "llama", "bert", "vit", "mixtral", "frozen")  # of which every weight has one use
-KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen")
+KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen", "inplace")
 
 
 def stages(number: int = 2, data: int = 1, **knobs: Any) -> list[Any]:
@@ -134,3 +135,20 @@ def test_evaluation_other_shapes_and_misuse(pool: Pool) -> None:
         assert found["state"]
         assert all(found[name] == "refused" for name in ("logits", "index", "add", "again"))
         assert all(value <= 1e-5 for name, value in found.items() if name.startswith(("eval", "loss")))
+
+
+def contrastive(batch: Any, output: Any) -> torch.Tensor:
+    """A loss that compares samples with one another."""
+    pooled = output["logits"].mean(1)
+    return nn.functional.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
+
+
+def together(rank: int, size: int, knobs: dict[str, Any]) -> dict[str, Any]:
+    return train("frozen", stages(**knobs), steps=2, loss_of=contrastive)
+
+
+@pytest.mark.parametrize("knobs", [{"micro_batches": 4}, {"schedule": "interleaved", "micro_batches": 2}], ids=str)
+def test_a_loss_of_the_whole_batch_is_taken_once_of_all_outputs(pool: Pool, knobs: dict[str, Any]) -> None:
+    for each in pool.run(together, knobs, ranks=2):
+        assert each["update"] <= 1e-4
+        assert each["loss"] <= 1e-5

@@ -1,0 +1,95 @@
+"""What cannot be cut or run as a pipeline is refused on every rank, with the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atorch import auto_accelerate
+from atorch.errors import StrategyError
+from tests.pool import Pool
+from tests.runtime.pipeline.job import ROWS, WIDTH, Samples, TwiceUsed, loss_func, make_model
+from tests.runtime.pipeline.test_pipeline import stages
+
+
+class Smuggling(TwiceUsed):
+    """A block leaves a tensor on an attribute that another one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].register_forward_hook(lambda module, args, output: setattr(self, "left", output * 2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.layers[1](self.layers[0](self.embed(input_ids))) + self.left
+        return {"logits": self.head(hidden)}
+
+
+class Opaque(nn.Module):
+    """Returns an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return nn.Module() if hidden.shape[-1] else hidden
+
+
+class Returning(TwiceUsed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Opaque() for _ in range(2))
+
+
+OWN = {"smuggling": Smuggling, "returning": Returning}
+
+
+def refused(rank: int, size: int, name: str, strategy: list[Any], loss: bool) -> tuple[str, str]:
+    model = OWN[name]() if name in OWN else make_model(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    try:
+        auto_accelerate(
+            model, torch.optim.SGD, Samples("twice", 2 * ROWS), loss_func if loss else None, optim_args={"lr": 0.1},
+            model_input_format="unpack_dict", dataloader_args={"batch_size": ROWS}, load_strategy=strategy,
+        )  # fmt: skip
+    except Exception as error:
+        assert [type(module) for module in model.modules()] == classes
+        after = model.state_dict()
+        assert after.keys() == before.keys()
+        assert all(value.equal(before[key]) for key, value in after.items())
+        return type(error).__name__, str(error)
+    return "", "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "message"),
+    [
+        ("gpt2", stages(schedule="interleaved", interleave=4), "of 8 stages needs as many repeated blocks"),
+        ("gpt2", stages(micro_batches=3), "3 micro-batches do not divide the 8 rows"),
+        ("gpt2", [*stages(), ("micro_batch", {"size": 3})], "micro-batches of 3 rows do not divide the 8 rows"),
+        ("gpt2", stages(split_points=["transformer.h.9"]), "'transformer.h.9', where no stage can begin"),
+        ("gpt2", stages(split_points=["transformer.h.1.attn"]), "lies inside of transformer.h.1"),
+        ("gpt2", stages(split_points=["transformer.h.1", "transformer.h.2"]), "2 modules, and 2 stages begin at 1"),
+        ("gpt2", stages(split_points=["transformer.wte"]), "nothing before the first"),
+        ("gpt2", [*stages(), ("micro_batch", {"size": 2, "reduce": "each"})], "reduce"),
+        ("gpt2", [*stages(schedule="zero_bubble"), ("checkpoint", {"selective": True})], "leave selective"),
+        ("twice", stages(schedule="zero_bubble"), "layers.0, scale serves several times"),
+        ("smuggling", stages(), "layers.0 makes a tensor that"),
+        ("returning", stages(), "layers.0 returns a Module"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)
+def test_is_refused_before_anything_is_changed(pool: Pool, name: str, strategy: list[Any], message: str) -> None:
+    for kind, told in pool.run(refused, name, strategy, True, ranks=2):
+        assert kind == StrategyError.__name__
+        assert message in told
+
+
+def test_a_pipeline_needs_a_loss(pool: Pool) -> None:
+    for kind, told in pool.run(refused, "gpt2", stages(), False, ranks=2):
+        assert kind == StrategyError.__name__
+        assert "give auto_accelerate one" in told
