@@ -114,8 +114,13 @@ class PipelineParallel(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """1F1B, two and four pieces a process, and zero-bubble; gpipe waits as long as 1F1B and holds more."""
+        """1F1B, two and four pieces a process, and zero-bubble; gpipe waits as long as 1F1B and holds more.
+
+        None where modules look across samples, of which they would see those of a micro-batch.
+        """
         if cluster.world_size == 1 or profile.num_blocks < 2:
+            return
+        if any("BatchNorm" in name for name in profile.module_classes):
             return
         yield cls()
         for pieces in (2, 4):
