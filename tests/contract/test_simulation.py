@@ -30,10 +30,13 @@ EAGER = ("compile",)
 
 HYBRID = ("parallel_mode", ([("zero", 4), ("data", 2)], None))
 TENSOR = ("parallel_mode", ([("tensor", 2)], None))
+SEQUENCE = ("parallel_mode", ([("sequence", 2)], None))
 
 COMPOSITIONS: tuple[tuple[Any, ...], ...] = (
     *((name,) for name in METHODS if METHODS[name].can_apply() and name not in EAGER),
     (TENSOR, "tensor_parallel"),
+    (SEQUENCE, "module_replace", "sequence_parallel"),
+    (TENSOR, "tensor_parallel", ("sequence_parallel", {"mode": "megatron"})),
     ("ddp", "half"),
     ("ddp", ("amp_native", "fp16"), "checkpoint"),
     ("zero1", "half"),

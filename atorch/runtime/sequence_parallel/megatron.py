@@ -12,7 +12,7 @@ block is accepted when it gives the same values and gradients as it did before, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any
@@ -47,6 +47,13 @@ class Meeting:
     forks: set[int] = field(default_factory=set)
     """Those of the group's forks that meet what was gathered."""
 
+    @property
+    def dim(self) -> int:
+        """The dim of tokens where the sum is scattered."""
+        if not self.arguments:
+            raise ValueError(f"{self.at} is given all tokens")
+        return next(iter(self.arguments.values()))
+
 
 def split_between(model: nn.Module, layouts: Mapping[str, BlockLayout], run: Run, group: dist.ProcessGroup) -> Streams:
     """Split by tokens what `model`, split over `group` as `layouts` say by block, has whole. In place.
@@ -63,23 +70,25 @@ def split_between(model: nn.Module, layouts: Mapping[str, BlockLayout], run: Run
     found: dict[Any, tuple[BlockStream, list[Meeting]]] = {}
     with evaluating(model):
         for kind, call in seen.calls.items():
-            found[kind] = _found(paths[kind], blocks[paths[kind]], layouts[paths[kind]], call, share)
+            path = paths[kind]
+            found[kind] = _found(path, blocks[path], layouts[path], call, seen.blocks[path].outputs, share)
     streams = linked(seen, {path: found[each.kind][0] for path, each in seen.blocks.items()})
     inside = Inside()
     for path, stream in streams.items():
         _meet(blocks[path], layouts[path], found[seen.blocks[path].kind][1], inside, share)
         install(blocks[path], stream, share)
     with evaluating(model):
-        check_output(model, by_place(seen.output), by_place(run(model)))
+        check_output(model, by_place(seen.output), by_place(run(model)), group)
     return streams
 
 
 def _found(
-    path: str, block: nn.Module, layout: BlockLayout, call: Call, share: Share
+    path: str, block: nn.Module, layout: BlockLayout, call: Call, made: Mapping[str, Tensor], share: Share
 ) -> tuple[BlockStream, list[Meeting]]:
     """How a block meets split tokens: the first way in which it computes the same on all ranks."""
-    whole = _Whole(block, layout, call)
-    streams = list(whole.streams(share))
+    like = _like_outputs(call, made)
+    streams = list(_streams(like, share))
+    whole = _Whole(block, layout, call, set(like))
     places = [list(_holders_of(group)) for group in layout.groups]
     reason = f"none of its arguments can be cut into {share.size} equal pieces" if not streams else ""
     ways = sorted(product(range(len(streams)), *(range(len(each)) for each in places)), key=sum)
@@ -111,8 +120,8 @@ def _holders_of(group: Group) -> Iterator[str]:
 class _Whole:
     """One pass of a block that has all tokens: shapes on the way, values and gradients."""
 
-    def __init__(self, block: nn.Module, layout: BlockLayout, call: Call) -> None:
-        self.call, self.shapes = call, dict[str, Shapes]()
+    def __init__(self, block: nn.Module, layout: BlockLayout, call: Call, asked: Set[str]) -> None:
+        self.call, self.asked, self.shapes = call, asked, dict[str, Shapes]()
         self.draws = uses_random_numbers(block, call)
         inner = {path for group in layout.groups for path in _holders_of(group)}
         handles = []
@@ -122,7 +131,7 @@ class _Whole:
                 self.shapes[path] = {place: each.shape for place, each in by_place((args, kwargs)).items()}
 
             handles.append(block.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True, prepend=True))
-        self.leaves = _leaves(call)
+        self.leaves = _leaves(call, asked)
         with torch.enable_grad():
             self.outputs = by_place(block(*self.leaves[0], **self.leaves[1]))
         for handle in handles:
@@ -130,15 +139,22 @@ class _Whole:
         self.seeds = _seeds(self.outputs)
         self.gradients = _backward(block, self.outputs, self.seeds)
 
-    def streams(self, share: Share) -> Iterator[dict[str, int]]:
-        """What may be cut of the arguments: those that are like an output, along any dim but the last."""
-        arguments = by_place((self.call.args, self.call.kwargs))
-        made = [each.shape for each in self.outputs.values() if each.is_floating_point() and each.dim() > 1]
-        places = [p for p, each in arguments.items() if each.is_floating_point() and each.shape in made]
-        for dim in (-2, *range(max((len(shape) for shape in made), default=2) - 2)):
-            fit = {place: dim % arguments[place].dim() for place in places}
-            if fit and all(arguments[place].shape[at] % share.size == 0 for place, at in fit.items()):
-                yield fit
+
+def _like_outputs(call: Call, outputs: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """The arguments that are like an output of the block, as the stream through it is."""
+    made = {each.shape for each in outputs.values() if each.is_floating_point() and each.dim() > 1}
+    arguments = by_place((call.args, call.kwargs)).items()
+    return {place: each.shape for place, each in arguments if each.is_floating_point() and each.shape in made}
+
+
+def _streams(like: Shapes, share: Share) -> Iterator[dict[str, int]]:
+    """What may be cut of these arguments: any dim but the last, of all of them, or of one alone."""
+    most = max(map(len, like.values()), default=2)
+    several = [[place] for place in like] if len(like) > 1 else []
+    for dim, places in product((-2, *range(most - 2)), [list(like), *several]):
+        cut = {place: dim % len(like[place]) for place in places}
+        if cut and all(like[place][at] % share.size == 0 for place, at in cut.items()):
+            yield cut
 
 
 def _tried(
@@ -149,7 +165,7 @@ def _tried(
     for group, meeting in zip(layout.groups, meetings, strict=True):
         _learn(twin, group, meeting, whole.shapes.get(meeting.at, {}), share)
     _share_gradients(twin, layout, Inside(), share)
-    leaves = _leaves(whole.call)
+    leaves = _leaves(whole.call, whole.asked)
     try:
         with torch.enable_grad():
             args, kwargs = changed(leaves, share.scatter, cut)
@@ -194,7 +210,7 @@ def _learn(block: nn.Module, group: Group, meeting: Meeting, shapes: Shapes, sha
         for name in names:
             _module_of(block, name).register_forward_pre_hook(look, with_kwargs=True, prepend=True)
     block.get_submodule(meeting.at).register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
-    _sum_of(block, group).scatter = lambda x: scatter_sum(x, share, next(iter(meeting.arguments.values())))
+    _sum_of(block, group).scatter = lambda x: scatter_sum(x, share, meeting.dim)
 
 
 def _meet(block: nn.Module, layout: BlockLayout, meetings: list[Meeting], inside: Inside, share: Share) -> None:
@@ -204,7 +220,7 @@ def _meet(block: nn.Module, layout: BlockLayout, meetings: list[Meeting], inside
             _fork_of(block, group, index).is_gathered = True
         gathered = _Gathered(meeting.arguments, share)
         block.get_submodule(meeting.at).register_forward_pre_hook(gathered, with_kwargs=True, prepend=True)
-        _sum_of(block, group).scatter = _Scattered(share, next(iter(meeting.arguments.values())))
+        _sum_of(block, group).scatter = _Scattered(share, meeting.dim)
     _share_gradients(block, layout, inside, share)
 
 
@@ -273,11 +289,11 @@ def _cut(part: torch.Size, whole: torch.Size, share: Share) -> int | None:
     return dims[0]
 
 
-def _leaves(call: Call) -> Any:
-    """The call's arguments again, asking for gradients where they can have some."""
+def _leaves(call: Call, asked: Set[str]) -> Any:
+    """The call's arguments again, those at the places `asked` for their gradients."""
     leaves = copied((call.args, call.kwargs))
-    for tensor in by_place(leaves).values():
-        tensor.requires_grad_(tensor.is_floating_point())
+    for place, tensor in by_place(leaves).items():
+        tensor.requires_grad_(place in asked)
     return leaves
 
 

@@ -52,7 +52,7 @@ def split_stream(model: nn.Module, run: Run, share: Share, exchange: Exchange) -
         exchange_attention(blocks[path], exchange)
         install(blocks[path], stream, share)
     with evaluating(model):
-        check_output(model, by_place(seen.output), by_place(run(model)))
+        check_output(model, by_place(seen.output), by_place(run(model)), share.group)
     return streams
 
 
@@ -181,13 +181,16 @@ class _Gather:
         return changed(output, self._share.gather, self._dims)
 
 
-def check_output(model: nn.Module, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    """Raise where the model, now split, has another output than it had."""
-    other = [
+def check_output(
+    model: nn.Module, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], group: dist.ProcessGroup
+) -> None:
+    """Raise on all ranks where the model, now split, has another output than it had on any of them."""
+    own = [
         place
         for place, tensor in expected.items()
         if tensor.is_floating_point() and (place not in got or not same(got[place], tensor))
     ]
+    other = sorted({place for places in everywhere(own, group) for place in places})
     if other or expected.keys() != got.keys():
         names = ", ".join(other) or "another number of them"
         raise AtorchError(

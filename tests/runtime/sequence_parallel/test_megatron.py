@@ -69,7 +69,7 @@ FORWARD = {"allgather_": 2 * BLOCKS + 2, "reduce_scatter_": 2 * BLOCKS, "allredu
 BACKWARD = {"allgather_": 2 * BLOCKS + 1, "reduce_scatter_": 2 * BLOCKS, "allreduce_": 2 * BLOCKS + 1}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "vit", "t5"])
 def test_gradients_are_the_whole_models(pool: Pool, name: str) -> None:
     for seen in pool.run(gradients, name, False):
         assert seen["compared"] > 10
