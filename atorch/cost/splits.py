@@ -8,7 +8,6 @@ parameters exchange depends on how it is done, in buckets, by block, in which dt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Literal
 
 from atorch.cost.buckets import deal_out, num_reductions
@@ -142,7 +141,6 @@ def shard(
     )
 
 
-@lru_cache(maxsize=64)
 def _num_groups_around(segments: tuple[Segment, ...]) -> int:
     """What is gathered as one outside of blocks: embeddings, a head of its own, and the rest with the root."""
     tables = head = rest = False
