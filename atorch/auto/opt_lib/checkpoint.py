@@ -8,7 +8,6 @@ products and attention stay, and only what lies between is computed again (Korth
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
