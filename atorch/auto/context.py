@@ -45,6 +45,7 @@ class Built:
     prepare_input: Callable[[Any, Any], Any]
     args: Mapping[str, bool]
     loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
+    step: Callable[[Any, Any], Any] | None = None  # (batch, output) → loss: a whole step, where a backend has its own
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Context:
             built.model, built.optim, built.dataloader, built.loss_func, built.prepare_input, dict(built.args)
         )
         result.lr_scheduler = scheduler
-        result.step = _make_step(result, self.call_model, self.device)
+        result.step = _make_step(result, self.call_model, self.device, built.step)
         return result
 
 
@@ -170,9 +171,12 @@ def _move(part: nn.Module, device: torch.device) -> None:
 
 
 def _make_step(
-    result: AccelerateResult, call_model: Callable[[nn.Module, Any], Any], device: torch.device
+    result: AccelerateResult,
+    call_model: Callable[[nn.Module, Any], Any],
+    device: torch.device,
+    own: Callable[[Any, Any], Any] | None,
 ) -> Callable[[Any], Any]:
-    """A whole training step on a batch of the loader: returns the detached loss."""
+    """A whole training step on a batch of the loader, a backend's `own` where it has one: returns the detached loss."""
     model, optim, _, loss_func, prepare_input, args = result
     missing = None
     if optim is None or loss_func is None:
@@ -187,14 +191,15 @@ def _make_step(
         if missing is not None:
             raise ArgumentError(missing)
         batch = prepare_input(batch, device)
-        loss = loss_func(batch, call_model(model, batch))
+        loss = (own or loss_func)(batch, call_model(model, batch))
         value = loss[0] if isinstance(loss, (list, tuple)) else loss
-        if args["use_optim_backward"]:
-            optim.backward(value)
-        else:
-            value.backward()
-        optim.step()
-        optim.zero_grad()
+        if own is None:
+            if args["use_optim_backward"]:
+                optim.backward(value)
+            else:
+                value.backward()
+            optim.step()
+            optim.zero_grad()
         if result.lr_scheduler is not None:
             result.lr_scheduler.step()
         return value.detach()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -21,7 +21,6 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import accumulate, split_pipeline
-from atorch.errors import CapabilityError
 
 PER_STAGE = 4
 """Micro-batches for each stage at which waiting is small: Huang et al. 2018, arXiv 1811.06965, section 2.3."""
@@ -39,13 +38,15 @@ class PipelineParallel(Method):
     """Parts of the batch of a step; None: those of micro_batch, without it the most that divide the batch, up to four a
     stage."""
     split_points: tuple[str, ...] = ()
-    """Names of the modules that begin a stage, but for the first; none: blocks are cut evenly."""
+    """Names of the modules that begin a stage, but for the first; none: where the slowest takes the least time."""
     interleave: Annotated[int, Field(ge=2)] | None = None
     """interleaved: pieces of the model that each process has; None: 2."""
     loss_weight: str = "auto"
     """How micro-batches' losses make the batch's, as for micro_batch."""
     backend: Literal["torch", "deepspeed"] = "torch"
     """Whose schedules: torch.distributed.pipelining's, or DeepSpeed's 1F1B."""
+    ds_config: dict[str, Any] | None = None
+    """deepspeed: its own configuration, beside the sizes of batches and the ZeRO stage."""
 
     @model_validator(mode="after")
     def _hold(self) -> Self:
@@ -53,6 +54,8 @@ class PipelineParallel(Method):
             raise ValueError(f"interleave is for the schedule interleaved; {self.schedule} has one piece a process")
         if self.backend == "deepspeed" and self.schedule != "1f1b":
             raise ValueError(f"the deepspeed backend has the schedule 1f1b alone; {self.schedule} is torch's")
+        if self.ds_config is not None and self.backend != "deepspeed":
+            raise ValueError(f"ds_config is for the deepspeed backend; this one is {self.backend}")
         if len(set(self.split_points)) < len(self.split_points):
             raise ValueError("split_points names a module twice; a module begins one stage")
         return self
@@ -98,14 +101,10 @@ class PipelineParallel(Method):
         """Cut the model into stages, and let the loss function run the schedule.
 
         Raises:
-            CapabilityError: DeepSpeed's schedules.
+            CapabilityError: deepspeed is to run it, and is not installed.
             StrategyError: the model, the batch or the number of stages does not allow it; on every rank, with the
                 model as it was.
         """
-        if self.backend == "deepspeed":
-            raise CapabilityError(
-                "pipeline_parallel's deepspeed backend can be planned for and not applied yet; leave backend out"
-            )
         if ctx.need_mesh().size("pipeline") == 1:
             return replace(ctx)
         from atorch.auto.opt_lib.pipeline_stages import split

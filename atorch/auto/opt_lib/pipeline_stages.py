@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib import pipeline_deepspeed
 from atorch.blocks import repeated_blocks, units
 from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError, StrategyError
@@ -38,8 +39,10 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     """The context with the stages of this process as its parts, and a schedule around model and loss function."""
     mesh = ctx.need_mesh()
     size, place = mesh.size("pipeline"), mesh.rank("pipeline")
-    batches = _Batches.of(ctx, method)
+    batches = Batches.of(ctx, method)
     turn_off_caches(ctx.root)
+    if method.backend == "deepspeed":
+        together(lambda: pipeline_deepspeed.check(ctx, method))
     (model,) = ctx.parts
     named = units(model)
     route, starts = together(lambda: _planned(ctx, method, model, named, batches))
@@ -56,6 +59,8 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
             raise StrategyError("a pipeline needs loss.backward(); a backend with its own backward cannot take it")
         engine = Engine(built.parts, method.schedule, group, ctx.device)
         pipeline = Pipeline(engine, Ties(shared, built.parts, group), names)
+        if method.backend == "deepspeed":
+            return pipeline_deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
         loss_func = PipelinedLoss(pipeline, built.loss_func, batches.count, batches.loss_weight, tolerance)
         return replace(built, model=pipeline, loss_func=loss_func)
 
@@ -69,7 +74,7 @@ def _rounding(ctx: Context) -> float:
     return 1e-4 if ctx.compute_dtype is None else ROUNDING.get(ctx.compute_dtype, 1e-4)
 
 
-class _Batches:
+class Batches:
     """How a batch is cut into micro-batches: as micro_batch says where it is in the strategy, else as the method."""
 
     def __init__(self, method: PipelineParallel, other: MicroBatch | None, stages: int) -> None:
@@ -82,7 +87,7 @@ class _Batches:
             self.loss_weight = other.loss_weight if other.loss_weight != "auto" else self.loss_weight
 
     @classmethod
-    def of(cls, ctx: Context, method: PipelineParallel) -> _Batches:
+    def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
         """For the strategy that is being applied."""
         other: Any = next((each for each in ctx.strategy or () if each.name == "micro_batch"), None)
         if other is not None and other.reduce == "each":
@@ -117,7 +122,7 @@ def _planned(
     method: PipelineParallel,
     model: nn.Module,
     named: Mapping[str, nn.Module],
-    batches: _Batches,
+    batches: Batches,
 ) -> tuple[Route, tuple[int, ...]]:
     """The calls of the model, and where the stages begin. Nothing is changed."""
     _need_company(ctx, method)
@@ -133,7 +138,7 @@ def _planned(
             f"{len(blocks)}; make the axis pipeline smaller" + (", or interleave less" if method.pieces > 1 else "")
         )
     if ctx.make_loader is not None:
-        batches.check(_rows_of_a_process(ctx))
+        batches.check(rows_of_a_process(ctx))
     batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
     rows = num_rows(batch=batch)
     few = take(batch, 0, min(rows, SEEN_ROWS), rows)
@@ -205,7 +210,7 @@ def _even(ctx: Context, model: nn.Module, route: Route, batch: Any, stages: int)
     return partition([float(each) for each in sizes], stages, names=called)
 
 
-def _rows_of_a_process(ctx: Context) -> int:
+def rows_of_a_process(ctx: Context) -> int:
     from atorch.distributed.mesh import BATCH_AXES
 
     mesh = ctx.need_mesh()

@@ -21,6 +21,7 @@ from atorch.auto.opt_lib.divisible import indivisible
 from atorch.auto.opt_lib.sample import on_samples
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
+from atorch.auto.opt_lib.zero_backends import in_pipeline
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -112,7 +113,7 @@ class TensorParallel(Method):
 def _check_neighbours(strategy: Strategy) -> None:
     for each in strategy:
         backend = getattr(each, "backend", None)
-        if each.slot == "data_parallel" and backend in ("fairscale", "deepspeed"):
+        if each.slot == "data_parallel" and backend in ("fairscale", "deepspeed") and not in_pipeline(strategy):
             raise StrategyError(
                 f"{each.name} was given backend {backend!r} beside tensor_parallel, and {backend} would take each "
                 "process's part of a parameter for the whole; leave backend out"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, named, need
+from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, in_pipeline, named, need
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -56,6 +56,8 @@ class Zero1(Method):
     def apply(self, ctx: Context) -> Context:
         """Wrap every part as ddp does, and the optimizer; DeepSpeed takes both when they are built."""
         if self.backend == "deepspeed":
+            if in_pipeline(ctx.strategy):
+                return replace(ctx)  # the pipeline's engine shares the states out
             return deepspeed(ctx, self.name, stage=1)
         group = ctx.need_mesh().group(*REPLICA_AXES)
         parts = tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from atorch.auto.context import Built, Context
+from atorch.auto.strategy.method import Method
 from atorch.distributed import world
 from atorch.errors import StrategyError
 from atorch.runtime.zero_deepspeed import need_deepspeed, with_deepspeed
@@ -27,6 +28,13 @@ def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
         if rest.setdefault("backend", backend) != backend:
             raise StrategyError(f"{name} was given {flag}, which means {backend}, beside {rest['backend']}; give one")
     return rest
+
+
+def in_pipeline(strategy: Iterable[Method] | None) -> bool:
+    """Whether DeepSpeed runs a pipeline of the strategy, and so does its share of the other methods too."""
+    return any(
+        each.name == "pipeline_parallel" and getattr(each, "backend", "") == "deepspeed" for each in strategy or ()
+    )
 
 
 def need(backend: str) -> None:

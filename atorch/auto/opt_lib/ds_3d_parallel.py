@@ -1,0 +1,65 @@
+"""ds_3d_parallel: tensor, pipeline and data parallelism under DeepSpeed's pipeline engine; a recipe for their methods.
+
+The mesh is ([("tensor", …), ("data", …), ("pipeline", …)], None), in this order, which is DeepSpeed's. Its engine
+trains whole batches alone: `result.step(batch)` takes the place of the loop. What the original asked the user to write
+for each model (how its layers are split, what is tied) is worked out from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atorch.auto.opt_lib.parallel_mode import ParallelMode
+from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
+from atorch.auto.opt_lib.tensor_parallel import TensorParallel
+from atorch.auto.opt_lib.zero1 import Zero1
+from atorch.auto.strategy.method import RECIPES, Method, Recipe
+from atorch.errors import StrategyError, near_miss, shown
+
+_NEEDLESS: Mapping[str, str] = {
+    "tpinfo": "tensor_parallel derives from the model how it is split; give that method a plan to have it otherwise",
+    "custom_patcher": "modules are split without patches",
+    "tie_first": "tied parameters are found and kept equal, wherever they are",
+    "logit_helper": "the model's own forward runs, logits included",
+    "batch_fn": "every process has the batch of the loader; shape it in prepare_input",
+    "base_seed": "the layers are built when the model is; seed before you make it",
+}
+"""Arguments of the original that nothing is left to do for."""
+_KNOWN = ("ds_config", *_NEEDLESS)
+
+
+class Ds3dParallel(Recipe):
+    """tensor_parallel, pipeline_parallel and zero1, the last two by DeepSpeed."""
+
+    name = "ds_3d_parallel"
+
+    @classmethod
+    def expand(cls, config: Any, others: tuple[Method, ...]) -> tuple[Method, ...]:
+        """The methods for the mesh among `others`; `config` takes ds_config, DeepSpeed's own configuration.
+
+        Raises:
+            StrategyError: there is no mesh with a pipeline, or an argument has nothing to do here.
+        """
+        config = {} if config is None else config
+        if not isinstance(config, Mapping):
+            raise StrategyError(f"ds_3d_parallel was given {shown(config)}; it takes a dict of ds_config or nothing")
+        for name in config:
+            if name in _NEEDLESS:
+                raise StrategyError(f"ds_3d_parallel needs no {name}: {_NEEDLESS[name]}. Leave it out", (name,))
+            if name not in _KNOWN:
+                raise StrategyError(f"ds_3d_parallel has no argument {shown(name)}; {near_miss(str(name), _KNOWN)}")
+        mode = next((each for each in others if isinstance(each, ParallelMode)), None)
+        if mode is None or mode.size("pipeline") == 1:
+            raise StrategyError(
+                "ds_3d_parallel runs a pipeline; give it a mesh with one, as "
+                '("parallel_mode", ([("tensor", 2), ("data", 2), ("pipeline", 2)], None))'
+            )
+        methods: list[Method] = [PipelineParallel.of({"backend": "deepspeed", **config}), Zero1(backend="deepspeed")]
+        if mode.size("tensor") > 1:
+            methods.append(TensorParallel())
+        taken = {type(each) for each in others}
+        return tuple(each for each in methods if type(each) not in taken)
+
+
+RECIPES.add(Ds3dParallel.name, Ds3dParallel)
