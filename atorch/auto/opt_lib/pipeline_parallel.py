@@ -129,7 +129,12 @@ class PipelineParallel(Method):
 
 
 def uneven(stages: int, schedule: str, micro_batches: float) -> str | None:
-    """Why so many micro-batches do not go with a schedule, or None: interleaving takes them in rounds of stages."""
+    """Why so many micro-batches do not go with a schedule, or None: interleaving takes them in rounds of stages.
+
+    Torch's zero-bubble schedule makes as many rounds as there are whole times its stages, of equal size.
+    """
     if schedule == "interleaved" and micro_batches % stages:
         return f"interleaving takes micro-batches {stages} at a time, which does not divide {micro_batches:g}"
+    if schedule == "zero_bubble" and micro_batches % max(1, micro_batches // stages):
+        return f"zero_bubble takes {micro_batches // stages:g} equal rounds, which {micro_batches:g} do not make"
     return None

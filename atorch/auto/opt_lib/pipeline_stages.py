@@ -11,15 +11,14 @@ from torch import nn
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib import pipeline_deepspeed
+from atorch.auto.opt_lib.pipeline_cut import even_cut
+from atorch.auto.opt_lib.pipeline_parallel import uneven
 from atorch.blocks import repeated_blocks, units
 from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError, StrategyError
-from atorch.logs import logger
-from atorch.profiler.unit_costs import unit_costs
 from atorch.runtime.caches import turn_off_caches
-from atorch.runtime.pipeline.engine import SEEN_ROWS, Engine
+from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.observing import route_of
-from atorch.runtime.pipeline.partition import partition
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.pipeline.route import Route
 from atorch.runtime.pipeline.schedules import stages_of
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from atorch.auto.opt_lib.micro_batch import MicroBatch
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
 
+SEEN_ROWS = 3
+"""Rows of the sample batch on which the model's calls are watched."""
 ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 FP8_ROUNDING = 2e-2  # a tensor's scale is of all its rows
 
@@ -114,7 +115,10 @@ class Batches:
         return max(fitting, default=1)
 
     def _suits(self, count: int) -> bool:
-        return self._method.schedule != "interleaved" or count % self._stages == 0 or count < self._stages
+        schedule = self._method.schedule
+        if schedule == "interleaved" and count < self._stages:
+            return True
+        return uneven(self._stages, schedule, count) is None
 
 
 def _planned(
@@ -147,7 +151,8 @@ def _planned(
         _need_single_use(route)
     if method.split_points:
         return route, _given(route, method.split_points, stages)
-    return route, _even(ctx, model, route, batch, stages)
+    called = [call.unit for call in route.calls]
+    return route, even_cut(ctx, method, model, called, batch, batches.count(rows))
 
 
 def _need_company(ctx: Context, method: PipelineParallel) -> None:
@@ -196,18 +201,6 @@ def _given(route: Route, points: tuple[str, ...], stages: int) -> tuple[int, ...
             "name modules in the order in which the model calls them"
         )
     return starts
-
-
-def _even(ctx: Context, model: nn.Module, route: Route, batch: Any, stages: int) -> tuple[int, ...]:
-    """Stages of which the slowest takes the least time, by what tracing tells."""
-    assert ctx.loss_func is not None
-    called = [call.unit for call in route.calls]
-    costs = unit_costs(model, batch, ctx.call_model, ctx.loss_func, ctx.cluster.device)
-    if [each.name for each in costs] == called:
-        return partition([each.seconds for each in costs], stages, names=called)
-    logger.info("what units cost is not known as they are called; stages have even shares of the parameters")
-    sizes = [sum(each.numel() for each in model.get_submodule(name).parameters()) for name in called]
-    return partition([float(each) for each in sizes], stages, names=called)
 
 
 def rows_of_a_process(ctx: Context) -> int:

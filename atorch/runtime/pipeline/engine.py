@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import together
 from atorch.errors import AtorchError, StrategyError
 from atorch.runtime.pipeline.schedules import make_schedule, place_of, torch_stage, whole_batch
-from atorch.runtime.pipeline.shapes import Shape, Sizes, resized, shape_of, sizes_of
+from atorch.runtime.pipeline.shapes import Shape, shape_of, sizes_of
 from atorch.runtime.pipeline.stage import Stage, stage_of
 from atorch.runtime.reduction import Reduction
-from atorch.runtime.split import num_rows, take
 from atorch.runtime.still import untouched
 
 KEPT = 4
 """Schedules, with the buffers of their micro-batches."""
-SEEN_ROWS = 3
-"""Rows of the first batch that are run to see shapes; a number that few other dimensions have."""
+KEPT_SHAPES = 64
+"""Sizes of batches of which it is kept what crosses between stages."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What the model is called with."""
@@ -59,7 +58,7 @@ class Engine:
         self._name = schedule
         self.pieces = [Piece(part, self) for part in parts]
         self._schedules: dict[Any, Any] = {}
-        self._seen: tuple[list[Sequence[Shape]], Sizes] | None = None
+        self._seen: dict[Any, list[Sequence[Shape]]] = {}  # sizes of a call's arguments → shapes that it makes
         self.job: _Job | None = None
 
     @property
@@ -76,7 +75,7 @@ class Engine:
         Raises:
             StrategyError: the model does not do on this batch what it did on the sample.
         """
-        key = (train, whole, len(calls), tuple(sorted(sizes_of(calls[0]).items())))
+        key = (train, whole, len(calls), sizes_of(calls[0]))
         name = whole_batch(self._name) if whole else self._name
         numbers = torch.arange(len(calls))
         first = [numbers] if self.stages[0].is_first else []
@@ -95,10 +94,11 @@ class Engine:
     @contextmanager
     def working_on(self, calls: Sequence[Arguments], conclude: Conclude) -> Iterator[Sequence[Sequence[Shape]]]:
         """Inside, `pieces` run the micro-batches `calls`; gives the shapes of what the model's calls return."""
-        if self._seen is None:
-            self._see(calls[0])
-        assert self._seen is not None
-        shapes = resized(*self._seen, sizes_of(calls[0]))
+        sizes = sizes_of(calls[0])
+        shapes = self._seen.pop(sizes, None) or self._see(calls[0])
+        self._seen[sizes] = shapes
+        if len(self._seen) > KEPT_SHAPES:
+            del self._seen[next(iter(self._seen))]
         self.job = _Job(calls, conclude, shapes)
         try:
             yield shapes
@@ -126,16 +126,14 @@ class Engine:
         ]
         return make_schedule(name, stages, micro_batches, train=train)
 
-    def _see(self, call: Arguments) -> None:
-        """Run the stages one after another on a few rows, to see the shapes that they give."""
-        rows = num_rows(arguments=call)
-        call = take(call, 0, min(rows, SEEN_ROWS), rows)
+    def _see(self, call: Arguments) -> list[Sequence[Shape]]:
+        """Run the stages one after another on a micro-batch, to see the shapes that they give; all fail together."""
         table: list[Sequence[Shape]] = []
         for index in range(self.stages[0].num_stages):
             box = [together(functools.partial(self._seen_by, index, call, table))]
             dist.broadcast_object_list(box, group=self.group, group_src=place_of(index, self.group.size()))
             table += box[0]
-        self._seen = table, sizes_of(call)
+        return table
 
     def _seen_by(self, index: int, call: Arguments, table: Sequence[Sequence[Shape]]) -> list[list[Shape]]:
         """What the calls of stage `index` return, where it is on this process."""

@@ -1,13 +1,11 @@
-"""What calls returned when they ran, and what they will return on batches of other sizes.
+"""What calls return: a later stage must know what arrives before it arrives.
 
-A later stage must know what arrives before it arrives. The first batch is run once stage by stage to see shapes and
-dtypes as they are under all that was done to the stages; on another batch each dimension that was as long as one of the
-batch's is as long as that one is now. Dimension 0 follows the rows, the others the batch's other dimensions.
+The first micro-batch of every size is run once stage by stage, without gradients, to see shapes and dtypes as they are
+under all that was done to the stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from atorch.runtime.nested import map_leaves
 
-Sizes = Mapping[str, tuple[int, ...]]
-"""The shapes of all tensors in a call's arguments, by place."""
+Sizes = tuple[tuple[str, tuple[int, ...]], ...]
+"""The place and shape of every tensor in a call's arguments."""
 
 
 class Shape(NamedTuple):
@@ -35,32 +33,14 @@ def shape_of(tensor: Tensor) -> Shape:
     return Shape(tuple(tensor.shape), tensor.dtype)
 
 
-def sizes_of(data: Any) -> dict[str, tuple[int, ...]]:
+def sizes_of(data: Any) -> Sizes:
     """The sizes of the tensors in `data`, by place."""
-    found: dict[str, tuple[int, ...]] = {}
+    found: list[tuple[str, tuple[int, ...]]] = []
 
     def note(leaf: Any, place: str) -> Any:
         if isinstance(leaf, Tensor):
-            found[place] = tuple(leaf.shape)
+            found.append((place, tuple(leaf.shape)))
         return leaf
 
     map_leaves(note, data)
-    return found
-
-
-def resized(table: Sequence[Sequence[Shape]], before: Sizes, now: Sizes) -> list[list[Shape]]:
-    """The shapes of all calls on a batch of sizes `now`, from those on one of sizes `before`."""
-    rows: dict[int, int] = {}
-    others: dict[int, int] = {}
-    for place in before.keys() & now.keys():
-        for dim, (old, new) in enumerate(zip(before[place], now[place], strict=False)):
-            if old != 1 or dim == 0:
-                (others if dim else rows)[old] = new
-
-    def size(dim: int, old: int) -> int:
-        return (others if dim else rows).get(old, old)
-
-    return [
-        [Shape(tuple(size(dim, old) for dim, old in enumerate(shape.sizes)), shape.dtype) for shape in shapes]
-        for shapes in table
-    ]
+    return tuple(found)

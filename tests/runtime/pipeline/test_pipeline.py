@@ -11,7 +11,7 @@ from torch import nn
 
 from atorch import auto_accelerate
 from tests.pool import Pool
-from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model, train
+from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, loss_func, make_model, train
 
 SIMPLE = ("gpt2", "llama", "bert", "vit", "mixtral", "frozen")  # of which every weight has one use
 KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen", "inplace")
@@ -88,7 +88,7 @@ def seen_otherwise(rank: int, size: int) -> dict[str, Any]:
     """What happens beside training: outputs, other shapes, a smaller last batch, misuse."""
     model = make_model("t5").eval()
     with torch.no_grad():
-        plain = {seq: model(**Samples("t5", ROWS, seq).data) for seq in (SEQ, SEQ + 4)}
+        plain = {seq: model(**Samples("t5", ROWS, seq).data) for seq in (WIDTH, SEQ)}  # as long as it is wide
     _, result, _ = auto_accelerate(
         model, torch.optim.SGD, Samples("t5", 2 * ROWS), loss_func, model_input_format="unpack_dict",
         dataloader_args={"batch_size": ROWS}, load_strategy=stages(micro_batches=4), optim_args={"lr": 0.1},
@@ -102,7 +102,7 @@ def seen_otherwise(rank: int, size: int) -> dict[str, Any]:
         found["eval"] = max(found["eval"], float((output.logits - expected.logits).abs().max()))
         found["eval"] = max(found["eval"], abs(float(output.loss) - float(expected.loss)))
     trained = {}
-    for rows, seq in ((ROWS, SEQ), (ROWS, SEQ + 4), (6, SEQ), (1, SEQ)):
+    for rows, seq in ((ROWS, WIDTH), (ROWS, SEQ), (6, SEQ), (1, SEQ)):
         batch = Samples("t5", rows, seq).data
         trained[rows, seq] = result.loss_func(batch, result.model(**batch)).item()
         found[f"loss {rows} {seq}"] = abs(trained[rows, seq] - float(make_model("t5").eval()(**batch).loss))
