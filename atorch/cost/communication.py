@@ -22,12 +22,14 @@ def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
     sent: list[Comm] = []
     if cost.tensor > 1:
         sent += _of_tensor(cost, segment, again)
+    if cost.whole_outside:
+        sent += _of_stream(cost, segment)
     if segment.attention_flops and cost.sequence > 1:
         sent.append(_of_sequence(cost, segment, again))
     if segment.attention_flops and cost.context > 1:
         sent.append(_of_context(cost, segment, again))
     if segment.dispatched_bytes and cost.expert > 1:
-        moved = _scaled(cost, segment.dispatched_bytes)
+        moved = _scaled(cost, segment, segment.dispatched_bytes)
         passes = 4.0 + 2.0 * again  # to the experts and back
         sent.append(Comm("all_to_all", (EXPERT_AXIS,), passes * moved, count=passes))
     return sent
@@ -44,12 +46,29 @@ def boundary_bytes(cost: Cost) -> float:
     return size / cost.tensor if cost.splits_norms or cost.scatters_sends else size
 
 
-def tokens_share(cost: Cost) -> float:
-    return micro_batch_share(cost) / (cost.sequence * cost.context)
+def is_whole(cost: Cost, segment: Segment) -> bool:
+    """Whether every rank that shares the blocks has all of a segment's tokens and results."""
+    return cost.whole_outside and not segment.is_block
 
 
-def _scaled(cost: Cost, traced_bytes: float) -> float:
-    return traced_bytes * tokens_share(cost) * cost.activation_scale
+def tokens_share(cost: Cost, segment: Segment) -> float:
+    """Of the traced tokens, those that a device has of a segment in a micro-batch."""
+    share = micro_batch_share(cost)
+    return share if is_whole(cost, segment) else share / (cost.sequence * cost.context)
+
+
+def _scaled(cost: Cost, segment: Segment, traced_bytes: float) -> float:
+    return traced_bytes * tokens_share(cost, segment) * cost.activation_scale
+
+
+def _of_stream(cost: Cost, segment: Segment) -> list[Comm]:
+    """The stream is gathered behind a run of blocks, and its gradient before it; each copy has its share of that."""
+    sizes = {"tensor": cost.tensor if cost.splits_norms else 1, "sequence": cost.sequence, "context": cost.context}
+    axes = tuple(axis for axis, size in sizes.items() if size > 1)
+    if not axes or not segment.is_block:
+        return []
+    stream = micro_batch_share(cost) * cost.activation_scale * segment.input_bytes
+    return [Comm("all_gather", axes, 2.0 * stream / segment.count, count=2.0 / segment.count)]
 
 
 def _of_tensor(cost: Cost, segment: Segment, again: float) -> list[Comm]:
@@ -59,19 +78,26 @@ def _of_tensor(cost: Cost, segment: Segment, again: float) -> list[Comm]:
     if not passes:
         return []
     axis = ("tensor",)
+    if is_whole(cost, segment):
+        return [Comm("all_reduce", axis, num_bytes, count=passes), *_of_logits(cost, segment)]
     if not cost.splits_norms:
         return [Comm("all_reduce", axis, num_bytes, count=passes)]
-    gathered_again = itemsize(cost) * backward_size
-    return [
-        Comm("reduce_scatter", axis, num_bytes, count=passes),
-        Comm("all_gather", axis, num_bytes, count=passes),
-        Comm("all_gather", axis, gathered_again, count=backward, overlap=1.0),
-    ]
+    sent = [Comm("reduce_scatter", axis, num_bytes, count=passes), Comm("all_gather", axis, num_bytes, count=passes)]
+    if not cost.held_gathers:
+        sent.append(Comm("all_gather", axis, itemsize(cost) * backward_size, count=backward, overlap=1.0))
+    return sent
+
+
+def _of_logits(cost: Cost, segment: Segment) -> list[Comm]:
+    """What a head split by columns gives is gathered, for a loss that takes it whole."""
+    share = itemsize(cost) * tokens_share(cost, segment)
+    heads = [each for each in segment.matmuls if each.split == "columns"]
+    return [Comm("all_gather", ("tensor",), share * each.rows * each.columns) for each in heads]
 
 
 def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[float, float]]:
     """(sums, their elements) over the tensor ranks in forward and in backward of one copy."""
-    share = tokens_share(cost)
+    share = tokens_share(cost, segment)
     by_rows = [
         each.count * share * each.rows * each.columns
         for each in segment.matmuls
@@ -79,7 +105,7 @@ def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[floa
     ]
     of_experts = any(each.of_experts and each.split == "rows" for each in segment.matmuls)
     if of_experts and cost.expert == 1:
-        by_rows.append(by_rows[0] if by_rows else _scaled(cost, segment.input_bytes) / itemsize(cost))
+        by_rows.append(by_rows[0] if by_rows else _scaled(cost, segment, segment.input_bytes) / itemsize(cost))
     if by_rows:
         both = (float(len(by_rows)), sum(by_rows))
         return both, both
@@ -87,20 +113,21 @@ def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[floa
     if by_columns is not None:  # a head, whose loss is taken on its columns
         return (0.0, 0.0), (1.0, share * by_columns.rows * by_columns.inner)
     if segment.split_params:  # an embedding, whose rows are on different ranks
-        return (1.0, cost.boundary_bytes / cost.num_micro_batches / itemsize(cost)), (0.0, 0.0)
+        size = cost.boundary_bytes / cost.num_micro_batches / itemsize(cost)
+        return (1.0, size * (cost.sequence * cost.context if is_whole(cost, segment) else 1.0)), (0.0, 0.0)
     return (0.0, 0.0), (0.0, 0.0)
 
 
 def _of_sequence(cost: Cost, segment: Segment, again: float) -> Comm:
     """Queries, keys, values and results change places: each an all-to-all of this rank's tokens."""
     groups = segment.num_kv_heads / segment.num_heads if segment.num_heads else 1.0
-    once = (2.0 + 2.0 * groups) * _scaled(cost, segment.input_bytes) / cost.tensor
+    once = (2.0 + 2.0 * groups) * _scaled(cost, segment, segment.input_bytes) / cost.tensor
     return Comm("all_to_all", ("sequence",), (2.0 + again) * once, count=4.0 * (2.0 + again))
 
 
 def _of_context(cost: Cost, segment: Segment, again: float) -> Comm:
     """Keys and values go round behind the attention they are needed for; in backward their gradients do, too."""
     groups = segment.num_kv_heads / segment.num_heads if segment.num_heads else 1.0
-    once = 2.0 * groups * _scaled(cost, segment.input_bytes) / cost.tensor
+    once = 2.0 * groups * _scaled(cost, segment, segment.input_bytes) / cost.tensor
     hops = cost.context - 1.0
     return Comm("send", ("context",), (3.0 + again) * hops * once, count=(3.0 + again) * hops, overlap=1.0)

@@ -72,10 +72,12 @@ class Terms(NamedTuple):
     stages: int
     recompute: float
     recompute_keeps: Literal["inputs", "selective", "results", "nothing"]
+    whole_outside: bool
     scale: float  # bytes of a micro-batch's activations on one device against the traced ones, outside tensor splits
+    scale_outside: float  # of blocks
 
 
-_terms = attrgetter(*Terms._fields[:-1])
+_terms = attrgetter(*Terms._fields[:-2])
 
 
 class _Copy(NamedTuple):
@@ -98,8 +100,9 @@ def micro_batch_share(cost: Cost) -> float:
 
 def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
     """What lives on each of some stages during a step."""
-    scale = micro_batch_share(cost) * cost.activation_scale / (cost.sequence * cost.context)
-    terms = Terms._make((*_terms(cost), scale))
+    whole = micro_batch_share(cost) * cost.activation_scale
+    scale = whole / (cost.sequence * cost.context)
+    terms = Terms._make((*_terms(cost), scale, whole if cost.whole_outside else scale))
     # Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
     # micro-batches were through before the most are in flight, all are there.
     least = math.inf if cost.grads_persist else cost.num_micro_batches
@@ -209,14 +212,16 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
         dense += segment.tied_params / terms.tensor
     experts = segment.expert_params / terms.expert_divisor
     share = segment.num_trainable / segment.num_params if segment.num_params else 1.0
-    outside = terms.scale / terms.tensor if terms.splits_norms else terms.scale
-    inside = terms.scale / terms.tensor
+    is_whole, scale = False, terms.scale
+    if not segment.is_block:
+        is_whole, scale = terms.whole_outside, terms.scale_outside
+    outside = scale / terms.tensor if terms.splits_norms and not is_whole else scale
+    inside = scale if is_whole else scale / terms.tensor
     kept = inside * segment.inside.saved_bytes + outside * segment.outside.saved_bytes
-    kept += terms.held_gathers * segment.input_bytes * (terms.scale - outside)
-    working = segment.working_bytes * (inside if segment.split_working else terms.scale)
-    working += (
-        2.0 * segment.input_bytes * (terms.scale - outside)
-    )  # an input gathered whole, a gradient before it is scattered
+    kept += terms.held_gathers * segment.input_bytes * (scale - outside)
+    working = segment.working_bytes * (inside if segment.split_working else scale)
+    # An input gathered whole, a gradient before it is scattered.
+    working += 2.0 * segment.input_bytes * (scale - outside)
     if segment.is_block and terms.recompute:
         again = kept - _kept_when_recomputed(terms, segment, inside, outside)
         kept, working = kept - terms.recompute * again, working + again

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atorch.cluster import DeviceSpec
-from atorch.cost.communication import itemsize, tokens_share
+from atorch.cost.communication import is_whole, itemsize, tokens_share
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.state import Cost
 
@@ -29,7 +29,7 @@ def seconds_of_copy(cost: Cost, segment: Segment, device: DeviceSpec) -> Compute
     again = cost.recompute if segment.is_block else 0.0
     multiplied = 0.0 if cost.recompute_keeps in ("selective", "results") else again  # whose results are kept
     rates = _Rates(
-        share=tokens_share(cost),
+        share=tokens_share(cost, segment),
         itemsize=itemsize(cost),
         peak=peak_flops(device, cost.dtype),
         bandwidth=device.memory_bandwidth * device.efficiency.traffic,
@@ -88,8 +88,8 @@ def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:
 
     A norm or an activation reads one tensor and writes one, and in backward reads two and writes one.
     """
-    norms = cost.tensor if cost.splits_norms else 1
-    forward = segment.inside.traffic_bytes / cost.tensor + segment.outside.traffic_bytes / norms
+    split = 1 if is_whole(cost, segment) else cost.tensor
+    forward = segment.inside.traffic_bytes / split + segment.outside.traffic_bytes / (split if cost.splits_norms else 1)
     return cost.traffic_scale * forward * (2.5 + again)
 
 

@@ -79,6 +79,7 @@ class Cost:
     splits_norms: bool = False  # what is outside of tensor-split regions is split along the sequence
     sequence: int = 1  # tokens outside of attention, heads inside
     context: int = 1  # tokens everywhere, keys and values passed around
+    whole_outside: bool = False  # outside of blocks every rank has all tokens and logits, whatever splits the blocks
     expert: int = 1
     stages: int = 1
     scatters_sends: bool = False  # stages send a tensor rank's share each, gathered on arrival: arXiv 2104.04473, 4.1
@@ -176,5 +177,5 @@ class Cost:
     def boundary_bytes(self) -> float:
         """Activations between blocks for all samples of this device in a step, in the dtype computed in."""
         inputs = max((each.input_bytes for each in self.segments if each.is_block), default=0.0)
-        share = self.batch_size / self.traced_batch / (self.sequence * self.context)
+        share = self.batch_size / self.traced_batch / (self.sequence * self.context)  # of the stream inside of blocks
         return inputs * share * self.activation_scale

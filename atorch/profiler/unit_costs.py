@@ -83,7 +83,7 @@ def _with(unit: UnitCost, other: UnitCost | None) -> UnitCost:
 
 def _unit_cost(cost: Cost, segment: Segment, device: DeviceSpec) -> UnitCost:
     """A unit holds parameters that it shares with others as well; an operation of a GPU hides the next one's launch."""
-    computed, share = seconds_of_copy(cost, segment, device), tokens_share(cost)
+    computed, share = seconds_of_copy(cost, segment, device), tokens_share(cost, segment)
     busy = computed.matmul_s + computed.traffic_s
     seconds = max(busy, computed.launch_s) if device.type == "cuda" else busy + computed.launch_s
     tied = segment.tied_params if segment.name else 0.0

@@ -22,8 +22,8 @@ from atorch.auto.opt_lib.completion import complete
 from atorch.auto.planner.simulate import Simulated, simulate
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster import ClusterSpec
-from atorch.cost import Comm, Cost, ModelProfile, Segment, peak_memory, plain_cost
-from atorch.cost.communication import itemsize, of_copy, tokens_share
+from atorch.cost import Cost, ModelProfile, peak_memory, plain_cost
+from atorch.cost.communication import of_copy
 from atorch.distributed.world import World
 from atorch.profiler.trace import trace
 
@@ -33,7 +33,8 @@ STATES = ("parameters", "masters", "optimizer")
 AMP, HALF = ("amp_native", "bf16"), ("half", "bf16")
 SELECTIVE, MICRO = ("checkpoint", {"selective": True}), ("micro_batch", {"size": 2})
 HYBRID = "hybrid"  # shards over four ranks, replicas over the others
-TENSOR = "tensor"  # tensor parallelism over four ranks, replicas over the others
+TENSOR, SEQUENCE = "tensor", "sequence"  # a model split over four ranks, replicas over the others
+SPLIT = frozenset((TENSOR, SEQUENCE))
 
 Composition = tuple[Any, ...]
 ALONE: tuple[Composition, ...] = (("ddp",), ("zero1",), ("zero2",), ("fsdp",))
@@ -63,6 +64,8 @@ TOGETHER: tuple[Composition, ...] = (
     ("fsdp", AMP, "checkpoint", MICRO),
     (TENSOR, "ddp"),
     (TENSOR, "fsdp"),
+    (SEQUENCE, "ddp"),
+    (SEQUENCE, "fsdp", "checkpoint"),
 )
 
 KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
@@ -79,10 +82,10 @@ KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
         "a block's whole gradients are there when what it recomputed is gone; the estimate adds them, to be safe",
     ),
     (
-        frozenset(("tensor_parallel",)),
-        -0.25,
-        0.1,
-        "logits, and what a loss makes of them, are whole here; the estimate has losses on the columns of a split head",
+        frozenset(("tensor_parallel", "fsdp")),
+        -0.1,
+        0.12,
+        "10.2 % too much for a small Llama on 8 ranks; what of it does not meet at one moment is not known",
     ),
 )
 """Methods together, how far the estimated peak may be below and above the simulated one, and why."""
@@ -150,8 +153,9 @@ def strategy_of(composition: Composition, ranks: int) -> Strategy:
     meant: Mapping[Any, list[Any]] = {
         HYBRID: [("parallel_mode", ([("zero", 4), data], None))],
         TENSOR: [("parallel_mode", ([("tensor", 4), data], None)), "tensor_parallel"],
+        SEQUENCE: [("parallel_mode", ([("sequence", 4), data], None)), "sequence_parallel"],
     }
-    methods = [each for part in composition for each in (meant[part] if part in (HYBRID, TENSOR) else [part])]
+    methods = [each for part in composition for each in (meant[part] if part in (HYBRID, *SPLIT) else [part])]
     return complete(Strategy.of(methods), ranks)
 
 
@@ -164,23 +168,12 @@ def promised(cost: Cost) -> Mapping[tuple[str, frozenset[str]], tuple[float, flo
     sent: dict[tuple[str, frozenset[str]], tuple[float, float]] = {}
     each_time = [(comm, cost.num_micro_batches if comm.each_micro_batch else 1.0) for comm in cost.comm]
     for segment in cost.segments:
-        splits = [*of_copy(cost, segment), *gathered_logits(cost, segment)]
-        each_time += [(comm, segment.count * cost.num_micro_batches) for comm in splits]
+        each_time += [(comm, segment.count * cost.num_micro_batches) for comm in of_copy(cost, segment)]
     for comm, times in each_time:
         key = comm.kind, frozenset(axis for axis in comm.axis if cost.size(axis) > 1)
         calls, size = sent.get(key, (0.0, 0.0))
         sent[key] = calls + times * comm.count, size + times * comm.num_bytes
     return sent
-
-
-def gathered_logits(cost: Cost, segment: Segment) -> list[Comm]:
-    """The estimate has losses on the columns of a split head, as Megatron-LM does; here any loss sees whole logits."""
-    head = [each for each in segment.matmuls if each.split == "columns"] if not segment.is_block else []
-    return [
-        Comm("all_gather", ("tensor",), itemsize(cost) * tokens_share(cost) * each.rows * each.columns)
-        for each in head
-        if cost.tensor > 1
-    ]
 
 
 def band(names: frozenset[str]) -> tuple[float, float]:
@@ -191,7 +184,7 @@ def band(names: frozenset[str]) -> tuple[float, float]:
 def check(make: Callable[[int], nn.Module], composition: Composition, ranks: int, layers: int) -> None:
     ctx, profile = job(make, layers)
     strategy = strategy_of(composition, ranks)
-    samples = ROWS * ranks // (4 if TENSOR in composition else 1)
+    samples = ROWS * ranks // (1 if SPLIT.isdisjoint(composition) else 4)
     happened = simulate(ctx, strategy, batch(), world_size=ranks, global_batch=samples)
     cost = strategy.cost(plain_cost(profile, samples))
     _same_messages(promised(cost), happened)
@@ -229,8 +222,9 @@ def test_every_composition_on_small_and_large_worlds(
 def test_every_method_that_can_be_applied_is_held_to_it() -> None:
     held = {part if isinstance(part, str) else part[0] for each in (*ALONE, *TOGETHER) for part in each}
     # Compilers take no fakes; fp8 needs a library, and changes neither bytes nor calls; stages send each other objects;
-    # the stream's gathering and the whole logits of split sequences are not in the estimate.
-    left_out = {"compile", "fp8", "pipeline_parallel", "sequence_parallel", "context_parallel"}
-    assert held - {HYBRID, TENSOR} | {"parallel_mode", "tensor_parallel"} | left_out == {
+    # a ring sends outside of collectives, which its own tests count. Splitting norms as Megatron-LM does adds sums for
+    # gradients of norms, which the estimate leaves out.
+    left_out = {"compile", "fp8", "pipeline_parallel", "context_parallel"}
+    assert held - {HYBRID, *SPLIT} | {"parallel_mode", "tensor_parallel", "sequence_parallel"} | left_out == {
         name for name in METHODS if METHODS[name].can_apply()
     }

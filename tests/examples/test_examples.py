@@ -88,3 +88,22 @@ def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> Non
     last, averaged = (float(found) for found in re.findall(r"([\d.]+)% with", printed))
     assert averaged > 90
     assert averaged > last
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("models", "methods"),
+    [
+        (["llama"], ["tensor", "sequence", "megatron", "context", "pipeline", "mixed"]),
+        (["gpt2", "bert", "t5", "vit", "mixtral"], ["tensor", "pipeline"]),
+        pytest.param(["gpt2", "bert", "mixtral"], ["sequence", "megatron", "context"], marks=pytest.mark.matrix),
+        pytest.param(["gpt2", "bert", "t5", "vit", "mixtral"], ["mixed"], marks=pytest.mark.matrix),
+    ],
+    ids=lambda names: "-".join(names),
+)
+def test_parallel_train_learns_under_every_method(models: list[str], methods: list[str]) -> None:
+    printed = run("parallel_train.py", "--models", *models, "--methods", *methods, "--steps", "10", processes=4)
+    learnt = re.findall(r"(\w+) under (\w+): loss ([\d.]+) → ([\d.]+)", printed)
+    assert {(model, method) for model, method, *_ in learnt} == {(a, b) for a in models for b in methods}, printed
+    assert all(float(after) < float(before) for *_, before, after in learnt), printed

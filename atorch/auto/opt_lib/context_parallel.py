@@ -51,7 +51,7 @@ class ContextParallel(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """The split. Out of order, the last of c processes has (2 c - 1) / c² of a causal triangle for its 1 / c."""
-        cost = split_context(cost)
+        cost = split_context(cost).but(whole_outside=True)
         if self.load_balance or cost.context == 1:
             return cost
         more = 2 - 1 / cost.context

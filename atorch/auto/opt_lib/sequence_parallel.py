@@ -60,7 +60,7 @@ class SequenceParallel(Method):
         if self.mode == "megatron":
             splits = cost.size("tensor") > 1
             return replace(cost, splits_norms=splits, held_gathers=2.0 * splits)  # before attention, and before the MLP
-        return split_sequence(cost)
+        return split_sequence(cost).but(whole_outside=True)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

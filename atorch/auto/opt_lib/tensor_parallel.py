@@ -56,8 +56,8 @@ class TensorParallel(Method):
         return indivisible(cost.segments, cost.size("tensor"), "tensor", experts=True)
 
     def cost(self, cost: Cost) -> Cost:
-        """The split; what it sends follows from the products."""
-        return split_tensor(cost, splits_norms=cost.splits_norms)
+        """The split; what it sends follows from the products. Blocks get whole embeddings, the loss whole logits."""
+        return split_tensor(cost, splits_norms=cost.splits_norms).but(whole_outside=True)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -49,7 +49,9 @@ def test_what_does_not_hold(items, match):
         Strategy.of(items)
 
 
-SHAPE = TransformerShape(layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq_len=2048, head_dim=128)
+SHAPE = TransformerShape(
+    layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq_len=2048, head_dim=128
+)
 
 
 class TestDegrees:
