@@ -83,7 +83,7 @@ def _of_tensor(cost: Cost, segment: Segment, again: float) -> list[Comm]:
     if not cost.splits_norms:
         return [Comm("all_reduce", axis, num_bytes, count=passes)]
     sent = [Comm("reduce_scatter", axis, num_bytes, count=passes), Comm("all_gather", axis, num_bytes, count=passes)]
-    if not cost.held_gathers:
+    if not (cost.whole_outside and cost.held_gathers):  # ours keep what was gathered for backward
         sent.append(Comm("all_gather", axis, itemsize(cost) * backward_size, count=backward, overlap=1.0))
     return sent
 

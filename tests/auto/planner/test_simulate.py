@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Any]] = {
 }
 
 
-SAMPLE = ("fsdp", "half")
+SAMPLE = ("fsdp",)
 """`make test` runs these, `make test-all` every case."""
 
 
