@@ -213,7 +213,7 @@ def searched(rank, size, how, where):
     [
         ("none", 0, None),
         ("step", 1, "broke in the third step (on rank 1)"),
-        ("apply", 1, "cannot be applied here (on rank 1)"),
+        pytest.param("apply", 1, "cannot be applied here (on rank 1)", marks=pytest.mark.matrix),
         ("memory", 0, "MemoryError: a terabyte is not here (on rank 0)"),
     ],
 )
