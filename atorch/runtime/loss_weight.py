@@ -168,3 +168,8 @@ def _entry(rule: Rule, part: Any) -> torch.Tensor | None:
 
 def _are_classes(entry: torch.Tensor) -> bool:
     return not (entry.is_floating_point() or entry.is_complex() or entry.dtype == torch.bool)
+
+
+def tolerance_of(dtype: torch.dtype | None) -> float:
+    """How far, relatively, a weighted sum of losses may be from the loss of the whole when computing in `dtype`."""
+    return {torch.float16: 1e-3, torch.bfloat16: 5e-3}.get(dtype, 1e-4) if dtype is not None else 1e-4

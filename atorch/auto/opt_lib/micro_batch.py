@@ -8,11 +8,10 @@ parameters for each micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
@@ -23,13 +22,13 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory
 from atorch.errors import StrategyError
+from atorch.runtime.loss_weight import tolerance_of
 from atorch.runtime.micro_batch import MicroBatched
 
 LARGEST = 256
 """Rows of the largest micro-batch that the search tries."""
 AMPLE, FEW_PARTS = 4.0, 4
 """Where the whole batch takes less than a device's memory by this factor, more parts than these only cost time."""
-_ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
 @method("micro_batch", phase=Phase.STEP)
@@ -117,7 +116,7 @@ class MicroBatch(Method):
                 self.size,
                 self.count,
                 self.loss_weight,
-                _tolerance(ctx.compute_dtype),
+                tolerance_of(ctx.compute_dtype),
                 self.reduce,
             )
             return replace(built, loss_func=loss_func)
@@ -132,7 +131,3 @@ def _stages(ctx: Context) -> int:
 def _is_ample(cost: Cost) -> bool:
     """Whether memory is no concern at all; not where nothing is known of the device."""
     return cost.device_bytes < math.inf and AMPLE * peak_memory(cost).total < cost.device_bytes
-
-
-def _tolerance(dtype: Any) -> float:
-    return _ROUNDING.get(dtype, 1e-4)

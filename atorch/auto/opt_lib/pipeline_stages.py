@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from atorch.auto.context import Built, Context
@@ -17,6 +16,7 @@ from atorch.blocks import repeated_blocks, units
 from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.caches import turn_off_caches
+from atorch.runtime.loss_weight import tolerance_of
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.observing import route_of
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 SEEN_ROWS = 3
 """Rows of the sample batch on which the model's calls are watched."""
-ROUNDING: Mapping[torch.dtype, float] = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 FP8_ROUNDING = 2e-2  # a tensor's scale is of all its rows
 
 
@@ -72,7 +71,7 @@ def _rounding(ctx: Context) -> float:
     """How far the loss of a batch may be from that of its micro-batches."""
     if ctx.strategy is not None and "fp8" in ctx.strategy.names():
         return FP8_ROUNDING
-    return 1e-4 if ctx.compute_dtype is None else ROUNDING.get(ctx.compute_dtype, 1e-4)
+    return tolerance_of(ctx.compute_dtype)
 
 
 class Batches:

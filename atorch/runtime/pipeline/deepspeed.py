@@ -53,7 +53,6 @@ class WholeBatches(PipelinedLoss):
         super().__init__(model, loss_func, count_of, loss_weight, tolerance)
         _need_sendable(self._engine)
         self._rows, self._count = rows, count_of(rows)
-        self._optimizer = optimizer
         settled = {
             "train_micro_batch_size_per_gpu": rows // self._count,
             "gradient_accumulation_steps": self._count,
