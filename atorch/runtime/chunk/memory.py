@@ -1,0 +1,340 @@
+"""Where chunks live: a ledger of bytes for each tier, and what each chunk keeps between the steps.
+
+A chunk is flat: parameters of one dtype side by side. It is kept up to three times, as in PatrickStar (Fang et al.,
+arXiv 2108.05818), each copy a tensor of its own: `compute`, in the dtype that operations see and the only one that
+travels; `master`, which the optimizer steps, in fp32 (the very tensor `compute` where no wider copy is kept); and
+`gradient`, in the dtype of `compute`. With n processes each keeps one n-th of every copy, its share: an equal slice of
+the flat chunk, which cuts through parameters wherever it falls (ZeRO-3, arXiv 1910.02054).
+
+Chunks lie on the host, or for good on the device where that one steps them itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.errors import ArgumentError, CapabilityError, OutOfBudgetError
+from atorch.units import format_bytes
+
+if TYPE_CHECKING:
+    from atorch.runtime.chunk.layout import ChunkSpec, Layout, Slot
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Tier:
+    """A ledger of the bytes in use in one memory, under a budget or (None) without one. For one thread."""
+
+    def __init__(self, name: str, budget_bytes: int | None = None) -> None:
+        self.name, self.budget_bytes = name, budget_bytes
+        self.used_bytes = self.peak_bytes = 0
+
+    def take(self, num_bytes: int, why: str) -> None:
+        """Enter `num_bytes` for `why`.
+
+        Raises:
+            OutOfBudgetError: they would exceed the budget; nothing was entered.
+        """
+        used = self.used_bytes + num_bytes
+        if self.budget_bytes is not None and used > self.budget_bytes:
+            raise OutOfBudgetError(
+                f"{why} takes {format_bytes(num_bytes)} of the {self.name}, where {format_bytes(self.used_bytes)} of "
+                f"{format_bytes(self.budget_bytes)} are in use: {used - self.budget_bytes:,} bytes too many; raise the "
+                "budget by as many"
+            )
+        self.used_bytes, self.peak_bytes = used, max(self.peak_bytes, used)
+
+    def give(self, num_bytes: int) -> None:
+        """Strike `num_bytes` that were taken."""
+        if num_bytes > self.used_bytes:
+            raise ValueError(f"{num_bytes} bytes were given back to the {self.name}, which lent {self.used_bytes}")
+        self.used_bytes -= num_bytes
+
+
+class Form(NamedTuple):
+    """Shape and strides of a parameter, in elements. It fills its slot: its elements lie without gaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Form:
+        """That of `tensor`, or the nearest one without gaps."""
+        return Form(tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
+
+    def flat(self, value: Tensor) -> Tensor:
+        """The elements of `value` in the order in which they lie in a slot; a view where that is its own order."""
+        if value.stride() != self.stride:
+            value = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device).copy_(value)
+        return value.as_strided((value.numel(),), (1,))
+
+
+class ChunkMemory:
+    """What one process keeps of one chunk.
+
+    Args:
+        spec: which parameters lie where in the chunk.
+        forms: of its parameters, by name.
+        dtype: of `compute` and `gradient`.
+        device: where all of it lies.
+        wide: keep an fp32 `master` beside `compute`.
+        shard: this process and the number of processes that share the chunk.
+        pinned: lock what travels in memory, so that copies to a CUDA device run beside computation.
+    """
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        forms: Mapping[str, Form],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        wide: bool = False,
+        shard: tuple[int, int] = (0, 1),
+        pinned: bool = False,
+    ) -> None:
+        rank, size = shard
+        if spec.numel % size:
+            raise ArgumentError(f"chunk {spec.index} has {spec.numel} elements: pad it to a multiple of {size} shares")
+        length = spec.numel // size
+        self.spec, self.forms, self.dtype, self.device = spec, forms, dtype, device
+        self.share = slice(rank * length, (rank + 1) * length)
+        self.has_gradient: set[str] = set()
+        self.gradient: Tensor | None = None
+        self.writes = 0  # how often `compute` has changed: a copy that was made at another count is stale
+        self._pinned = pinned
+        self.compute = self._empty(dtype)
+        self.master = torch.empty(length, dtype=torch.float32, device=device) if wide else self.compute
+        self._seen = self.compute._version
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all three copies, also while there is no gradient yet; without the optimizer's own."""
+        copies = 2 if self.spec.trainable else 1
+        wide = 0 if self.master is self.compute else self.master.element_size()
+        return self.compute.numel() * (copies * self.compute.element_size() + wide)
+
+    def within(self, slot: Slot) -> slice:
+        """The elements of the slot's parameter, counted within it, that lie in this share; empty where none do."""
+        start, stop = (max(edge - slot.offset, 0) for edge in (self.share.start, self.share.stop))
+        return slice(min(start, slot.numel), min(stop, slot.numel))
+
+    def part(self, flat: Tensor, slot: Slot) -> Tensor | None:
+        """What `flat`, a share, holds of a slot: all, shaped like the parameter; else a 1-D piece, or None."""
+        held = self.within(slot)
+        offset = slot.offset + held.start - self.share.start
+        if held == slice(0, slot.numel) and 0 <= offset <= len(flat):
+            form = self.forms[slot.name]
+            return flat[offset : offset + slot.numel].as_strided(form.shape, form.stride)
+        return flat[offset : offset + held.stop - held.start] if held.start < held.stop else None
+
+    def whole(self, flat: Tensor, slot: Slot) -> Tensor:
+        """The slot's parameter as a view of `flat`, all elements of the chunk."""
+        form = self.forms[slot.name]
+        return flat[slot.offset : slot.offset + slot.numel].as_strided(form.shape, form.stride)
+
+    @torch.no_grad()
+    def write(self, slot: Slot, value: Tensor) -> None:
+        """Let the slot's parameter have `value`, a whole one of its shape, as far as it lies in this share."""
+        for flat in {id(flat): flat for flat in (self.master, self.compute)}.values():
+            self._put(flat, slot, value)
+        self._changed()
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        """The optimizer has written `master`: round it into `compute`."""
+        if self.master is not self.compute:
+            self.compute.copy_(self.master)
+        self._changed()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Let `master` take the values that somebody wrote into `compute` since it was last rounded.
+
+        A value that equals its rounded master keeps it.
+        """
+        if self.compute._version == self._seen:
+            return
+        if self.master is not self.compute:
+            same = self.master.to(self.dtype) == self.compute
+            self.master.copy_(torch.where(same, self.master, self.compute.to(torch.float32)))
+        self._changed()
+
+    @torch.no_grad()
+    def accumulate(self, slot: Slot, gradient: Tensor) -> None:
+        """Keep the gradient of the slot's parameter, a whole one, or add it to the one that is kept.
+
+        Raises:
+            ArgumentError: the gradient is sparse.
+        """
+        if gradient.layout != torch.strided:
+            raise ArgumentError(
+                f"{slot.name} has a sparse gradient; chunks keep dense ones: make its embedding with sparse=False"
+            )
+        self._put(self._gradient(), slot, gradient, add=slot.name in self.has_gradient)
+        self.has_gradient.add(slot.name)
+
+    @torch.no_grad()
+    def accumulate_share(self, share: Tensor, names: Iterable[str]) -> None:
+        """The same with this process' share of the whole chunk's gradient, in which `names` have one."""
+        kept, fresh = self._gradient(), set(names)
+        for slot in self.spec.slots:
+            part, new = self.part(kept, slot), self.part(share, slot)
+            if slot.name in fresh and part is not None and new is not None:
+                part.add_(new.to(part)) if slot.name in self.has_gradient else part.copy_(new)
+        self.has_gradient |= fresh
+
+    def gradient_of(self, slot: Slot) -> Tensor | None:
+        """The part of the slot's gradient that this process keeps; None where there is none."""
+        if self.gradient is None or slot.name not in self.has_gradient:
+            return None
+        return self.part(self.gradient, slot)
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The parts of all gradients that this process keeps."""
+        for slot in self.spec.slots:
+            part = self.gradient_of(slot)
+            if part is not None:
+                yield part
+
+    def _put(self, flat: Tensor, slot: Slot, value: Tensor, add: bool = False) -> None:
+        part, held = self.part(flat, slot), self.within(slot)
+        if part is None:
+            return
+        if held.stop - held.start < slot.numel:
+            value = self.forms[slot.name].flat(value)[held]
+        part.add_(value.to(part)) if add else part.copy_(value)
+
+    def _gradient(self) -> Tensor:
+        if self.gradient is None:
+            self.gradient = self._empty(self.dtype)
+        return self.gradient
+
+    def _changed(self) -> None:
+        self.writes += 1
+        self._seen = self.compute._version
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        flat = torch.empty(self.share.stop - self.share.start, dtype=dtype, device=self.device)
+        if self._pinned and flat.numel():
+            _lock(flat, self)
+        return flat
+
+
+class ChunkSet:
+    """The chunks of a model.
+
+    They take the parameters' values, one after the other, and the parameters let go of theirs: at no time is there
+    more than the model and one chunk. A parameter then holds no memory, but `stand_in`.
+
+    Args:
+        layout: which parameters lie in which chunk.
+        parameters: those that the layout names.
+        dtype: of floating-point compute copies; None for each parameter's own.
+        wide: keep fp32 masters of trainable parameters whose compute copy has 16 bits.
+        values: what parameters were before somebody rounded them to 16 bits; those taken are removed.
+        group: the processes that share every chunk; None for this one alone.
+        device: the one that computes.
+        on_device: indices of the chunks that lie there for good.
+        host: where to enter the bytes of chunks on the host, gradients included.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        dtype: torch.dtype | None = None,
+        wide: bool = True,
+        values: MutableMapping[Tensor, Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        on_device: Collection[int] = (),
+        host: Tier | None = None,
+    ) -> None:
+        self.layout, self.group, self.device = layout, group, torch.device(device)
+        self._places: dict[Tensor, tuple[ChunkMemory, Slot]] = {}
+        self._host = Tier("host") if host is None else host
+        chunks = []
+        for spec in layout.chunks:
+            mine = {slot.name: parameters[slot.name] for slot in spec.slots}
+            memory = self._memory(spec, mine, dtype, wide, spec.index in on_device)
+            for slot in spec.slots:
+                self._take(mine[slot.name], memory, slot, {} if values is None else values)
+            chunks.append(memory)
+        self.chunks = tuple(chunks)
+
+    def place(self, parameter: Tensor) -> tuple[ChunkMemory, Slot] | None:
+        """Where a parameter lies; None for one that is not managed."""
+        return self._places.get(parameter)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients; their memory stays."""
+        for chunk in self.chunks:
+            chunk.has_gradient.clear()
+
+    def _memory(
+        self,
+        spec: ChunkSpec,
+        parameters: Mapping[str, nn.Parameter],
+        dtype: torch.dtype | None,
+        wide: bool,
+        on_device: bool,
+    ) -> ChunkMemory:
+        own = next(iter(parameters.values())).dtype
+        compute = own if dtype is None or not own.is_floating_point else dtype
+        memory = ChunkMemory(
+            spec,
+            {name: Form.of(parameter) for name, parameter in parameters.items()},
+            compute,
+            self.device if on_device else torch.device("cpu"),
+            wide=wide and spec.trainable and compute in HALVES,
+            shard=(0, 1) if self.group is None else (self.group.rank(), self.group.size()),
+            pinned=self.device.type == "cuda" and not on_device,
+        )
+        if not on_device:
+            self._host.take(memory.num_bytes, f"chunk {spec.index}")
+        return memory
+
+    def _take(
+        self,
+        parameter: nn.Parameter,
+        memory: ChunkMemory,
+        slot: Slot,
+        values: MutableMapping[Tensor, Tensor],
+    ) -> None:
+        if parameter.is_meta:
+            raise ArgumentError(f"{slot.name} is on the meta device and has no value; materialise the model first")
+        value = values.pop(parameter, None)
+        if value is None or not torch.equal(value.to(parameter.device, parameter.dtype), parameter.detach()):
+            value = parameter.detach()  # never wider, or changed since it was rounded
+        memory.write(slot, value)
+        parameter.data = stand_in(parameter.shape, memory.dtype, self.device)
+        self._places[parameter] = memory, slot
+
+
+def stand_in(shape: Collection[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of that shape and of one element in memory: no number, so that nothing computed from it looks right."""
+    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def _lock(flat: Tensor, owner: object) -> None:
+    """Lock a host tensor in memory for as long as `owner` lives.
+
+    torch's own allocator of locked memory rounds every size up to a power of two.
+    """
+    runtime, address = torch.cuda.cudart(), flat.data_ptr()
+    status = runtime.cudaHostRegister(address, flat.numel() * flat.element_size(), 0)
+    if int(status):
+        raise CapabilityError(
+            f"CUDA refused to lock {format_bytes(flat.numel() * flat.element_size())} of host memory (error "
+            f"{int(status)}); raise the limit of locked memory (ulimit -l) or give the process more memory"
+        )
+    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
