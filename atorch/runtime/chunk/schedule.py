@@ -1,0 +1,245 @@
+"""What moves when: from the moments of a step to evictions, fetches and prefetches, under a budget of bytes.
+
+Parameters are read and never written while a step computes, so a chunk on the device may be dropped at no cost, and
+fetching it again costs its bytes. Between two uses of a chunk is a *gap*: kept, it takes the chunk's bytes of room at
+every moment inside it and saves one fetch. Going through the moments in order, whenever kept gaps take more room than
+there is, those go that end last (Belady 1966, *A study of replacement algorithms for a virtual-storage computer*). That
+fetches least where chunks are equally large, even while the room changes from moment to moment, since then it is the
+choice of the most intervals under a capacity. Where they are not, dropping a large chunk may free more than was asked:
+a second pass takes back what still fits.
+
+A chunk whose gap is not kept leaves the device right after the use before it, which is what makes room to bring others
+in early. The third pass does: each fetch starts as early as its bytes fit until they are used.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Moment(NamedTuple):
+    """A point of a step from which on an operation runs."""
+
+    name: str  # the operation and its phase, for people
+    needs: frozenset[int]  # chunks that must be on the device
+    other_bytes: int  # the most that everything but chunks takes on the device, from here to the next moment
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done at a moment before its operation runs, in this order."""
+
+    evict: tuple[int, ...] = ()  # chunks that leave the device
+    fetch: tuple[int, ...] = ()  # needed now and not on the device: waited for
+    prefetch: tuple[int, ...] = ()  # needed later: started, in the order in which they are needed
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step of each moment, and what they come to."""
+
+    steps: tuple[Step, ...]
+    fetched_bytes: int
+    peak_bytes: int  # the most on the device at once, everything counted
+    resident_at_end: frozenset[int]
+
+    @property
+    def num_fetches(self) -> int:
+        """How many chunks are brought to the device, at once or early."""
+        return sum(len(step.fetch) + len(step.prefetch) for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """No schedule keeps the budget: the moment that misses most bytes, though only what it needs is on the device."""
+
+    missing_bytes: int
+    moment: Moment
+
+
+def schedule(
+    moments: Sequence[Moment],
+    chunk_bytes: Sequence[int],
+    budget_bytes: int,
+    *,
+    pinned: frozenset[int] = frozenset(),
+    prefetch: int = 1,
+) -> Schedule | Shortfall:
+    """The steps by which every chunk is on the device when it is needed, and the device within its budget.
+
+    The device begins with `pinned` alone on it.
+
+    Args:
+        moments: of one step of training, in order.
+        chunk_bytes: of each chunk, by its index.
+        budget_bytes: of the device, for chunks and everything else.
+        pinned: chunks that stay on the device from before the first moment to after the last. What they keep there
+            beside themselves, such as optimizer states, is to be taken off the budget.
+        prefetch: how many transfers may have been started that are not needed yet. Which ones are started early
+            changes neither what is fetched nor what stays.
+    """
+    needs = [moment.needs - pinned for moment in moments]
+    always = sum(chunk_bytes[chunk] for chunk in pinned)
+    room = [
+        budget_bytes - always - moment.other_bytes - sum(chunk_bytes[chunk] for chunk in needed)
+        for moment, needed in zip(moments, needs, strict=True)
+    ]
+    if room and min(room) < 0:
+        return Shortfall(-min(room), moments[room.index(min(room))])
+    gaps = _gaps(needs)
+    dropped, room = _fitted(gaps, chunk_bytes, room)
+    stays = _stays(needs, dropped)
+    starts, room = _starts(stays, chunk_bytes, room, prefetch)
+    return Schedule(
+        steps=_steps(stays, starts, len(moments)),
+        fetched_bytes=sum(chunk_bytes[stay.chunk] for stay in stays),
+        peak_bytes=budget_bytes - min(room, default=budget_bytes - always),
+        resident_at_end=pinned.union(stay.chunk for stay in stays if stay.last == len(moments) - 1),
+    )
+
+
+class _Span(NamedTuple):
+    """A chunk and two moments: the uses around a gap, or the first and the last moment of a stay on the device."""
+
+    first: int
+    last: int
+    chunk: int
+
+
+def _gaps(needs: Sequence[frozenset[int]]) -> list[_Span]:
+    """From each use of a chunk to its next one, where there are moments between them; in the order of their starts."""
+    latest: dict[int, int] = {}
+    gaps: list[_Span] = []
+    for now, needed in enumerate(needs):
+        for chunk in needed:
+            if latest.get(chunk, now) < now - 1:
+                gaps.append(_Span(latest[chunk], now, chunk))
+            latest[chunk] = now
+    return sorted(gaps)
+
+
+def _fitted(
+    gaps: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[int]
+) -> tuple[frozenset[_Span], list[int]]:
+    """(the gaps that are not kept, what room those that are leave at each moment)."""
+    change = [0] * (len(room) + 1)  # of the bytes held by kept gaps, from the moment before to this one
+    for gap in gaps:
+        change[gap.first + 1] += chunk_bytes[gap.chunk]
+        change[gap.last] -= chunk_bytes[gap.chunk]
+    dropped: list[_Span] = []
+    by_end: list[tuple[int, int]] = []  # of the gaps that have begun, the last to end on top
+    begun = held = 0
+    for now, most in enumerate(room):
+        while begun < len(gaps) and gaps[begun].first < now:
+            heappush(by_end, (-gaps[begun].last, begun))
+            begun += 1
+        held += change[now]
+        while held > most:
+            # Gaps that have ended sink to the bottom: something is held, so that what is on top has not.
+            gap = gaps[heappop(by_end)[1]]
+            dropped.append(gap)
+            held -= chunk_bytes[gap.chunk]
+            change[gap.first + 1] -= chunk_bytes[gap.chunk]
+            change[gap.last] += chunk_bytes[gap.chunk]
+    left = np.array(room, dtype=np.int64) - np.array(list(accumulate(change))[:-1], dtype=np.int64)
+    restored = set()
+    for gap in sorted(dropped, key=lambda gap: (-chunk_bytes[gap.chunk], gap)):
+        inside = left[gap.first + 1 : gap.last]
+        if inside.min() >= chunk_bytes[gap.chunk]:
+            inside -= chunk_bytes[gap.chunk]
+            restored.add(gap)
+    return frozenset(dropped) - restored, left.tolist()
+
+
+def _stays(needs: Sequence[frozenset[int]], dropped: frozenset[_Span]) -> list[_Span]:
+    """Each chunk's stays on the device without prefetching, in the order of their first moments."""
+    refetched = {(gap.chunk, gap.last) for gap in dropped}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    stays: list[_Span] = []
+    for now, needed in enumerate(needs):
+        for chunk in needed:
+            if (chunk, now) in refetched:
+                stays.append(_Span(first[chunk], last[chunk], chunk))
+                first[chunk] = now
+            first.setdefault(chunk, now)
+            last[chunk] = now
+    stays += [_Span(first[chunk], last[chunk], chunk) for chunk in first]
+    return sorted(stays)
+
+
+def _starts(
+    stays: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[int], prefetch: int
+) -> tuple[list[int], list[int]]:
+    """(the moment at which each stay's fetch starts, what room is left at each moment)."""
+    left = list(room)
+    starts = []
+    for index, stay in enumerate(stays):
+        earliest = stays[index - prefetch].first if index >= prefetch else 0
+        start = stay.first
+        while start > earliest and left[start - 1] >= chunk_bytes[stay.chunk]:
+            start -= 1
+            left[start] -= chunk_bytes[stay.chunk]
+        starts.append(start)
+    return starts, left
+
+
+def _steps(stays: Sequence[_Span], starts: Sequence[int], num_moments: int) -> tuple[Step, ...]:
+    """The stays as what is done at each moment."""
+    evict, fetch, prefetch = (defaultdict[int, list[int]](list) for _ in range(3))
+    for stay, start in zip(stays, starts, strict=True):
+        (fetch if start == stay.first else prefetch)[start].append(stay.chunk)
+        evict[stay.last + 1].append(stay.chunk)
+    return tuple(Step(*(tuple(chunks[now]) for chunks in (evict, fetch, prefetch))) for now in range(num_moments))
+
+
+def choose_pinned(
+    moments: Sequence[Moment], chunk_bytes: Sequence[int], state_bytes: Sequence[int], budget_bytes: int
+) -> frozenset[int]:
+    """The chunks that had best live on the device for good, with all that their optimizer needs: fewest bytes travel.
+
+    A pinned chunk needs no fetch, and its gradient no way back, but takes several times its size at every moment, where
+    others could have stayed between uses. So chunks are ranked by what they save for each byte that they take, and
+    the best so many are pinned: what travels is nearly convex in their number, and its least is found by bisection.
+
+    Args:
+        moments: of one step of training, in order.
+        chunk_bytes: of each chunk, by its index.
+        state_bytes: of the gradient, master weights and optimizer states of each chunk; 0: it is not trained.
+        budget_bytes: of the device, for chunks and everything else.
+    """
+    plain = schedule(moments, chunk_bytes, budget_bytes, prefetch=0)
+    if isinstance(plain, Shortfall):
+        return frozenset()
+    saved = [size if state else 0 for size, state in zip(chunk_bytes, state_bytes, strict=True)]
+    for step in plain.steps:
+        for chunk in step.fetch:
+            saved[chunk] += chunk_bytes[chunk]
+    taken = [size + state for size, state in zip(chunk_bytes, state_bytes, strict=True)]
+    ranked = sorted((each for each in range(len(taken)) if saved[each]), key=lambda each: -saved[each] / taken[each])
+    returned = sum(size for size, state in zip(chunk_bytes, state_bytes, strict=True) if state)
+
+    def travels(count: int) -> float:
+        pinned = frozenset(ranked[:count])
+        room = budget_bytes - sum(state_bytes[chunk] for chunk in pinned)
+        found = schedule(moments, chunk_bytes, room, pinned=pinned, prefetch=0)
+        if isinstance(found, Shortfall):
+            return inf
+        return found.fetched_bytes + returned - sum(chunk_bytes[chunk] for chunk in pinned if state_bytes[chunk])
+
+    low, high = 0, len(ranked)
+    while low < high:
+        middle = (low + high) // 2
+        if travels(middle + 1) < travels(middle):
+            low = middle + 1
+        else:
+            high = middle
+    return frozenset(ranked[:low])
