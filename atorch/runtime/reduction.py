@@ -71,6 +71,12 @@ class Reduction:
         """A pass whose gradients are thrown away. FSDP2 could not forget what it has not reduced."""
         return self.only(now=self._shards)
 
+    def reshard(self) -> None:
+        """After a forward pass that no backward follows: let FSDP2 free what it has gathered."""
+        for module in self._model.modules() if self._shards else ():
+            if isinstance(module, self._sharded_class):
+                module.reshard()
+
     def recover(self) -> None:
         """After a pass that raised: let FSDP2 drop what is under way, and what it has added up."""
         if not self._shards:
