@@ -63,10 +63,6 @@ class Layout:
         """The index of the chunk of each parameter, by its name."""
         return {slot.name: chunk.index for chunk in self.chunks for slot in chunk.slots}
 
-    def chunks_of(self, names: Iterable[str]) -> frozenset[int]:
-        """The chunks that have these parameters."""
-        return frozenset(self.chunk_of[name] for name in names)
-
 
 def pack(items: Sequence[Item], capacity: int, shards: int = 1) -> Layout:
     """Fills chunks of at most `capacity` elements with `items`, in their order.
@@ -79,18 +75,23 @@ def pack(items: Sequence[Item], capacity: int, shards: int = 1) -> Layout:
         capacity: in elements, not counting what makes a chunk a multiple of `shards`.
         shards: processes that keep an equal part of each chunk.
     """
+    return Layout(tuple(_spec(index, group, shards) for index, group in enumerate(_groups(items, capacity))))
+
+
+def _groups(items: Iterable[Item], capacity: int) -> list[list[Item]]:
+    """The items of each chunk."""
     groups: list[list[Item]] = []
     filling: dict[tuple[str, bool], tuple[list[Item], int]] = {}  # by kind: the chunk being filled, elements in it
     for item in items:
         kind = (item.dtype, item.trainable)
         group, used = filling.get(kind, ([], capacity))
-        if used + item.numel > capacity:
+        if used + item.numel > capacity or not group:
             group, used = [], 0
             groups.append(group)
         group.append(item)
         if item.numel <= capacity:
             filling[kind] = (group, used + item.numel)
-    return Layout(tuple(_spec(index, group, shards) for index, group in enumerate(groups)))
+    return groups
 
 
 def _spec(index: int, group: Sequence[Item], shards: int) -> ChunkSpec:
@@ -102,39 +103,42 @@ def _spec(index: int, group: Sequence[Item], shards: int) -> ChunkSpec:
     return ChunkSpec(index, tuple(slots), -(-end // shards) * shards, group[0].dtype, group[0].trainable)
 
 
-def search(items: Sequence[Item], evaluate: Callable[[Layout], float | None], *, shards: int = 1) -> Layout:
+def search(
+    items: Sequence[Item],
+    evaluate: Callable[[Layout], float | None],
+    *,
+    shards: int = 1,
+    most: int | None = None,
+) -> Layout:
     """The layout that costs least, and of equals the one with the fewest chunks.
+
+    Where nothing fits, every parameter has a chunk of its own, which falls short by less than any other layout.
 
     Args:
         items: in order of their first use.
-        evaluate: what a layout costs, or None where it does not fit: the bytes that its schedule fetches, say, and
-            for each transfer as many bytes as a link moves in the time that it takes to begin one.
+        evaluate: what a layout costs, such as `Schedule.cost`, or None where it does not fit.
         shards: processes that keep an equal part of each chunk.
-
-    Where nothing fits, every parameter has a chunk of its own, which falls short by less than any other layout.
+        most: the largest capacity to consider, in elements; None: of all parameters together.
     """
-    if not items:
-        return Layout(())
-    largest = sum(item.numel for item in items)
-    costs: dict[int, tuple[float, int, Layout]] = {}
+    found: dict[int, tuple[float, int, Layout]] = {}  # by the number of chunks
 
     def consider(count: int) -> None:
-        layout = pack(items, _least_capacity(items, count, largest), shards)
+        layout = pack(items, _least_capacity(items, count, most), shards)
         chunks = len(layout.chunks)
-        if chunks not in costs and (cost := evaluate(layout)) is not None:
-            costs[chunks] = (cost, chunks, layout)
+        if chunks not in found and (cost := evaluate(layout)) is not None:
+            found[chunks] = (cost, chunks, layout)
 
     counts = _coarse(len(items))
     for count in counts:
         consider(count)
-    if not costs:
+    if not found:
         return pack(items, 0, shards)
-    best = min(costs.values(), key=lambda found: found[:2])[1]
+    best = min(found.values())[1]
     below = max((count for count in counts if count < best), default=best)
     above = min((count for count in counts if count > best), default=best)
     for count in range(below + 1, above):
         consider(count)
-    return min(costs.values(), key=lambda found: found[:2])[2]
+    return min(found.values())[2]
 
 
 def _coarse(last: int) -> list[int]:
@@ -145,12 +149,13 @@ def _coarse(last: int) -> list[int]:
     return counts
 
 
-def _least_capacity(items: Sequence[Item], count: int, largest: int) -> int:
-    """The least capacity that makes at most `count` chunks, or `largest` where none does."""
-    low, high = 0, largest
+def _least_capacity(items: Sequence[Item], count: int, most: int | None) -> int:
+    """The least capacity that makes at most `count` chunks, or `most` where none below it does."""
+    total = sum(item.numel for item in items)
+    low, high = 0, total if most is None else min(most, total)
     while low < high:
         middle = (low + high) // 2
-        if len(pack(items, middle).chunks) <= count:
+        if len(_groups(items, middle)) <= count:
             high = middle
         else:
             low = middle + 1

@@ -53,8 +53,17 @@ class Schedule:
 
     @property
     def num_fetches(self) -> int:
-        """How many chunks are brought to the device, at once or early."""
+        """How many transfers there are, early ones and others."""
         return sum(len(step.fetch) + len(step.prefetch) for step in self.steps)
+
+    def cost(self, chunk_bytes: Sequence[int], transfer_bytes: int) -> int:
+        """How many bytes the link could have moved in the time that this one takes of it.
+
+        These are the bytes fetched, those of them once more that are waited for from the first on, as nothing runs
+        meanwhile, and `transfer_bytes` for each transfer: what the link moves in the time that it takes to begin one.
+        """
+        waited = sum(chunk_bytes[chunk] for step in self.steps for chunk in step.fetch)
+        return self.fetched_bytes + waited + transfer_bytes * self.num_fetches
 
 
 @dataclass(frozen=True)
