@@ -55,7 +55,9 @@ class _Known(TorchDispatchMode):
         if _is_known(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return _grouped(args) if _is_grouped(func, args) else func(*args, **kwargs)
+        if _is_grouped(func, args):
+            return _grouped(args, kwargs.get("offs"))
+        return func(*args, **kwargs)
 
 
 def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
@@ -68,10 +70,14 @@ def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_grouped(func: Any, args: Any) -> bool:
-    return func._overloadpacket is _aten._grouped_mm and (args[0].dim(), args[1].dim()) == (2, 3)
+    return func._overloadpacket is _aten._grouped_mm and args[0].dim() == 2
 
 
-def _grouped(args: Any) -> torch.Tensor:
-    """What (tokens, inner) @ (experts, inner, columns) gives; the fakes' own kernel refuses all but bfloat16."""
-    data, weight = args[:2]
-    return torch.empty(data.shape[0], weight.shape[-1], dtype=data.dtype)
+def _grouped(args: Any, offsets: Any = None) -> torch.Tensor:
+    """What (tokens, inner) @ (experts, inner, columns) gives, and (inner, tokens) @ (tokens, columns) of every expert,
+    which is the gradient of its weight; the fakes' own kernel refuses all but bfloat16.
+    """
+    data, weight, *others = args
+    ends = others[0] if others else offsets
+    experts = () if weight.dim() == 3 else (ends.shape[0],)
+    return torch.empty(*experts, data.shape[0], weight.shape[-1], dtype=data.dtype)

@@ -1,0 +1,75 @@
+"""A pass of training on fake tensors, for methods that must know beforehand what is needed when, and what lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.distributed.rng import preserved_rng
+from atorch.errors import ArgumentError
+from atorch.profiler.copying import copy_structure
+from atorch.profiler.devices import as_on
+from atorch.profiler.fakes import Fakes
+from atorch.profiler.live_bytes import BUFFERS, PARAMETERS, LiveBytes
+from atorch.profiler.tensors import map_tensors, tensors_of
+from atorch.runtime.chunk.course import Access
+from atorch.runtime.chunk.trace import trace
+
+
+def foreseen(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Any],
+    *,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+) -> list[Access]:
+    """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
+
+    Args:
+        batch: what `loss(model, batch)` takes; its tensors may be anywhere.
+        dtype: of floating-point parameters as operations will see them; None for their own.
+
+    Raises:
+        ArgumentError: the model cannot run on fake tensors.
+    """
+    fakes = Fakes()
+    duplicate = copy_structure(model, fakes.fake)
+    parameters = dict(duplicate.named_parameters())
+    if dtype is not None:
+        for parameter in parameters.values():
+            if parameter.is_floating_point():
+                parameter.data = fakes.fake(parameter.to("meta", dtype))
+    fake_batch = map_tensors(fakes.fake_unless_known, batch)
+    live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(fake_batch)])
+    with preserved_rng(), as_on(device_type):
+        try:
+            return trace(lambda: loss(duplicate, fake_batch), parameters, live, fakes.running())
+        except Exception as error:  # user code may fail on fakes in any way
+            raise ArgumentError(
+                f"{type(model).__name__} cannot run on fake tensors ({type(error).__name__}: {error}), and chunks are "
+                "scheduled by such a run before the first step; make its control flow independent of values, or use "
+                "fsdp with cpu_offload"
+            ) from error
+
+
+class _Beside(LiveBytes):
+    """Everything but parameters; what is there before a pass counts."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], before: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._parameters, self._before = parameters, before
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()  # type: ignore[no-untyped-call]
+        self.label(self._parameters.values(), PARAMETERS)
+        self.label(self._before, BUFFERS)
+        return entered
+
+    @property
+    def other_bytes(self) -> list[int]:
+        """The most of each moment."""
+        return [int(each.total_bytes - each.memory.get(PARAMETERS, 0.0)) for each in self.moments]

@@ -1,0 +1,103 @@
+"""A pass of training as operations that need chunks, in order: as it was foreseen, and as it goes.
+
+While a pass goes as foreseen, its steps are those that were scheduled. Where it takes another path, chunks are fetched
+as they are needed and the least recently used make way, until the pass ends; the next one is scheduled after what was
+seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from atorch.runtime.chunk.schedule import Moment, Schedule, Step
+
+
+class Access(NamedTuple):
+    """One operation, and what it takes."""
+
+    operation: str
+    parameters: frozenset[str]
+    other_bytes: int
+    """The most bytes of everything but parameters, from this operation to the next."""
+
+
+def moments(accesses: Sequence[Access], chunk_of: Mapping[str, int]) -> list[Moment]:
+    """The accesses by chunk."""
+    return [
+        Moment(_said(each), frozenset(chunk_of[name] for name in each.parameters), each.other_bytes)
+        for each in accesses
+    ]
+
+
+def _said(access: Access) -> str:
+    first, *others = sorted(access.parameters)
+    return f"{access.operation} of {first}" + (f" and {len(others)} more" if others else "")
+
+
+class Nodes:
+    """What the node of the backward pass that runs was given already, which stays until it is done.
+
+    A node asks for what it saved one by one, and a checkpoint computes again inside of one of these requests.
+    """
+
+    def __init__(self) -> None:
+        self._node: Any = None
+        self._given: frozenset[Any] = frozenset()
+
+    def given(self) -> frozenset[Any]:
+        """What the node that runs has; nothing outside of a backward pass."""
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node, self._given = node, frozenset()
+        return self._given
+
+    def give(self, thing: Any) -> None:
+        """The node that runs has `thing`, too."""
+        self._given = self.given() | {thing}
+
+    def forget(self) -> None:
+        """No node runs."""
+        self._node, self._given = None, frozenset()
+
+
+@dataclass
+class Course:
+    """Follows a schedule, and notes what is needed when."""
+
+    moments: Sequence[Moment]
+    schedule: Schedule | None
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.seen: list[tuple[str, frozenset[int]]] = []
+        self.on_course = self.schedule is not None
+
+    def next(self, operation: str, needs: frozenset[int]) -> Step | None:
+        """What to do before an operation that needs these chunks; None off course."""
+        position = len(self.seen)
+        self.seen.append((operation, needs))
+        if self.on_course:
+            self.on_course = position < len(self.moments) and self.moments[position].needs == needs
+        if not self.on_course:
+            return None
+        assert self.schedule is not None
+        return self.schedule.steps[position]
+
+    @property
+    def other_bytes(self) -> int:
+        """What else lives at the operation under way: as foreseen there, or anywhere."""
+        if self.on_course and self.seen:
+            return self.moments[len(self.seen) - 1].other_bytes
+        return max((each.other_bytes for each in self.moments), default=0)
+
+    def as_seen(self) -> list[Moment]:
+        """The pass that is over, for another like it; what else lived then is not known, and taken for the most."""
+        most = max((each.other_bytes for each in self.moments), default=0)
+        return [Moment(operation, needs, most) for operation, needs in self.seen]

@@ -1,0 +1,192 @@
+"""What operations on managed parameters do: in a pass on the device, elsewhere on the host's copy.
+
+Every operation that takes a managed parameter comes here, forward and backward (`parameter`, `saving`). In a pass, or
+where gradients are recorded, it runs on the device, and its chunks are there while it runs. Elsewhere (`p.norm()`,
+`state_dict`, `p.copy_`) it runs on what the host keeps. `p.grad` is the host's gradient.
+
+Parameters are read in forward and backward and not written. Who writes one all the same, without gradients in a forward
+pass, has it written through.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.errors import ArgumentError
+from atorch.runtime.chunk.course import Nodes
+from atorch.runtime.chunk.memory import ChunkSet
+from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
+from atorch.runtime.chunk.residency import Residency
+from atorch.runtime.chunk.saving import Handle, saved_as_handles
+
+_TENSOR: Any = Tensor
+_GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
+_WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
+
+
+class Operations:
+    """Runs operations on the parameters of a model's chunks."""
+
+    def __init__(self, chunks: ChunkSet, residency: Residency) -> None:
+        self.chunks, self.residency = chunks, residency
+        self._slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
+        self._nodes = Nodes()
+        self._views: dict[int, set[weakref.ref[ChunkedView]]] = {}
+        self._passes = 0  # forward passes under way
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward pass of the whole model. Its backward pass goes on until the next one begins."""
+        if self._passes == 0:
+            self._nodes.forget()
+            self.residency.begin()
+        self._passes += 1
+        try:
+            yield
+        finally:
+            self._passes -= 1
+
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        """Manage a parameter whose values the chunks have taken."""
+        manage(parameter, Home(self, name, self.chunks.layout.chunk_of[name]))
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(self._keep_gradient)
+
+    def _keep_gradient(self, parameter: Any) -> None:
+        """Backward has the whole gradient of a parameter: it belongs to its chunk."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, parameter.grad = parameter.grad, None
+            name, chunk = parameter.home.name, parameter.home.chunk
+        self.chunks.chunks[chunk].accumulate(self._slots[name], gradient)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], managed: Sequence[Any]) -> Any:
+        """Run an operation that takes `managed` parameters, or views of theirs."""
+        special = self._special(func)
+        if special is not None:
+            return special(*args)
+        if not self._on_device(func, managed):
+            return self._run_on_host(func, args, kwargs)
+        self._need(getattr(func, "__name__", str(func)), frozenset(each.home.chunk for each in managed))
+        versions = [each._version for each in managed]
+        if torch.is_grad_enabled():
+            with saved_as_handles(self):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        for each, version in zip(managed, versions, strict=True):
+            if each._version != version:
+                self.residency.write_back(each.home.chunk)
+        return self._watched(result, managed)
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """The chunk in whose buffer a tensor lies."""
+        return self.residency.chunk_at(tensor)
+
+    def restored(self, handle: Handle) -> Tensor:
+        """A saved tensor, for the node of the backward pass that runs: what it needs stays until the next one."""
+        chunk: int = handle.place
+        self._need(f"{torch._C._current_autograd_node().name()} (backward)", frozenset((chunk,)))
+        self._nodes.give(chunk)
+        return handle.within(self.residency.buffer(chunk))
+
+    def _need(self, operation: str, chunks: frozenset[int]) -> None:
+        held = (chunk for chunk, views in self._views.items() if views)
+        self.residency.need(operation, chunks.union(self._nodes.given(), held))
+
+    def _special(self, func: Any) -> Callable[..., Any] | None:
+        """What is done by this package alone."""
+        if func == _GRADIENT:
+            return self._gradient
+        if func == _SET_GRADIENT:
+            return self._set_gradient
+        return self._set_data if func == _SET_DATA else None
+
+    def _on_device(self, func: Any, managed: Sequence[Any]) -> bool:
+        """In a pass, or where gradients are recorded: a loss may look at weights."""
+        if self._passes or torch._C._current_graph_task_id() != -1:
+            return True
+        is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in managed)
+        return is_recorded and func not in _WITHOUT_GRADIENTS
+
+    def _watched(self, result: Any, managed: Sequence[Any]) -> Any:
+        """The result of an operation, with views of managed memory as tensors whose operations come here, too."""
+        if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
+            return type(result)(self._watched(each, managed) for each in result)
+        if not isinstance(result, Tensor) or isinstance(result, (ChunkedParameter, ChunkedView)):
+            return result
+        chunk = self.residency.chunk_at(result)
+        if chunk is None:
+            return result
+        view = result.as_subclass(ChunkedView)
+        view.home = next(each.home for each in managed if each.home.chunk == chunk)
+        views = self._views.setdefault(chunk, set())
+        views.add(weakref.ref(view, views.discard))
+        return view
+
+    # Outside of passes: the host's copies.
+
+    @torch.no_grad()
+    def _run_on_host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        replaced: dict[int, ChunkedParameter] = {}
+
+        def on_host(value: Any) -> Any:
+            if isinstance(value, ChunkedParameter):
+                mine = self.host_value(value)
+                replaced[id(mine)] = value
+                return mine
+            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+                return type(value)(map(on_host, value))
+            return value
+
+        changed = [on_host(each) for each in args]
+        named = {name: on_host(each) for name, each in kwargs.items()}
+        result = func(*changed, **named)
+        for parameter in replaced.values():
+            self.chunks.chunks[parameter.home.chunk].follow()
+        return replaced.get(id(result), result)
+
+    def host_value(self, parameter: ChunkedParameter) -> Tensor:
+        """What the host keeps of a parameter, as wide as it keeps it: a view, which may be written.
+
+        Raises:
+            ArgumentError: other processes keep some of it.
+        """
+        memory = self.chunks.chunks[parameter.home.chunk]
+        slot = self._slots[parameter.home.name]
+        value = memory.part(memory.master, slot)
+        if value is None or value.shape != parameter.shape:
+            raise ArgumentError(
+                f"{parameter.home.name} is spread over {self.chunks.num_shares} processes, and was used outside of the "
+                "model's forward pass; take it from state_dict(), which all processes call, or compute in forward"
+            )
+        return value
+
+    def _gradient(self, parameter: Any) -> Tensor | None:
+        if isinstance(parameter, ChunkedView):
+            return None
+        gradient: Tensor | None = _GRADIENT(parameter)  # while backward adds it up
+        if gradient is not None:
+            return gradient
+        home: Home = parameter.home
+        return self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
+
+    def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
+        memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]
+        memory.has_gradient.discard(slot.name)
+        if gradient is not None:
+            memory.accumulate(slot, gradient)
+
+    @torch.no_grad()
+    def _set_data(self, parameter: Any, values: Tensor) -> None:
+        if values.shape != parameter.shape or values.dtype not in (parameter.dtype, torch.float32):
+            raise ArgumentError(
+                f"{parameter.home.name} was given data of {values.dtype} and shape {tuple(values.shape)}; it lies in a "
+                f"chunk as {parameter.dtype} and {tuple(parameter.shape)}: cast and resize before the chunks are made"
+            )
+        self.chunks.chunks[parameter.home.chunk].write(self._slots[parameter.home.name], values)

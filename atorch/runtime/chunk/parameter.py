@@ -1,0 +1,138 @@
+"""Parameters whose values may be away, and come back when an operation takes them.
+
+`__torch_function__` sees every operation that takes a managed parameter, in forward, in backward and outside of both,
+and leaves it to `operations`, which bring the values first.
+
+While values are away, `p.data` is one NaN that has the parameter's shape: shape, type and device are true, and who gets
+around `__torch_function__` reads NaN, not the memory of somebody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from atorch.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from atorch.runtime.chunk.operations import Operations
+
+
+class Home(NamedTuple):
+    """Where a parameter's values are kept."""
+
+    operations: Operations
+    name: str
+    chunk: int
+
+
+class ChunkedParameter(nn.Parameter):
+    """A parameter whose values a `Residency` keeps."""
+
+    home: Home
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func` where the values are."""
+        return _run(func, args, {} if kwargs is None else kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter with the same values, on the host."""
+        if id(self) not in memo:
+            values = self.detach().clone()
+            memo[id(self)] = nn.Parameter(values, self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Travels as an ordinary parameter."""
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class ChunkedView(Tensor):
+    """A view of a managed parameter: what operations do with it is seen, too."""
+
+    home: Home
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func` where the values are."""
+        return _run(func, args, {} if kwargs is None else kwargs)
+
+
+def manage(parameter: nn.Parameter, home: Home) -> None:
+    """Make `parameter` a managed one, the same object.
+
+    Raises:
+        ArgumentError: it is of a class of its own, which may mean anything by an operation.
+    """
+    if type(parameter) is not nn.Parameter:
+        raise ArgumentError(
+            f"{home.name} is a {type(parameter).__name__}; chunks can manage ordinary parameters. Leave out the method "
+            "that made it, or shard with fsdp instead"
+        )
+    parameter.__class__ = ChunkedParameter
+    parameter.home = home  # type: ignore[attr-defined]
+
+
+def unmanage(parameter: ChunkedParameter, values: Tensor) -> None:
+    """Make it an ordinary parameter again."""
+    del parameter.home
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    parameter.data = values
+
+
+def point(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let the parameter's values be `values`, whatever operations see."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = values
+
+
+_TENSOR: Any = Tensor
+_PROPERTIES = """shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad_fn _base _version
+    _backward_hooks is_cpu is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_xpu is_mps"""
+_METHODS = """size stride dim ndimension numel nelement element_size untyped_storage storage_offset data_ptr get_device
+    is_contiguous is_floating_point is_complex __len__ requires_grad_ register_hook register_post_accumulate_grad_hook
+    retain_grad"""
+# What can be said without values.
+_DESCRIPTIVE = frozenset(
+    [
+        *(getattr(_TENSOR, name).__get__ for name in _PROPERTIES.split()),
+        *(getattr(_TENSOR, name).__set__ for name in ("requires_grad", "_backward_hooks")),
+        *(getattr(_TENSOR, name) for name in _METHODS.split()),
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.ops.prim.device.default,  # what fakes ask
+    ]
+)
+
+
+def is_descriptive(func: Any) -> bool:
+    """Whether an operation looks at no values."""
+    return func in _DESCRIPTIVE
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if func in _DESCRIPTIVE:
+            return func(*args, **kwargs)
+        managed = list(_managed(args)) + list(_managed(kwargs.values()))
+        if not managed:  # in a container that nobody looks into
+            return func(*args, **kwargs)
+        return managed[0].home.operations.run(func, args, kwargs, managed)
+
+
+def _managed(values: Iterable[Any]) -> Iterator[ChunkedParameter | ChunkedView]:
+    for value in values:
+        if isinstance(value, (ChunkedParameter, ChunkedView)):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _managed(value)

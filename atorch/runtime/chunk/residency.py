@@ -1,0 +1,184 @@
+"""Which chunks are on the compute device, kept right while a model runs.
+
+Before an operation runs its chunks are brought, and they stay while it does; what else stays, leaves or is brought
+early is the schedule's business (`course`). Leaving is dropping a buffer: nothing of ours refers to it, since what
+operations saved are handles, and nothing has to travel back. A weak reference tells whether somebody else holds the
+memory all the same; it counts until nobody does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from atorch.errors import OutOfBudgetError
+from atorch.runtime.chunk.course import Course
+from atorch.runtime.chunk.memory import ChunkSet, Tier
+from atorch.runtime.chunk.parameter import point
+from atorch.runtime.chunk.transfer import Transfer, Wait
+from atorch.units import format_bytes
+
+
+class Observer(Protocol):
+    """Who wants to be told what moves."""
+
+    def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
+        """A chunk came to the device, or left it."""
+        ...
+
+
+class Residency:
+    """Brings chunks to `device` and drops them, within a budget.
+
+    Args:
+        chunks: what the host keeps, and the device for good.
+        parameters: those that the chunks hold, by name.
+        budget_bytes: of the device, for chunks and everything else that lives while operations run.
+    """
+
+    def __init__(
+        self,
+        chunks: ChunkSet,
+        parameters: Mapping[str, nn.Parameter],
+        budget_bytes: int,
+        course: Course,
+        transfer: Transfer,
+    ) -> None:
+        self.chunks, self.course = chunks, course
+        self.tier = Tier("device budget", budget_bytes)
+        self.fetched_bytes = self.peak_bytes = 0
+        self.observer: Observer | None = None
+        self._parameters, self._transfer = parameters, transfer
+        self._away = {
+            name: parameter.data for name, parameter in parameters.items()
+        }  # what shows while values are away
+        self._here: dict[int, Tensor] = {}  # by chunk, the least recently needed first: its buffer on the device
+        self._coming: dict[int, Wait] = {}
+        self._at: dict[int, int] = {}  # the storage of a buffer → its chunk
+        self._held: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # dropped, and alive in other hands
+
+    def begin(self) -> None:
+        """A pass begins: drop what an earlier one has left, and follow what was written on the host."""
+        for chunk in list(self._here):
+            self._drop(chunk)
+        for memory in self.chunks.chunks:
+            memory.follow()
+        self.course.begin()
+
+    def need(self, operation: str, chunks: frozenset[int]) -> None:
+        """Bring chunks, for an operation that is about to run.
+
+        Raises:
+            OutOfBudgetError: there is no room for them, which can only be where a pass is not as it was foreseen.
+        """
+        step = self.course.next(operation, chunks)
+        if step is None:
+            self._bring_on_demand(chunks)
+        else:
+            for chunk in step.evict:
+                self._drop(chunk)
+            for chunk in (*step.fetch, *step.prefetch):
+                self._fetch(chunk)
+        for chunk in chunks:
+            self._arrive(chunk)
+        self.peak_bytes = max(self.peak_bytes, self.tier.used_bytes + self.course.other_bytes)
+
+    def buffer(self, chunk: int) -> Tensor:
+        """A chunk that is here, flat."""
+        return self._here[chunk]
+
+    def chunk_at(self, tensor: Tensor) -> int | None:
+        """The chunk in whose buffer a tensor lies."""
+        if tensor.layout != torch.strided:
+            return None
+        return self._at.get(tensor.untyped_storage()._cdata)
+
+    def write_back(self, chunk: int) -> None:
+        """Somebody wrote into a chunk's buffer: let the host have it."""
+        memory = self.chunks.chunks[chunk]
+        memory.compute.copy_(self._here[chunk][memory.share])
+        memory.follow()
+
+    def _bring_on_demand(self, chunks: frozenset[int]) -> None:
+        missing = [chunk for chunk in chunks if chunk not in self._here]
+        needed = sum(self._num_bytes(chunk) for chunk in missing)
+        for chunk in [each for each in self._here if each not in chunks]:
+            if self._room() >= needed:
+                break
+            self._drop(chunk)
+        for chunk in missing:
+            self._fetch(chunk)
+        for chunk in chunks:  # the most recently used one is last
+            if chunk in self._here:
+                self._here[chunk] = self._here.pop(chunk)
+
+    def _room(self) -> int:
+        self._strike_freed()
+        assert self.tier.budget_bytes is not None
+        return self.tier.budget_bytes - self.tier.used_bytes - self.course.other_bytes
+
+    def _fetch(self, chunk: int) -> None:
+        if chunk in self._here:
+            return
+        memory, num_bytes = self.chunks.chunks[chunk], self._num_bytes(chunk)
+        if num_bytes > self._room():
+            raise OutOfBudgetError(self._too_much(chunk, num_bytes))
+        self.tier.take(num_bytes, f"chunk {chunk}")
+        buffer = torch.empty(memory.spec.numel, dtype=memory.dtype, device=self.chunks.device)
+        self._coming[chunk] = self._transfer.start(buffer, memory.compute)
+        self._here[chunk] = buffer
+        self._at[buffer.untyped_storage()._cdata] = chunk
+        for slot in memory.spec.slots:
+            point(self._parameters[slot.name], memory.whole(buffer, slot))
+        self.fetched_bytes += num_bytes
+        if self.observer is not None:
+            self.observer.moved(chunk, True, num_bytes)
+
+    def _arrive(self, chunk: int) -> None:
+        wait = self._coming.pop(chunk, None)
+        if wait is not None:
+            wait()
+
+    def _drop(self, chunk: int) -> None:
+        buffer = self._here.pop(chunk, None)
+        if buffer is None:
+            return
+        self._arrive(chunk)
+        memory, storage = self.chunks.chunks[chunk], buffer.untyped_storage()
+        for slot in memory.spec.slots:
+            point(self._parameters[slot.name], self._away[slot.name])
+        del self._at[storage._cdata]
+        self._held.append((weakref.ref(storage), self._num_bytes(chunk)))
+        del buffer, storage
+        self._strike_freed()
+        if self.observer is not None:
+            self.observer.moved(chunk, False, self._num_bytes(chunk))
+
+    def _strike_freed(self) -> None:
+        """Give back what was dropped and nobody holds any more."""
+        for held in [each for each in self._held if each[0]() is None]:
+            self._held.remove(held)
+            self.tier.give(held[1])
+
+    def _num_bytes(self, chunk: int) -> int:
+        memory = self.chunks.chunks[chunk]
+        return memory.spec.numel * memory.compute.element_size()
+
+    def _too_much(self, chunk: int, num_bytes: int) -> str:
+        operation = self.course.seen[-1][0] if self.course.seen else "an operation"
+        clinging = sum(size for _, size in self._held)
+        hint = (
+            f"; {format_bytes(clinging)} of chunks that should be gone are held by tensors that the model keeps"
+            if clinging
+            else ""
+        )
+        return (
+            f"{operation} needs chunk {chunk}, {format_bytes(num_bytes)}, and {format_bytes(max(0, self._room()))} are "
+            f"left of {format_bytes(self.tier.budget_bytes or 0)}, of which other tensors take up to "
+            f"{format_bytes(self.course.other_bytes)}{hint}. This pass differs from the one that was foreseen; raise "
+            "the budget, or make batches smaller"
+        )

@@ -1,0 +1,159 @@
+"""A pass of training foreseen: every operation that takes a parameter, and what else lives meanwhile.
+
+A forward pass, loss and backward pass run on fake tensors. Operations come by as they do when it is real (fake
+parameters see what `ChunkedParameter` will), and what they save is replaced by handles as it will be, so that
+the operations of the backward pass ask for parameters in the order in which autograd really does, checkpoints
+included. Gradients are let go of as soon as they are there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from atorch.runtime.chunk.course import Access, Nodes
+from atorch.runtime.chunk.parameter import is_descriptive
+from atorch.runtime.chunk.saving import Handle, saved_as_handles
+
+
+class LiveCount(Protocol):
+    """Counts the bytes of tensors while code runs, parameters apart."""
+
+    @property
+    def other_bytes(self) -> Sequence[int]:
+        """The most of each moment."""
+        ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *fault: Any) -> Any: ...
+
+    def mark(self, name: str) -> None:
+        """End a moment."""
+        ...
+
+
+def trace(
+    loss: Callable[[], Tensor], parameters: Mapping[str, Tensor], live: LiveCount, mode: AbstractContextManager[Any]
+) -> list[Access]:
+    """The accesses of a forward pass, which gives the loss, and its backward pass.
+
+    Args:
+        loss: runs forward with the fake parameters.
+        parameters: fake tensors by name, tied ones once.
+        live: counts everything but the parameters; it was told of what is there before.
+        mode: what makes operations on fakes.
+    """
+    watch = _Watch(parameters, live)
+    for parameter in parameters.values():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_let_go)
+    with torch.enable_grad(), mode, live:
+        loss().backward()
+        live.mark("end")
+    both = zip(watch.accesses, live.other_bytes[1:], strict=True)  # the first moment ends with the first access
+    return [Access(operation, names, size) for (operation, names), size in both]
+
+
+def _let_go(parameter: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
+
+
+class _Watch:
+    """Notes accesses; the parameters' memory stays where it is."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], live: LiveCount) -> None:
+        self.accesses: list[tuple[str, frozenset[str]]] = []
+        self._live, self._nodes = live, Nodes()
+        self._whole = {parameter.untyped_storage()._cdata: parameter.detach() for parameter in parameters.values()}
+        self._names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
+        self._views: dict[str, set[weakref.ref[Tensor]]] = {}
+        for parameter in parameters.values():
+            self._see(parameter)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation, and note it where it takes parameters."""
+        names = frozenset(self._named((*args, *kwargs.values())))
+        if is_descriptive(func) or not names:
+            return func(*args, **kwargs)
+        self._note(getattr(func, "__name__", str(func)), names)
+        if torch.is_grad_enabled():
+            with saved_as_handles(self):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._watch(result)
+        return result
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """The storage, where it is a parameter's."""
+        if tensor.layout != torch.strided:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        return storage if storage in self._names else None
+
+    def restored(self, handle: Handle) -> Tensor:
+        """The saved tensor: backward asks for it."""
+        node = torch._C._current_autograd_node()
+        name = self._names[handle.place]
+        self._note(f"{node.name()} (backward)", frozenset((name,)))
+        self._nodes.give(name)
+        return handle.within(self._whole[handle.place])
+
+    def _see(self, tensor: Tensor) -> None:
+        tensor.__class__ = _Watched
+        tensor.watch = self  # type: ignore[attr-defined]
+
+    def _note(self, operation: str, names: frozenset[str]) -> None:
+        self._live.mark(operation)
+        held = (name for name, views in self._views.items() if views)
+        self.accesses.append((operation, names.union(self._nodes.given(), held)))
+
+    def _named(self, values: Iterable[Any]) -> Iterator[str]:
+        for value in values:
+            if isinstance(value, Tensor):
+                place = self.place_of(value)
+                if place is not None:
+                    yield self._names[place]
+            elif isinstance(value, (list, tuple)):
+                yield from self._named(value)
+
+    def _watch(self, result: Any) -> None:
+        if isinstance(result, (list, tuple)):
+            for each in result:
+                self._watch(each)
+        elif isinstance(result, Tensor) and not isinstance(result, torch.nn.Parameter):
+            place = self.place_of(result)
+            if place is not None:
+                self._see(result)
+                views = self._views.setdefault(self._names[place], set())
+                views.add(weakref.ref(result, views.discard))
+
+
+class _Watched(FakeTensor):
+    """A fake parameter, or a view of one."""
+
+    watch: _Watch
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` as a managed parameter would."""
+        with torch._C.DisableTorchFunctionSubclass():
+            kwargs = kwargs or {}
+            watched = next(_watched_of((*args, *kwargs.values())), None)
+            return func(*args, **kwargs) if watched is None else watched.watch.run(func, args, kwargs)
+
+
+def _watched_of(values: Iterable[Any]) -> Iterator[_Watched]:
+    for value in values:
+        if isinstance(value, _Watched):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _watched_of(value)
