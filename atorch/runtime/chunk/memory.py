@@ -86,6 +86,7 @@ class ChunkMemory:
         wide: keep an fp32 `master` beside `compute`.
         shard: this process and the number of processes that share the chunk.
         pinned: lock what travels in memory, so that copies to a CUDA device run beside computation.
+        tier: where the bytes of all copies are entered, also while there is no gradient yet; without the optimizer's.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ChunkMemory:
         wide: bool = False,
         shard: tuple[int, int] = (0, 1),
         pinned: bool = False,
+        tier: Tier | None = None,
     ) -> None:
         rank, size = shard
         if spec.numel % size:
@@ -109,16 +111,13 @@ class ChunkMemory:
         self.gradient: Tensor | None = None
         self.writes = 0  # how often `compute` has changed: a copy that was made at another count is stale
         self._pinned = pinned
+        self.tier = Tier("host memory") if tier is None else tier
+        copies = 2 if spec.trainable else 1
+        self.num_bytes = length * (copies * dtype.itemsize + (4 if wide else 0))
+        self.tier.take(self.num_bytes, f"chunk {spec.index}")
         self.compute = self._empty(dtype)
         self.master = torch.empty(length, dtype=torch.float32, device=device) if wide else self.compute
-        self._seen = self.compute._version
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all three copies, also while there is no gradient yet; without the optimizer's own."""
-        copies = 2 if self.spec.trainable else 1
-        wide = 0 if self.master is self.compute else self.master.element_size()
-        return self.compute.numel() * (copies * self.compute.element_size() + wide)
+        self._changed()
 
     def within(self, slot: Slot) -> slice:
         """The elements of the slot's parameter, counted within it, that lie in this share; empty where none do."""
@@ -155,24 +154,30 @@ class ChunkMemory:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Let `master` take the values that somebody wrote into `compute` since it was last rounded.
+        """Let the other copy have what somebody wrote into `master`, or else `compute`, since they were last alike.
 
-        A value that equals its rounded master keeps it.
+        A master that, rounded, equals what was written keeps its value.
         """
-        if self.compute._version == self._seen:
-            return
-        if self.master is not self.compute:
+        master, compute = self._seen
+        if self.master._version != master:
+            self.updated()
+        elif self.compute._version != compute:
             same = self.master.to(self.dtype) == self.compute
             self.master.copy_(torch.where(same, self.master, self.compute.to(torch.float32)))
-        self._changed()
+            self._changed()
 
     @torch.no_grad()
     def accumulate(self, slot: Slot, gradient: Tensor) -> None:
         """Keep the gradient of the slot's parameter, a whole one, or add it to the one that is kept.
 
         Raises:
-            ArgumentError: the gradient is sparse.
+            ArgumentError: the gradient is sparse, or the parameter was frozen when the chunks were made.
         """
+        if not self.spec.trainable:
+            raise ArgumentError(
+                f"{slot.name} has a gradient and was frozen when the chunks were made: let it require gradients "
+                "before, and freeze it afterwards"
+            )
         if gradient.layout != torch.strided:
             raise ArgumentError(
                 f"{slot.name} has a sparse gradient; chunks keep dense ones: make its embedding with sparse=False"
@@ -218,7 +223,7 @@ class ChunkMemory:
 
     def _changed(self) -> None:
         self.writes += 1
-        self._seen = self.compute._version
+        self._seen = self.master._version, self.compute._version
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         flat = torch.empty(self.share.stop - self.share.start, dtype=dtype, device=self.device)
@@ -242,7 +247,8 @@ class ChunkSet:
         group: the processes that share every chunk; None for this one alone.
         device: the one that computes.
         on_device: indices of the chunks that lie there for good.
-        host: where to enter the bytes of chunks on the host, gradients included.
+        host: where the bytes on the host are entered.
+        device_tier: where those of `on_device` are.
     """
 
     def __init__(
@@ -257,10 +263,12 @@ class ChunkSet:
         device: torch.device | str = "cpu",
         on_device: Collection[int] = (),
         host: Tier | None = None,
+        device_tier: Tier | None = None,
     ) -> None:
         self.layout, self.group, self.device = layout, group, torch.device(device)
+        self.host = Tier("host memory") if host is None else host
+        self.device_tier = Tier("device memory") if device_tier is None else device_tier
         self._places: dict[Tensor, tuple[ChunkMemory, Slot]] = {}
-        self._host = Tier("host") if host is None else host
         chunks = []
         for spec in layout.chunks:
             mine = {slot.name: parameters[slot.name] for slot in spec.slots}
@@ -269,6 +277,11 @@ class ChunkSet:
                 self._take(mine[slot.name], memory, slot, {} if values is None else values)
             chunks.append(memory)
         self.chunks = tuple(chunks)
+
+    @property
+    def num_shares(self) -> int:
+        """How many processes share every chunk."""
+        return 1 if self.group is None else self.group.size()
 
     def place(self, parameter: Tensor) -> tuple[ChunkMemory, Slot] | None:
         """Where a parameter lies; None for one that is not managed."""
@@ -289,18 +302,16 @@ class ChunkSet:
     ) -> ChunkMemory:
         own = next(iter(parameters.values())).dtype
         compute = own if dtype is None or not own.is_floating_point else dtype
-        memory = ChunkMemory(
+        return ChunkMemory(
             spec,
             {name: Form.of(parameter) for name, parameter in parameters.items()},
             compute,
             self.device if on_device else torch.device("cpu"),
             wide=wide and spec.trainable and compute in HALVES,
-            shard=(0, 1) if self.group is None else (self.group.rank(), self.group.size()),
+            shard=(0 if self.group is None else self.group.rank(), self.num_shares),
             pinned=self.device.type == "cuda" and not on_device,
+            tier=self.device_tier if on_device else self.host,
         )
-        if not on_device:
-            self._host.take(memory.num_bytes, f"chunk {spec.index}")
-        return memory
 
     def _take(
         self,
