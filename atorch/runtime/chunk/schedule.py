@@ -15,10 +15,9 @@ in early. The third pass does: each fetch starts as early as its bytes fit until
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -104,7 +103,7 @@ def schedule(
     if room and min(room) < 0:
         return Shortfall(-min(room), moments[room.index(min(room))])
     gaps = _gaps(needs)
-    dropped, room = _fitted(gaps, chunk_bytes, room)
+    dropped, room = _restored(gaps, _dropped(gaps, chunk_bytes, room), chunk_bytes, room)
     stays = _stays(needs, dropped)
     starts, room = _starts(stays, chunk_bytes, room, prefetch)
     return Schedule(
@@ -135,37 +134,46 @@ def _gaps(needs: Sequence[frozenset[int]]) -> list[_Span]:
     return sorted(gaps)
 
 
-def _fitted(
-    gaps: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[int]
-) -> tuple[frozenset[_Span], list[int]]:
-    """(the gaps that are not kept, what room those that are leave at each moment)."""
-    change = [0] * (len(room) + 1)  # of the bytes held by kept gaps, from the moment before to this one
-    for gap in gaps:
-        change[gap.first + 1] += chunk_bytes[gap.chunk]
-        change[gap.last] -= chunk_bytes[gap.chunk]
+def _dropped(gaps: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[int]) -> list[_Span]:
+    """The gaps that are not kept: of those that share a moment with too little room, the last to end."""
     dropped: list[_Span] = []
-    by_end: list[tuple[int, int]] = []  # of the gaps that have begun, the last to end on top
+    by_end: list[tuple[int, int]] = []  # gaps that have begun, the last to end on top
+    ending = [0] * (len(room) + 1)  # bytes of kept gaps by the moment at which they end
     begun = held = 0
     for now, most in enumerate(room):
+        held -= ending[now]
         while begun < len(gaps) and gaps[begun].first < now:
-            heappush(by_end, (-gaps[begun].last, begun))
+            gap = gaps[begun]
+            heappush(by_end, (-gap.last, begun))
+            held += chunk_bytes[gap.chunk]
+            ending[gap.last] += chunk_bytes[gap.chunk]
             begun += 1
-        held += change[now]
         while held > most:
-            # Gaps that have ended sink to the bottom: something is held, so that what is on top has not.
+            # What has ended lies below what has not, and something that is held has not.
             gap = gaps[heappop(by_end)[1]]
             dropped.append(gap)
             held -= chunk_bytes[gap.chunk]
+            ending[gap.last] -= chunk_bytes[gap.chunk]
+    return dropped
+
+
+def _restored(
+    gaps: Iterable[_Span], dropped: Iterable[_Span], chunk_bytes: Sequence[int], room: Sequence[int]
+) -> tuple[frozenset[_Span], list[int]]:
+    """(the gaps that cannot be kept beside all others, the room that is left at each moment)."""
+    missing = set(dropped)
+    change = [0] * (len(room) + 1)
+    for gap in gaps:
+        if gap not in missing:
             change[gap.first + 1] -= chunk_bytes[gap.chunk]
             change[gap.last] += chunk_bytes[gap.chunk]
-    left = np.array(room, dtype=np.int64) - np.array(list(accumulate(change))[:-1], dtype=np.int64)
-    restored = set()
-    for gap in sorted(dropped, key=lambda gap: (-chunk_bytes[gap.chunk], gap)):
+    left = np.array(room, dtype=np.int64) + np.array(change, dtype=np.int64).cumsum()[:-1]
+    for gap in sorted(missing, key=lambda gap: (-chunk_bytes[gap.chunk], gap)):
         inside = left[gap.first + 1 : gap.last]
         if inside.min() >= chunk_bytes[gap.chunk]:
             inside -= chunk_bytes[gap.chunk]
-            restored.add(gap)
-    return frozenset(dropped) - restored, left.tolist()
+            missing.remove(gap)
+    return frozenset(missing), left.tolist()
 
 
 def _stays(needs: Sequence[frozenset[int]], dropped: frozenset[_Span]) -> list[_Span]:

@@ -1,0 +1,130 @@
+"""Layouts: everything is in one place, chunks are filled in order, and the search finds what costs least."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atorch.runtime.chunk.layout import ChunkSpec, Item, Layout, Slot, pack, search
+
+KINDS = st.sampled_from([("float32", True), ("float32", False), ("bfloat16", True)])
+ITEMS = st.lists(st.tuples(st.integers(0, 9), KINDS), max_size=12).map(
+    lambda drawn: [Item(f"p{index}", numel, *kind) for index, (numel, kind) in enumerate(drawn)]
+)
+
+
+def trained(*sizes: int) -> list[Item]:
+    return [Item(f"p{index}", size, "float32", True) for index, size in enumerate(sizes)]
+
+
+def names(layout: Layout) -> list[list[str]]:
+    return [[slot.name for slot in chunk.slots] for chunk in layout.chunks]
+
+
+@given(ITEMS, st.integers(0, 20), st.integers(1, 4))
+def test_every_parameter_has_one_place_among_its_like(items, capacity, shards):
+    layout = pack(items, capacity, shards)
+    by_name = {item.name: item for item in items}
+    assert sorted(layout.chunk_of) == sorted(by_name)
+    assert sum(len(chunk.slots) for chunk in layout.chunks) == len(items)
+    for index, chunk in enumerate(layout.chunks):
+        ends = list(itertools.accumulate((slot.numel for slot in chunk.slots), initial=0))
+        assert [slot.offset for slot in chunk.slots] == ends[:-1]
+        assert ends[-1] <= capacity or len(chunk.slots) == 1
+        assert chunk.numel % shards == 0
+        assert ends[-1] <= chunk.numel < ends[-1] + shards
+        for slot in chunk.slots:
+            assert by_name[slot.name] == Item(slot.name, slot.numel, chunk.dtype, chunk.trainable)
+            assert layout.chunk_of[slot.name] == chunk.index == index
+
+
+@given(ITEMS, st.integers(0, 20))
+def test_chunks_are_filled_in_order(items, capacity):
+    layout = pack(items, capacity)
+    by_name = {item.name: item for item in items}
+    for kind in {(item.dtype, item.trainable) for item in items}:
+        chunks = [
+            chunk for chunk in layout.chunks if (chunk.dtype, chunk.trainable) == kind and chunk.numel <= capacity
+        ]
+        order = [slot.name for chunk in chunks for slot in chunk.slots]
+        assert order == [i.name for i in items if (i.dtype, i.trainable) == kind and by_name[i.name].numel <= capacity]
+        for chunk, following in itertools.pairwise(chunks):
+            assert chunk.numel + following.slots[0].numel > capacity
+
+
+def test_a_chunk_is_what_its_parameters_need():
+    assert pack(trained(3, 4, 5), 8, shards=4) == Layout(
+        (
+            ChunkSpec(0, (Slot("p0", 0, 3), Slot("p1", 3, 4)), 8, "float32", True),
+            ChunkSpec(1, (Slot("p2", 0, 5),), 8, "float32", True),
+        )
+    )
+
+
+def test_what_is_larger_than_a_chunk_parts_nothing():
+    assert names(pack(trained(2, 50, 2, 2), 6)) == [["p0", "p2", "p3"], ["p1"]]
+
+
+def test_utilisation_is_what_padding_leaves():
+    assert pack(trained(3, 4, 5), 8, shards=4).utilisation == 12 / 16
+    assert pack([], 8).utilisation == 1.0
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=10), st.integers(0, 30))
+def test_the_search_finds_the_best_of_all_capacities(sizes, overhead):
+    """Where cost grows with the largest chunk and with their number: all counts of so few are tried."""
+    items = trained(*sizes)
+
+    def cost(layout: Layout) -> float:
+        return max(chunk.numel for chunk in layout.chunks) + overhead * len(layout.chunks)
+
+    best = min(cost(pack(items, capacity)) for capacity in range(sum(sizes) + 1))
+    assert cost(search(items, cost)) == best
+
+
+def test_of_many_counts_the_best_is_found_between_those_that_are_tried_first():
+    items = trained(*(100 + 37 * index % 101 for index in range(60)))
+    tried = []
+
+    def cost(layout: Layout) -> float:
+        tried.append(len(layout.chunks))
+        return abs(len(layout.chunks) - 48)
+
+    assert len(search(items, cost).chunks) == 48
+    assert len(tried) < 40
+
+
+def test_equal_costs_make_few_chunks():
+    assert names(search(trained(1, 1, 1), lambda layout: 0.0)) == [["p0", "p1", "p2"]]
+
+
+def test_chunks_are_even():
+    assert names(search(trained(*[2] * 9), lambda layout: abs(len(layout.chunks) - 3))) == [
+        ["p0", "p1", "p2"], ["p3", "p4", "p5"], ["p6", "p7", "p8"],
+    ]  # fmt: skip
+
+
+def test_no_chunk_is_larger_than_the_most():
+    layout = search(trained(2, 2, 9, 2, 2), lambda layout: len(layout.chunks), most=4)
+    assert names(layout) == [["p0", "p1"], ["p2"], ["p3", "p4"]]
+
+
+def test_where_nothing_fits_chunks_are_smallest():
+    assert names(search(trained(1, 2, 3), lambda layout: None, shards=2)) == [["p0"], ["p1"], ["p2"]]
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_layouts_that_do_not_fit_are_left_out(shards):
+    layout = search(
+        trained(4, 4, 4, 4),
+        lambda layout: None if max(chunk.numel for chunk in layout.chunks) > 8 else len(layout.chunks),
+        shards=shards,
+    )
+    assert names(layout) == [["p0", "p1"], ["p2", "p3"]]
+
+
+def test_a_model_without_parameters_has_no_chunks():
+    assert search([], lambda layout: 0.0) == Layout(())
