@@ -11,10 +11,19 @@ def write(path: Path, text: str) -> None:
     Raises:
         ArgumentError: the file cannot be written.
     """
+    write_bytes(path, text.encode(errors="replace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write all of `content`.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
     from atorch.errors import ArgumentError
 
     try:
-        path.write_text(text, encoding="utf-8", errors="replace")
+        path.write_bytes(content)
     except OSError as error:
         raise ArgumentError(f"{str(path)!r} cannot be written: {error.strerror}; give another path") from error
 

@@ -1,15 +1,32 @@
-"""`atorch visualize schedule`: draws a pipeline's schedule, on the terminal or as a picture."""
+"""`atorch visualize`: a pipeline's schedule, or a profile of chunked memory, on the terminal or as a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
-from atorch.cli.files import check_folders, write
+from atorch.cli.files import check_folders, write, write_bytes
 
-app = typer.Typer(help="Draw what a strategy does.", rich_markup_mode=None, pretty_exceptions_enable=False)
+
+class _ProfileUnlessNamed(TyperGroup):
+    """Lets `atorch visualize FILE` be `atorch visualize profile FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the name of the command in, where none is given."""
+        if args and args[0] not in (*self.commands, *self.get_help_option_names(ctx)):
+            args = ["profile", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_ProfileUnlessNamed,
+    help="Draw what a strategy does, or where memory went: FILE alone is for profile FILE.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 Schedule = Annotated[
     Literal["gpipe", "1f1b", "interleaved", "zero_bubble"], typer.Option(help="As in pipeline_parallel.")
@@ -19,10 +36,15 @@ MicroBatches = Annotated[int, typer.Option("--micro-batches", min=1, help="Parts
 Pieces = Annotated[int | None, typer.Option(min=2, help="Stages of each process, for interleaved; 2 if not given.")]
 Picture = Annotated[Path | None, typer.Option("--svg", dir_okay=False, help="Write a picture, instead of showing it.")]
 
-
-@app.callback()
-def _several() -> None:
-    """One command so far, and still named."""
+Profile = Annotated[Path, typer.Argument(metavar="FILE", help="What profiler.save wrote.")]
+FigType = Annotated[
+    Literal["memory", "access"], typer.Option(help="Bytes in use over time, or where each chunk is over time.")
+]
+MemoryType = Annotated[Literal["GPU", "CPU"], typer.Option(help="The device's memory or the host's, for memory.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="A name that ends in .png or .html. Without it, both, named after FILE."),
+]
 
 
 @app.command()
@@ -60,3 +82,35 @@ def schedule(
         console.print(schedule_text(drawn, console.width))
     typer.echo(f"{title}: processes wait for {drawn.bubble:.1%} of the time (by formula {expected:.1%}), ", nl=False)
     typer.echo(f"and hold activations of {held} micro-batches")
+
+
+@app.command()
+def profile(
+    profile: Profile, fig_type: FigType = "memory", memory_type: MemoryType = "GPU", output: Output = None
+) -> None:
+    """Draw a profile of chunked memory, which PatrickStar's engine has recorded.
+
+    Phases are green (forward), blue (backward) and purple (optimizer). Memory: red is all that is in use, blue what
+    chunks take. Access: red is on the device, blue on the host, a row a chunk.
+    """
+    from atorch.errors import ArgumentError
+
+    shows = f"{fig_type}_{memory_type}" if fig_type == "memory" else fig_type
+    paths = (
+        [output] if output else [profile.with_name(f"{profile.stem}_{shows}{suffix}") for suffix in (".png", ".html")]
+    )
+    if output and output.suffix not in (".png", ".html"):
+        raise ArgumentError(f"--output is {str(output)!r}; it ends in .png for a picture, in .html for a page")
+    if not profile.exists():
+        raise ArgumentError(f"{str(profile)!r} is no file that is there; visualize takes a profile, or `schedule`")
+    check_folders(*paths)
+
+    from atorch.patrickstar.pictures import draw
+    from atorch.patrickstar.profile import Profile
+
+    drawing = draw(Profile.load(profile), fig_type, memory_type)
+    for path in paths:
+        write_bytes(path, drawing.png() if path.suffix == ".png" else drawing.page())
+    typer.echo(drawing.said)
+    for path in paths:
+        typer.echo(f"  {path}")

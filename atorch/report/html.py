@@ -46,18 +46,25 @@ MAX_BARS = 12
 
 def plan_page(plan: PlanData, title: str = "") -> str:
     """The page of a plan, as text; `title` says what it is of."""
-    style, script = _piece("plan.css"), _piece("plan.js")
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    script = _piece("plan.js")
+    data = element("script", _embedded(columns(plan)), id="plan-data", type="application/json")
+    content = (*_sections(plan, title), data, element("script", script))
+    return page(f"Plan: {title}" if title else "Plan", content, f"script-src '{_hash(script)}'")
+
+
+def page(title: str, content: Iterable[Element], allowed: str) -> str:
+    """A page in the house's style, whose content security policy allows that and what is `allowed` beside it."""
+    style = _piece("plan.css")
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; {allowed}"
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"Plan: {title}" if title else "Plan"),
+        element("title", title),
         element("style", style),
     )
-    data = element("script", _embedded(columns(plan)), id="plan-data", type="application/json")
-    body = element("body", *_sections(plan, title), data, element("script", script))
+    body = element("body", *content)
     return "<!DOCTYPE html>\n" + tostring(element("html", head, body, lang="en"), encoding="unicode", method="html")
 
 

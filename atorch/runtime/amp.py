@@ -24,7 +24,7 @@ from atorch.distributed.collectives import everyone
 from atorch.logs import logger
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.override import override
-from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 
 _LARGEST = 2.0**127  # the largest power of two in fp32, which gradients of the loss are computed in
 
@@ -59,14 +59,24 @@ class LossScale:
     """What gradients are multiplied by: `scale()`. Dynamic, or constant where growth and backoff are 1.
 
     init: the first scale. growth: factor after `interval` good steps in a row. backoff: factor after a skipped step.
+    hysteresis: skipped steps after which it backs off; they are counted anew once it has grown. smallest: it never falls
+        below.
     """
 
     def __init__(
-        self, init: float = 2.0**16, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+        self,
+        init: float = 2.0**16,
+        *,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        hysteresis: int = 1,
+        smallest: float = 0.0,
     ) -> None:
         self.value = init
         self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.good_steps = 0
+        self.hysteresis, self.smallest = hysteresis, smallest
+        self.good_steps, self.patience = 0, hysteresis
 
     def __call__(self) -> float:
         return self.value
@@ -74,26 +84,35 @@ class LossScale:
     def update(self, skipped: bool) -> None:
         """The scale after a step."""
         if skipped:
-            before, self.good_steps = self.value, 0
-            self.value *= self.backoff
-            if self.value < 1 <= before:
-                logger.warning(
-                    "the loss scale has fallen to %g: gradients are not finite at any scale. Look for NaN in the "
-                    "loss or the data, or train in bf16",
-                    self.value,
-                )
+            self.good_steps = 0
+            if self.patience > 1:
+                self.patience -= 1
+            else:
+                self._back_off()
             return
         self.good_steps += 1
         if self.good_steps == self.interval:
             self.value, self.good_steps = min(self.value * self.growth, _LARGEST), 0
+            self.patience = self.hysteresis
+
+    def _back_off(self) -> None:
+        before = self.value
+        self.value = max(self.value * self.backoff, min(self.smallest, before))
+        if self.value < before and (self.value < 1 <= before or self.value == self.smallest):
+            logger.warning(
+                "the loss scale has fallen to %g: gradients are not finite at any scale. Look for NaN in the "
+                "loss or the data, or train in bf16",
+                self.value,
+            )
 
     def state_dict(self) -> dict[str, float]:
-        """The scale and how many good steps it has had."""
-        return {"scale": self.value, "good_steps": self.good_steps}
+        """The scale, how many good steps it has had, and how many skipped ones make it back off."""
+        return {"scale": self.value, "good_steps": self.good_steps, "patience": self.patience}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from a saved scale."""
         self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        self.patience = int(state.get("patience", self.hysteresis))
 
 
 def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
@@ -145,15 +164,8 @@ class ScaledOptimizer(WrappedOptimizer):
     def _unscaled_overflow(self) -> bool:
         """Un-scale all gradients in place; whether one of any process is infinite or no number."""
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if gradient.is_sparse:  # entries of one row may overflow when they are added up
-                    gradient = parameter.grad = gradient.coalesce()
-                gradient = local(gradient)
-                kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for gradient in self.gradients():
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         device = self._device or next((device for device, _ in kinds), torch.device("cpu"))
         overflow = torch.zeros((), device=device)
         for (where, _), gradients in kinds.items():

@@ -146,6 +146,36 @@ def test_the_scale_grows_and_backs_off_as_torchs():
         assert ours() == theirs.get_scale()
 
 
+def test_hysteresis_counts_skipped_steps_as_deepspeed_does():
+    scale = LossScale(64.0, interval=3, hysteresis=2, smallest=8.0)
+    seen = []
+    # False skips: the first one is forgiven, those after it are not, until the scale has grown.
+    for good in (False, False, False, True, True, True, False, False, False, False, False):
+        scale.update(skipped=not good)
+        seen.append(scale())
+    assert seen == [64, 32, 16, 16, 16, 32, 32, 16, 8, 8, 8]
+
+
+def test_a_scale_at_its_smallest_is_told_once(caplog):
+    scale = LossScale(4.0, smallest=1.0)
+    for _ in range(5):
+        scale.update(skipped=True)
+    assert scale() == 1.0
+    assert len(caplog.records) == 1
+
+
+def test_a_saved_scale_goes_on_where_it_was():
+    one, other = (LossScale(64.0, hysteresis=2) for _ in range(2))
+    one.update(skipped=True)
+    other.load_state_dict(one.state_dict())
+    for scale in (one, other):
+        scale.update(skipped=True)
+        assert scale() == 32.0
+    other.load_state_dict({"scale": 8.0, "good_steps": 0})  # as it was saved before there was hysteresis
+    other.update(skipped=True)
+    assert other() == 8.0
+
+
 def test_a_constant_scale_stays():
     scale = LossScale(64.0, growth=1.0, backoff=1.0, interval=1)
     for skipped in (True, False, False):

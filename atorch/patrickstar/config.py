@@ -1,0 +1,190 @@
+"""The configuration of PatrickStar's guide: a dict in DeepSpeed's format, checked key by key.
+
+Defaults are the guide's; where the guide says nothing, those of PatrickStar 0.4.6. A key that PatrickStar needed and
+this engine does not is read, checked, and said to have no effect where it was given: nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from atorch.errors import ArgumentError, near_miss, shown
+from atorch.logs import logger
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Marks a key that changes nothing here, and says why."""
+
+    why: str
+
+
+class Section(BaseModel):
+    """One dict of the configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        for key in given if isinstance(given, Mapping) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"there is no key {shown(key)} here; {near_miss(str(key), cls.model_fields)}")
+        return given
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | Section | None) -> Self:
+        """The configuration from the guide's dict; None for the defaults. Says which keys have no effect.
+
+        Raises:
+            ArgumentError: an unknown key (the nearest is named), one that is missing, or a value that does not hold.
+        """
+        if isinstance(config, cls):
+            return config
+        if config is not None and not isinstance(config, Mapping):
+            raise ArgumentError(f"config is {shown(config)}; it is a dict as in docs/patrickstar.md, or None")
+        try:
+            made = cls.model_validate(dict(config or {}))
+        except ValidationError as error:
+            raise _explained(error) from None
+        for key, why in made.without_effect():
+            logger.info("config: %s has no effect here: %s", key, why)
+        return made
+
+    def without_effect(self, place: str = "") -> Iterator[tuple[str, str]]:
+        """(key, why) of the keys that were given and change nothing."""
+        for name in sorted(self.model_fields_set):
+            value = getattr(self, name)
+            if isinstance(value, Section):
+                yield from value.without_effect(f"{place}{name}.")
+            for mark in type(self).model_fields[name].metadata:
+                if isinstance(mark, NoEffect):
+                    yield f"{place}{name}", mark.why
+
+
+class AdamParams(Section):
+    """`optimizer.params`."""
+
+    lr: float = Field(0.01, ge=0, description="learning rate")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the two moments")
+    eps: float = Field(1e-8, ge=0, description="added to the denominator")
+    weight_decay: float = Field(0.0, ge=0, description="added to the gradient by Adam, taken from the weight by AdamW")
+    use_hybrid_adam: bool = Field(
+        True, description="chunks that the device has room for are stepped there; if False, all are on the host"
+    )
+
+
+class OptimizerSection(Section):
+    """`optimizer`."""
+
+    type: Literal["Adam", "AdamW"] = Field("Adam", description="`Adam` or `AdamW`")
+    params: AdamParams = Field(default_factory=AdamParams, description="what the optimizer is made with")
+
+
+class Fp16Section(Section):
+    """`fp16`: the loss scale. Computing is in fp16 with this section or without."""
+
+    enabled: Literal[True] = Field(description="must be given, and be True")
+    loss_scale: float = Field(
+        ge=0, description="must be given: 0 for a dynamic scale, else the scale; a static scale never checks overflow"
+    )
+    initial_scale_power: int = Field(16, ge=0, le=127, description="a dynamic scale begins at 2 to the power of it")
+    loss_scale_window: int = Field(1000, ge=1, description="good steps in a row after which it doubles")
+    hysteresis: int = Field(2, ge=1, description="overflows before it halves; counted anew once it has doubled")
+    min_loss_scale: float = Field(1.0, gt=0, description="it never falls below")
+
+
+class MemTracerSection(Section):
+    """`client.mem_tracer`: how much memory is whose."""
+
+    use_async_mem_monitor: Annotated[
+        bool, NoEffect("what operations need is counted on fake tensors before the first step, not sampled by a thread")
+    ] = Field(True, description="sampled memory between moments; here a trace knows it")
+    warmup_gpu_chunk_mem_ratio: Annotated[
+        Share, NoEffect("there is no warm-up step: the trace has the order of accesses before the first one")
+    ] = Field(0.1, description="the device's share for chunks while warming up; here nothing warms up")
+    overall_gpu_mem_ratio: Share = Field(0.8, description="the share of the device's memory that is the budget")
+    gpu_memory_bytes: int | None = Field(
+        None, ge=1, description="not in PatrickStar: what the device is taken to have; what it has, if not given"
+    )
+    overall_cpu_mem_ratio: Share = Field(
+        0.8, description="the share of the host's memory that the processes of a machine may fill with chunks"
+    )
+    margin_use_ratio: Share = Field(
+        0.8, description="of the device's memory that is left over, the share for chunks that are stepped there"
+    )
+    use_fake_dist: bool = Field(False, description="the processes of a machine share one device, and its budget")
+    with_static_partition: Annotated[
+        bool, NoEffect("chunks get what activations leave at each moment, which never needs more than a fixed share")
+    ] = Field(False, description="kept the warm-up's share for ever")
+
+
+class OptsSection(Section):
+    """`client.opts`: how chunks move."""
+
+    with_mem_saving_comm: Annotated[
+        bool, NoEffect("each chunk is sharded over all processes and gathered alone: that is the saving")
+    ] = Field(False, description="broadcast chunk by chunk instead of gathering as many as there are processes")
+    with_mem_cache: Annotated[bool, NoEffect("torch's allocator keeps what was freed for the next chunk")] = Field(
+        False, description="kept freed chunks for reuse"
+    )
+    with_async_move: bool = Field(
+        True, description="fetch chunks ahead, while others compute; False in PatrickStar, whose copies could be late"
+    )
+
+
+class ClientSection(Section):
+    """`client`."""
+
+    mem_tracer: MemTracerSection = Field(default_factory=MemTracerSection, description="how much memory is whose")
+    opts: OptsSection = Field(default_factory=OptsSection, description="how chunks move")
+
+
+class EngineConfig(Section):
+    """The whole configuration of an engine."""
+
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="what steps")
+    fp16: Fp16Section | None = Field(None, description="the loss scale; without this section there is none")
+    gradient_clipping: float = Field(
+        -1.0,
+        description="the largest global norm of the gradients, as in DeepSpeed's format, below 0 for no limit; "
+        "PatrickStar limited each value instead",
+    )
+    default_chunk_size: int = Field(
+        64 * 1024 * 1024, ge=1, description="elements of a chunk; where it is not given, a better one is searched for"
+    )
+    release_after_init: bool = Field(
+        False,
+        description="if True, all processes build the model at once; else those of a machine one after another, so "
+        "that it holds one whole model at a time. Either suits `from_pretrained`",
+    )
+    use_cpu_embedding: bool = Field(True, description="embeddings stay on the host and are looked up there")
+    client: ClientSection = Field(default_factory=ClientSection, description="memory, and how chunks move")
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Elements of a chunk, where the user said so; None where they are to be searched for."""
+        return self.default_chunk_size if "default_chunk_size" in self.model_fields_set else None
+
+
+def _explained(error: ValidationError) -> ArgumentError:
+    told = []
+    for fault in error.errors():
+        place = ".".join(["config", *map(str, fault["loc"])])
+        if fault["type"] == "missing":
+            told.append(f"{place} is missing; it must be given")
+        elif fault["msg"].startswith("Value error, "):
+            told.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}")
+        else:
+            told.append(f"{place} was given {shown(fault['input'])}: {fault['msg']}")
+    return ArgumentError("; ".join(told))

@@ -1,0 +1,163 @@
+"""What a profile holds, and its file: versioned JSON, whatever the file is called. Reading one runs nothing.
+
+A *moment* counts the operations that the engine has seen; a time is in seconds since the profile was started. A chunk
+may be on both tiers at once: its host copy stays while a copy of it is on the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from atorch.errors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Tier = Literal["GPU", "CPU"]
+"""The device that computes, whatever it is, and the host's memory."""
+
+
+class PhaseEvent(NamedTuple):
+    """From here on, the engine is in a phase: `forward`, `backward`, `optimizer`, or another."""
+
+    moment: int
+    time_s: float
+    name: str
+
+
+class MemoryEvent(NamedTuple):
+    """What a tier holds at a moment, in all and in chunks."""
+
+    moment: int
+    time_s: float
+    tier: Tier
+    total_bytes: int
+    chunk_bytes: int
+
+
+class ChunkEvent(NamedTuple):
+    """From here on, a tier holds so many bytes of a chunk; 0 where it was dropped."""
+
+    moment: int
+    time_s: float
+    kind: str
+    chunk: int
+    tier: Tier
+    num_bytes: int
+
+
+class Stay(NamedTuple):
+    """A chunk on a tier, from one time to another, in seconds."""
+
+    chunk: int
+    start_s: float
+    end_s: float
+    tier: Tier
+
+
+class Span(NamedTuple):
+    """A phase, from one time to another, in seconds."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Profile(BaseModel):
+    """Events in the order in which they happened."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    format: Literal["atorch profile"] = "atorch profile"
+    version: Literal[1] = 1
+    device: str = ""
+    budget_bytes: int | None = None
+    end_s: float = 0.0
+    phases: tuple[PhaseEvent, ...] = ()
+    memory: tuple[MemoryEvent, ...] = ()
+    chunks: tuple[ChunkEvent, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The profile in a file.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is no profile.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(
+                f"{str(path)!r} cannot be read: {error.strerror}; give a file that profiler.save wrote"
+            ) from error
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(map(str, fault["loc"])) or "the file"
+            raise CheckpointError(
+                f"{str(path)!r} is no profile: {place} is {shown(fault['input'], 40)}: {fault['msg']}; give a file "
+                "that atorch.patrickstar's profiler.save wrote (PatrickStar's own are pickles, which are not read)"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        """Write the profile to a file.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        try:
+            path.write_text(self.model_dump_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror}; give another path") from error
+
+    def from_first_phase(self) -> Profile:
+        """The profile with times since its first phase; where chunks were before is where they were then."""
+        begin = self.phases[0].time_s if self.phases else 0.0
+        return self.model_copy(
+            update={
+                "end_s": self.end_s - begin,
+                "phases": tuple(each._replace(time_s=each.time_s - begin) for each in self.phases),
+                "memory": tuple(
+                    each._replace(time_s=each.time_s - begin) for each in self.memory if each.time_s >= begin
+                ),
+                "chunks": tuple(each._replace(time_s=max(0.0, each.time_s - begin)) for each in self.chunks),
+            }
+        )
+
+    def spans(self) -> list[Span]:
+        """The phases with their ends."""
+        ends = [*(each.time_s for each in self.phases[1:]), self.end_s]
+        return [Span(each.name, each.time_s, end) for each, end in zip(self.phases, ends, strict=False)]
+
+    def kinds(self) -> list[str]:
+        """The kinds of chunks there are, in the order in which they first appear."""
+        return list(dict.fromkeys(each.kind for each in self.chunks))
+
+    def stays(self, kind: str) -> Iterator[Stay]:
+        """Where the chunks of a kind were: on the device while it has a copy, else on the host, while that has one."""
+        held: dict[int, dict[Tier, int]] = defaultdict(dict)
+        since: dict[int, tuple[Tier, float]] = {}
+        for each in self.chunks:
+            if each.kind != kind:
+                continue
+            held[each.chunk][each.tier] = each.num_bytes
+            now = _nearest(held[each.chunk])
+            tier, start = since.get(each.chunk, (None, 0.0))
+            if now != tier:
+                if tier is not None and each.time_s > start:
+                    yield Stay(each.chunk, start, each.time_s, tier)
+                since.pop(each.chunk, None)
+                if now is not None:
+                    since[each.chunk] = now, each.time_s
+        for chunk, (tier, start) in since.items():
+            yield Stay(chunk, start, self.end_s, tier)
+
+
+def _nearest(held: dict[Tier, int]) -> Tier | None:
+    if held.get("GPU"):
+        return "GPU"
+    return "CPU" if held.get("CPU") else None

@@ -1,0 +1,94 @@
+"""The guide's configuration: its defaults, what is refused, and what is said to have no effect."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from atorch.errors import ArgumentError
+from atorch.patrickstar.config import EngineConfig
+
+# As the guide shows it, with values for its names.
+GUIDE: dict[str, Any] = {
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True},
+    },
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "default_chunk_size": 64 * 1024 * 1024,
+    "release_after_init": False,
+    "use_cpu_embedding": True,
+}
+
+
+def test_the_guides_configuration_is_read() -> None:
+    config = EngineConfig.of(GUIDE)
+    assert config.optimizer.params.lr == 1e-3
+    assert config.optimizer.params.betas == (0.9, 0.999)
+    assert config.fp16 is not None
+    assert config.fp16.loss_scale_window == 1000
+    assert config.chunk_size == 64 * 1024 * 1024
+
+
+def test_defaults_are_the_guides() -> None:
+    for given in (None, {}):
+        config = EngineConfig.of(given)
+        assert config.fp16 is None
+        assert config.default_chunk_size == 64 * 1024 * 1024
+        assert config.chunk_size is None  # searched for
+        assert config.use_cpu_embedding
+        assert not config.release_after_init
+        assert config.gradient_clipping < 0
+        assert config.optimizer.type == "Adam"
+    fp16 = EngineConfig.of({"fp16": {"enabled": True, "loss_scale": 0}}).fp16
+    assert fp16 is not None
+    whole = EngineConfig.of(GUIDE).fp16
+    assert fp16.model_dump() == whole.model_dump() if whole else False
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"optimiser": {}}, "config: there is no key 'optimiser' here; did you mean 'optimizer'?"),
+        ({"fp16": {"enabled": True, "loss_scal": 0}}, "config.fp16: there is no key 'loss_scal' here; did you mean"),
+        ({"client": {"mem_tracer": {"use_async": 1}}}, "config.client.mem_tracer: there is no key 'use_async'"),
+        ({"fp16": {"loss_scale": 0}}, "config.fp16.enabled is missing"),
+        ({"fp16": {"enabled": True}}, "config.fp16.loss_scale is missing"),
+        ({"fp16": {"enabled": False, "loss_scale": 0}}, "config.fp16.enabled was given False"),
+        ({"optimizer": {"type": "SGD"}}, "config.optimizer.type was given 'SGD': Input should be 'Adam' or 'AdamW'"),
+        ({"optimizer": {"params": {"betas": (0.9, 1.0)}}}, "config.optimizer.params.betas.1 was given 1.0"),
+        ({"default_chunk_size": 0}, "config.default_chunk_size was given 0"),
+        ({"client": {"mem_tracer": {"overall_gpu_mem_ratio": 80}}}, "overall_gpu_mem_ratio was given 80"),
+        ("config.json", "it is a dict"),
+    ],
+)
+def test_what_does_not_hold_is_told_with_its_place(config: Any, told: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        EngineConfig.of(config)
+    assert told in str(error.value)
+
+
+def test_keys_without_effect_are_told_where_they_were_given(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"client": {"mem_tracer": {"use_async_mem_monitor": False}, "opts": {"with_async_move": True}}}
+    with caplog.at_level(logging.INFO, logger="atorch"):
+        EngineConfig.of(given)
+    assert [record.args[0] for record in caplog.records if record.args] == ["client.mem_tracer.use_async_mem_monitor"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="atorch"):
+        EngineConfig.of(GUIDE)
+    assert not caplog.records
+
+
+def test_a_static_scale_is_any_other_than_zero() -> None:
+    fp16 = EngineConfig.of({"fp16": {"enabled": True, "loss_scale": 128}}).fp16
+    assert fp16 is not None
+    assert fp16.loss_scale == 128.0

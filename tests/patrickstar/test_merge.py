@@ -1,0 +1,75 @@
+"""Checkpoints of all ranks as one file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atorch.errors import ArgumentError, CheckpointError
+from atorch.patrickstar.merge import merge_checkpoints
+from tests.house.source import ROOT
+
+
+def save(folder: Path, *states: Any) -> str:
+    """The states as files of ranks, and their pattern."""
+    for rank, state in enumerate(states):
+        torch.save(state, folder / f"checkpoint-{rank}.pt")
+    return str(folder / "checkpoint-*.pt")
+
+
+def test_the_parts_become_one(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    whole = model.state_dict()
+    parts = [OrderedDict(list(whole.items())[:3]), OrderedDict(list(whole.items())[2:])]  # one key is in both
+    target = merge_checkpoints(save(tmp_path, *parts), 2)
+    assert target == tmp_path / "checkpoint-merged.pt"
+    merged = torch.load(target, weights_only=True)
+    assert list(merged) == list(whole)
+    model.load_state_dict(merged)
+
+
+def test_the_guides_command_merges(tmp_path: Path) -> None:
+    save(tmp_path, *({f"weight.{rank}": torch.full((2,), float(rank))} for rank in range(4)))
+    command = [sys.executable, str(ROOT / "tools" / "merge_checkpoint.py"), "--pattern=checkpoint-*.pt"]
+    done = subprocess.run([*command, "--num=4"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(torch.load(tmp_path / "checkpoint-merged.pt", weights_only=True)) == 4
+    failed = subprocess.run([*command, "--num=5"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("checkpoint-4.pt of 5 files are not there")
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        (({"a": torch.zeros(2)}, {"a": torch.ones(2)}), r"^a in .*checkpoint-1\.pt' differs from that in .*-0\.pt'"),
+        (({"a": torch.zeros(2)}, {"a": torch.zeros(3)}), "^a in .* differs"),
+        (({"a": torch.zeros(2)}, [1]), "<class 'list'>; what can be merged"),
+        (({"state": {}, "param_groups": []},) * 2, "holds an optimizer's state"),
+        (({"a": torch.zeros(2)}, {"a": torch.nn.Linear(2, 2)}), "cannot be read as weights"),
+    ],
+)
+def test_what_cannot_be_merged_is_told(states: tuple[Any, Any], told: str, tmp_path: Path) -> None:
+    pattern = save(tmp_path, *states)
+    with pytest.raises(CheckpointError, match=told):
+        merge_checkpoints(pattern, 2)
+    assert not (tmp_path / "checkpoint-merged.pt").exists()
+
+
+def test_a_broken_file_is_told(tmp_path: Path) -> None:
+    pattern = save(tmp_path, {"a": torch.zeros(2)}, {})
+    (tmp_path / "checkpoint-1.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(CheckpointError, match=r"checkpoint-1\.pt' cannot be read as weights"):
+        merge_checkpoints(pattern, 2)
+
+
+@pytest.mark.parametrize(("pattern", "num"), [("checkpoint.pt", 2), ("*-*.pt", 2), ("checkpoint-*.pt", 0)])
+def test_a_pattern_has_one_place_for_the_rank(pattern: str, num: int) -> None:
+    with pytest.raises(ArgumentError, match="has one `\\*`"):
+        merge_checkpoints(pattern, num)
