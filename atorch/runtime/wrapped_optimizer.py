@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ class WrappedOptimizer(Optimizer):
         """Clear the gradients of all parameters."""
         self.inner.zero_grad(set_to_none)
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The values of all gradients that a step reads on this process, as `dense_gradient` gives them."""
+        if isinstance(self.inner, WrappedOptimizer):
+            yield from self.inner.gradients()
+            return
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if (gradient := dense_gradient(parameter)) is not None:
+                yield gradient
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state."""
         return self.inner.state_dict()
@@ -49,6 +59,15 @@ class WrappedOptimizer(Optimizer):
                 f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "
                 "precision than the optimizer. Train in fp32, or with an optimizer that needs no closure"
             )
+
+
+def dense_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The values of its gradient that this process holds; a sparse one is coalesced first."""
+    if parameter.grad is None:
+        return None
+    if parameter.grad.is_sparse:  # entries of one row may overflow when they are added up
+        parameter.grad = parameter.grad.coalesce()
+    return local(parameter.grad)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

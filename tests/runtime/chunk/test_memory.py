@@ -1,0 +1,218 @@
+"""What a process keeps of chunks, and the ledger of the memory that it takes."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from atorch.errors import ArgumentError, OutOfBudgetError
+from atorch.profiler.live_bytes import LiveBytes
+from atorch.runtime.chunk.layout import Item, pack
+from atorch.runtime.chunk.memory import ChunkMemory, Form, Tier, stand_in
+from tests.runtime.chunk.stand_in import chunks_of
+
+CPU = torch.device("cpu")
+
+
+def make_net():
+    torch.manual_seed(5)
+    conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    return nn.Sequential(conv, nn.Linear(7, 3), nn.Linear(3, 3))
+
+
+def shares(size, capacity=1000):
+    """Every process's memory of one chunk, and what its parameters were."""
+    before = {name: parameter.detach().clone() for name, parameter in make_net().named_parameters()}
+    items = [Item(name, value.numel(), "float32", True) for name, value in before.items()]
+    (spec,) = pack(items, capacity, size).chunks
+    forms = {name: Form.of(value) for name, value in before.items()}
+    return [ChunkMemory(spec, forms, torch.float32, CPU, shard=(rank, size)) for rank in range(size)], before
+
+
+def test_a_tier_keeps_its_budget():
+    tier = Tier("host", 100)
+    tier.take(60, "a")
+    with pytest.raises(OutOfBudgetError, match=r"b takes 50 B of the host, where 60 B of 100 B are in use: 10 bytes"):
+        tier.take(50, "b")
+    tier.give(20)
+    tier.take(10, "b")
+    assert (tier.used_bytes, tier.peak_bytes) == (50, 60)
+    with pytest.raises(ValueError, match="51 bytes were given back to the host, which lent 50"):
+        tier.give(51)
+
+
+def test_values_keep_their_shape_and_strides():
+    net, before = make_net(), make_net()
+    chunks = chunks_of(net, 60)
+    for name, parameter in net.named_parameters():
+        memory, slot = chunks.place(parameter)
+        value = memory.part(memory.master, slot)
+        assert memory.master is memory.compute
+        assert torch.equal(value, before.get_parameter(name))
+        assert value.stride() == before.get_parameter(name).stride()
+        assert parameter.isnan().all()
+        assert parameter.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_have_masters_where_they_are_trained(dtype):
+    net, before = make_net(), make_net()
+    net[2].weight.requires_grad = False
+    chunks = chunks_of(net, 60, dtype=dtype)
+    for name, parameter in net.named_parameters():
+        memory, slot = chunks.place(parameter)
+        assert parameter.dtype == memory.compute.dtype == dtype
+        assert torch.equal(memory.part(memory.compute, slot), before.get_parameter(name).to(dtype))
+        assert (memory.master is memory.compute) == (not parameter.requires_grad)
+        if parameter.requires_grad:
+            assert torch.equal(memory.part(memory.master, slot), before.get_parameter(name))
+
+
+def test_masters_start_from_what_was_rounded():
+    net, before = make_net().bfloat16(), make_net()
+    values = WeakTensorKeyDictionary()
+    for name, parameter in net.named_parameters():
+        values[parameter] = before.get_parameter(name).detach()
+    with torch.no_grad():
+        net[1].bias.fill_(3.0)  # changed since
+    chunks = chunks_of(net, 60, values=values)
+    assert not values
+    for name, parameter in net.named_parameters():
+        memory, slot = chunks.place(parameter)
+        expected = torch.full((3,), 3.0) if name == "1.bias" else before.get_parameter(name)
+        assert torch.equal(memory.part(memory.master, slot), expected)
+
+
+def test_own_halves_may_have_no_masters():
+    chunks = chunks_of(make_net().bfloat16(), wide=False)
+    assert all(memory.master is memory.compute for memory in chunks.chunks)
+
+
+def test_whole_numbers_stay():
+    net = nn.Module()
+    net.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    chunks = chunks_of(net, dtype=torch.bfloat16)
+    assert torch.equal(chunks.chunks[0].compute, torch.arange(3))
+    assert net.table.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_shares_make_the_whole(size):
+    memories, before = shares(size)
+    slots = memories[0].spec.slots
+    for memory, slot in itertools.product(memories, slots):
+        memory.write(slot, before[slot.name])
+        memory.accumulate(slot, before[slot.name])
+        memory.accumulate(slot, before[slot.name])
+    flat = torch.cat([memory.compute for memory in memories])
+    doubled = torch.cat([memory.gradient for memory in memories])
+    for slot in slots:
+        assert torch.equal(memories[0].whole(flat, slot), before[slot.name])
+        assert torch.equal(memories[0].whole(doubled, slot), 2 * before[slot.name])
+        held = [memory.within(slot) for memory in memories]
+        assert sum(each.stop - each.start for each in held) == slot.numel
+        for memory, each in zip(memories, held, strict=True):
+            part = memory.part(memory.compute, slot)
+            if each.start == each.stop:
+                assert part is memory.gradient_of(slot) is None
+            elif each == slice(0, slot.numel):
+                assert part.shape == before[slot.name].shape
+            else:
+                assert torch.equal(part, memory.forms[slot.name].flat(before[slot.name])[each])
+
+
+def test_gradients_of_a_whole_chunk_are_kept_by_share():
+    memories, before = shares(3)
+    slots = memories[0].spec.slots
+    first, second = slots[0].name, slots[2].name
+    flat = torch.arange(memories[0].spec.numel, dtype=torch.float32)
+    for memory in memories:
+        memory.accumulate_share(flat[memory.share], [first])
+        memory.accumulate_share(flat[memory.share], [first, second])
+        assert memory.has_gradient == {first, second}
+    for slot, factor in ((slots[0], 2), (slots[2], 1)):
+        parts = [part.flatten() for memory in memories if (part := memory.gradient_of(slot)) is not None]
+        expected = factor * flat[slot.offset : slot.offset + slot.numel]
+        assert torch.equal(torch.cat([*parts]).sort().values, expected)
+        assert len(list(memories[0].gradients())) >= 1
+    assert all(memory.gradient_of(slots[1]) is None for memory in memories)
+
+
+def test_a_chunk_that_does_not_divide_is_refused():
+    spec = pack([Item("a", 5, "float32", True)], 9).chunks[0]
+    with pytest.raises(ArgumentError, match="chunk 0 has 5 elements: pad it to a multiple of 2 shares"):
+        ChunkMemory(spec, {}, torch.float32, CPU, shard=(0, 2))
+
+
+@pytest.mark.parametrize(("frozen", "sparse"), [(True, False), (False, True)])
+def test_gradients_that_cannot_be_kept_are_refused(frozen, sparse):
+    net = nn.Embedding(4, 2)
+    net.weight.requires_grad = not frozen
+    memory, slot = chunks_of(net).place(net.weight)
+    gradient = torch.ones(4, 2).to_sparse(1) if sparse else torch.ones(4, 2)
+    with pytest.raises(ArgumentError, match="was frozen when" if frozen else "sparse=False"):
+        memory.accumulate(slot, gradient)
+
+
+def test_copies_follow_each_other():
+    net = make_net()
+    memory, slot = chunks_of(net, dtype=torch.bfloat16).place(net[1].bias)
+    master, compute = memory.part(memory.master, slot), memory.part(memory.compute, slot)
+    untouched, writes = master[1:].clone(), memory.writes
+    memory.follow()
+    assert memory.writes == writes
+    compute[0] = 7.0
+    memory.follow()
+    assert master[0] == 7.0
+    assert torch.equal(master[1:], untouched)
+    assert memory.writes == writes + 1
+    master[2] = 1.001
+    memory.follow()
+    assert compute[2] == torch.tensor(1.001).bfloat16()
+    assert master[2] == torch.tensor(1.001)
+
+
+def test_chunks_take_no_more_than_the_model_and_one_chunk():
+    with LiveBytes() as live:
+        net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)))
+        live.forget()
+        chunks = chunks_of(net, 32 * 32, dtype=torch.bfloat16)
+        live.mark("taken")
+        compute_and_master = 6 * 32 * 32
+        assert live.moments[0].total_bytes <= 8 * compute_and_master + 4 * 32 * 32 + 8 * 64
+        assert len(chunks.chunks) == 8
+
+
+def test_the_ledgers_know_where_chunks_lie():
+    host, device = Tier("host"), Tier("device")
+    net = make_net()
+    chunks = chunks_of(net, 60, dtype=torch.bfloat16, on_device=[1], host=host, device_tier=device)
+    assert device.used_bytes == chunks.chunks[1].num_bytes == 8 * len(chunks.chunks[1].master)
+    assert host.used_bytes == sum(chunk.num_bytes for chunk in chunks.chunks) - device.used_bytes
+    with pytest.raises(OutOfBudgetError, match="chunk 0 takes"):
+        chunks_of(make_net(), host=Tier("host", 10))
+
+
+def test_parameters_without_values_are_refused():
+    with pytest.raises(ArgumentError, match="weight is on the meta device"):
+        chunks_of(nn.Linear(2, 2, device="meta"))
+
+
+def test_others_are_not_managed():
+    net = make_net()
+    chunks = chunks_of(net, but=["1.bias"])
+    assert chunks.place(net[1].bias) is None
+    assert net[1].bias.isfinite().all()
+    memory, slot = chunks.place(net[1].weight)
+    memory.accumulate(slot, torch.ones(3, 7))
+    chunks.clear_gradients()
+    assert memory.gradient_of(slot) is None
+
+
+def test_stand_ins_hold_one_element():
+    away = stand_in((3, 4), torch.float32, CPU)
+    assert away.shape == (3, 4)
+    assert away.isnan().all()
+    assert away.untyped_storage().nbytes() == 4
