@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from atorch.errors import ArgumentError
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.fsdp_groups import Group
+from atorch.runtime.offload import within
 from atorch.runtime.wrapped_optimizer import local
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     root_mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
-    offload: bool = False,
+    offload: float = 0.0,
     forward_prefetch: bool = False,
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
-) -> nn.Module:
-    """Shard `module` in place over `mesh`: one axis of shards, or two, replicas × shards. Returns it.
+) -> list[nn.Parameter]:
+    """Shard `module` in place over `mesh`: one axis of shards, or two, replicas × shards.
 
     A forward pass without gradients leaves everything sharded, so that no gathered copy outlives an optimizer step.
 
@@ -54,11 +55,15 @@ def shard(
         root_mp_policy: the root's, where it differs.
         reshard_after_forward: free gathered parameters after forward (True), keep them for backward (False), or
             keep them spread over this many ranks (int). None: free those of all groups that are not marked `keep`.
-        offload: keep shards, gradients and optimizer states in host memory.
+        offload: keep shards, gradients and optimizer states in host memory, at most of so much of the parameters:
+            whole groups, in their order and the root's last, each that still fits.
         forward_prefetch: issue the next group's all-gather before a group's forward, for models bound by the host.
         sync_module_states: start from rank 0's values. Off, each rank contributes its own shard of its own values.
         param_init_fn: fills a module whose parameters are on the meta device, once they are shards on the real one;
             without it the module's `reset_parameters`.
+
+    Returns:
+        The parameters that wait in host memory.
 
     Raises:
         ArgumentError: a module on the meta device that nothing can fill.
@@ -67,32 +72,33 @@ def shard(
 
     device = _device(mesh)
     whole = {*ignored, *(parameter for parameter in module.parameters() if parameter.dim() == 0)}
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy(),
-        "ignored_params": whole or None,
-    }
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
     mp_policy = mp_policy or MixedPrecisionPolicy()
     policies = [(group, mp_policy) for group in groups] + [(Group((module,)), root_mp_policy or mp_policy)]
     if mp_policy.param_dtype is not None:
         whole_precision = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype)
         policies = [(group, whole_precision) for group in _batch_norms(module, groups)] + policies
-    for group, policy in policies:
+    owned = _owned([group for group, _ in policies], whole)
+    away = within(offload, [sum(o.get_parameter(name).numel() for o, name in each) for each in owned])
+    for (group, policy), is_away in zip(policies, away, strict=True):
         if sync_module_states:
             _equalize(_unsharded(group.modules), mesh, device)
         keep = reshard_after_forward is None and group.keep
         target: Any = list(group.modules) if len(group.modules) > 1 else group.modules[0]
         reshard = False if keep else reshard_after_forward
-        fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, **options)
+        where = CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_away else OffloadPolicy()
+        fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
     for parameter in whole:
         parameter.data = parameter.data.to(device)
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_averager(mesh))
-    _materialize(module, torch.device("cpu") if offload else device, param_init_fn)
+    waiting = [place for places, is_away in zip(owned, away, strict=True) if is_away for place in places]
+    on_host = {owner for owner, _ in waiting}
+    _materialize(module, lambda each: torch.device("cpu") if each in on_host else device, param_init_fn)
     if forward_prefetch:
         _prefetch_in_order(module, groups)
     module.register_forward_hook(_resharder(module))
-    return module
+    return [owner.get_parameter(name) for owner, name in waiting]
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -117,6 +123,20 @@ def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         if not isinstance(module, FSDPModule):
             yield module
             yield from _unsharded(module.children())
+
+
+def _owned(groups: Iterable[Group], left_out: Iterable[Tensor]) -> list[list[tuple[nn.Module, str]]]:
+    """Of each group, the parameters below its modules that no group before it has: a module and a name there."""
+    seen, owned = set(left_out), []
+    for group in groups:
+        mine = []
+        for module in (inner for each in group.modules for inner in each.modules()):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in seen:
+                    seen.add(parameter)
+                    mine.append((module, name))
+        owned.append(mine)
+    return owned
 
 
 def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
@@ -149,11 +169,15 @@ def _averager(mesh: DeviceMesh) -> Callable[[Tensor], None]:
     return average
 
 
-def _materialize(root: nn.Module, device: torch.device, fill: Callable[[nn.Module], Any] | None) -> None:
+def _materialize(
+    root: nn.Module,
+    place: Callable[[nn.Module], torch.device],
+    fill: Callable[[nn.Module], Any] | None,
+) -> None:
     for name, module in root.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(tensor.is_meta for tensor in own):
-            module.to_empty(device=device, recurse=False)
+            module.to_empty(device=place(module), recurse=False)
             reset = getattr(module, "reset_parameters", None)
             if fill is not None:
                 fill(module)

@@ -11,19 +11,17 @@ what processes send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.runtime.nested import map_leaves
-from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
+from atorch.runtime.stand_ins import MakeOptimizer, StandIns
+from atorch.runtime.wrapped_optimizer import local
 
-MakeOptimizer = Callable[[Any], Optimizer]
 MASTER = "master"  # the masters' key in the saved state of a parameter
 
 
@@ -69,12 +67,11 @@ def with_master_weights(
     return lambda groups: MasterWeights(make_optimizer, groups, loss_scale, before)
 
 
-class MasterWeights(WrappedOptimizer):
-    """An optimizer of 16-bit parameters around one of their fp32 masters.
+class MasterWeights(StandIns):
+    """An optimizer of 16-bit parameters around one of their fp32 masters, which stand in for them.
 
-    Its groups show the model's parameters. They are the inner optimizer's own groups, which hold the masters only while
-    that one works, so a changed learning rate reaches it. Frozen parameters, and fp32 ones, have no master. A weight
-    that somebody else writes (`load_state_dict`, an average) becomes its master's new value.
+    Frozen parameters, and fp32 ones, have no master. A weight that somebody else writes (`load_state_dict`, an average)
+    becomes its master's new value.
     """
 
     def __init__(
@@ -85,15 +82,8 @@ class MasterWeights(WrappedOptimizer):
         values: WeakTensorKeyDictionary,
     ) -> None:
         self._loss_scale, self._values = loss_scale, values
-        self._masters: dict[torch.Tensor, torch.Tensor] = {}  # parameter → master
-        inner = make_inner(_converted(list(groups), self._master_of))
-        parameters = {master: parameter for parameter, master in self._masters.items()}
-        self._hidden = [list(group["params"]) for group in inner.param_groups]
-        self._shown = [[parameters.get(p, p) for p in params] for params in self._hidden]
-        _show(inner, self._shown)
+        super().__init__(make_inner, groups)
         values.clear()  # of parameters that other processes step on
-        self._note_versions()
-        super().__init__(inner)
 
     def step(self, closure: Any = None) -> Any:
         """Step on the masters and round them into the parameters.
@@ -117,29 +107,16 @@ class MasterWeights(WrappedOptimizer):
         factor = 1.0 / self._loss_scale()
         if factor != 1.0 and scaled:
             torch._foreach_mul_([_dense_gradient(each) for each in scaled], factor)
-        with self._masters_shown():
+        with self._stand_ins_shown():
             result = self.inner.step()
         for master in masters:
             master.grad = None
         self._round(parameters, masters)
         return result
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the inner optimizer one more group, with masters of its own; a group that it has stays as it is."""
-        if any(param_group is known for known in self.inner.param_groups):
-            return
-        (converted,) = _converted([param_group], self._master_of)
-        parameters = {master: parameter for parameter, master in self._masters.items()}
-        with self._masters_shown():
-            self.inner.add_param_group(converted)
-            self._hidden.append(list(self.inner.param_groups[-1]["params"]))
-            self._shown.append([parameters.get(p, p) for p in self._hidden[-1]])
-        self._note_versions()
-
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state; each parameter's also holds its master, under `master`."""
-        with self._masters_shown():
-            saved = self.inner.state_dict()
+        saved = super().state_dict()
         for number, master in self._numbered(saved):
             saved["state"][number] = {**saved["state"].get(number, {}), MASTER: master.detach()}
         return saved
@@ -150,7 +127,7 @@ class MasterWeights(WrappedOptimizer):
             number: {key: value for key, value in entry.items() if key != MASTER} if isinstance(entry, dict) else entry
             for number, entry in state_dict["state"].items()
         }
-        with self._masters_shown():
+        with self._stand_ins_shown():
             self.inner.load_state_dict({**state_dict, "state": {n: entry for n, entry in state.items() if entry != {}}})
         with torch.no_grad():
             for number, master in self._numbered(state_dict):
@@ -158,35 +135,25 @@ class MasterWeights(WrappedOptimizer):
                 if value is not None:
                     master.copy_(value)
         if any(isinstance(entry, dict) and MASTER in entry for entry in state_dict["state"].values()):
-            self._round(list(self._masters), list(self._masters.values()))
+            self._round(list(self.stand_ins), list(self.stand_ins.values()))
         self._share()
-
-    @contextmanager
-    def _masters_shown(self) -> Iterator[None]:
-        _show(self.inner, self._hidden)
-        try:
-            yield
-        finally:
-            _show(self.inner, self._shown)
 
     def _numbered(self, saved: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
         """The masters with the numbers that a saved state calls their parameters by."""
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         hidden = [tensor for params in self._hidden for tensor in params]
-        masters = set(self._masters.values())
+        masters = set(self.stand_ins.values())
         return [(number, tensor) for number, tensor in zip(numbers, hidden, strict=True) if tensor in masters]
 
-    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if not (parameter.requires_grad and _is_half(parameter)):
-            return parameter
-        if parameter not in self._masters:
-            value = self._values.pop(parameter, None)
-            if value is not None:
-                value = value.to(parameter.device, torch.float32)
-            if value is None or not torch.equal(value.to(parameter.dtype), parameter.detach()):
-                value = parameter.detach().to(torch.float32)  # the weight was changed since, or never wider
-            self._masters[parameter] = nn.Parameter(value)
-        return self._masters[parameter]
+            return None
+        value = self._values.pop(parameter, None)
+        if value is not None:
+            value = value.to(parameter.device, torch.float32)
+        if value is None or not torch.equal(value.to(parameter.dtype), parameter.detach()):
+            value = parameter.detach().to(torch.float32)  # the weight was changed since, or never wider
+        return nn.Parameter(value)
 
     def _give_late_masters(self) -> None:
         """Masters for parameters that were frozen when the optimizer was made and have a gradient now."""
@@ -194,12 +161,9 @@ class MasterWeights(WrappedOptimizer):
         for shown, hidden in zip(self._shown, self._hidden, strict=True):
             for index, parameter in enumerate(shown):
                 if hidden[index] is parameter and _is_half(parameter) and parameter.grad is not None:
-                    hidden[index], late = self._master_of(parameter), True
+                    hidden[index], late = self._stand_in_of(parameter), True
         if late:
             self._note_versions()
-
-    def _note_versions(self) -> None:
-        self._versions = [local(parameter)._version for parameter in self._masters]
 
     @torch.no_grad()
     def _follow_changes(self) -> None:
@@ -207,14 +171,10 @@ class MasterWeights(WrappedOptimizer):
 
         A weight that equals its rounded master keeps it: broadcasting weights after a step writes them, too.
         """
-        versions = [local(parameter)._version for parameter in self._masters]
-        if versions == self._versions:
-            return
-        for (parameter, master), now, then in zip(self._masters.items(), versions, self._versions, strict=True):
-            if now != then:
-                mine, theirs = local(master), local(parameter)
-                mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
-        self._versions = versions
+        for parameter, master in self._changed():
+            mine, theirs = local(master), local(parameter)
+            mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
+        self._note_versions()
 
     @torch.no_grad()
     def _round(self, parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
@@ -232,24 +192,3 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
     if parameter.grad.is_sparse:
         parameter.grad = parameter.grad.coalesce()
     return local(parameter.grad)
-
-
-def _converted(groups: list[Any], master_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """Parameters, named parameters or groups of either, with masters in their places."""
-
-    def convert(entry: Any) -> Any:
-        if isinstance(entry, dict):
-            params = entry["params"]
-            listed = [params] if isinstance(params, torch.Tensor) else list(params)
-            return {**entry, "params": [convert(each) for each in listed]}
-        if isinstance(entry, tuple):
-            name, parameter = entry
-            return name, master_of(parameter)
-        return master_of(entry)
-
-    return [convert(entry) for entry in groups]
-
-
-def _show(optimizer: Optimizer, params: list[list[torch.Tensor]]) -> None:
-    for group, listed in zip(optimizer.param_groups, params, strict=True):
-        group["params"] = listed

@@ -61,6 +61,7 @@ def trained(rank: int, size: int, name: str, grouping: str, options: dict[str, A
         ("blocks", {"reshard_after_forward": False}, 1),
         ("blocks", {"forward_prefetch": True}, 1),
         ("blocks", {"offload": True}, 1),
+        ("blocks", {"offload": 0.5}, 2),
         ("root alone", {}, 1),
         ("outmost", {}, 1),
     ],
@@ -110,6 +111,24 @@ def test_each_rank_holds_its_share_of_parameters_and_states(pool: Pool) -> None:
     assert sum(parameters for _, parameters, _ in shares) == total
     assert sum(states for _, _, states in shares) == total
     assert all(abs(parameters - total / 2) <= 0.02 * total for _, parameters, _ in shares)
+
+
+def waiting(rank: int, size: int, share: float) -> tuple[list[str], float]:
+    model = make("llama")
+    total = sum(p.numel() for p in model.parameters())
+    on_host = set(map(id, shard(model, flat(size), blocks(model), offload=share)))
+    found = {name: p.numel() for name, p in model.named_parameters() if id(p) in on_host}
+    return list(found), sum(found.values()) / total
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_whole_groups_wait_on_the_host_blocks_first(pool: Pool, share: float) -> None:
+    ((names, waits),) = pool.run(waiting, share, ranks=1)
+    assert waits <= share
+    if share == 0.5:
+        assert waits > 0.2
+        assert any(name.endswith("layers.0.mlp.up_proj.weight") for name in names)
+    assert (waits == 1.0) == (share == 1.0)
 
 
 def unequal(rank: int, size: int) -> bool:
