@@ -87,7 +87,7 @@ class LossWeight:
             )
         self._rules = tuple(rule for rule, drop in zip(self._rules, drops, strict=True) if not drop)
         self._is_checked = True
-        logger.debug("losses of micro-batches are weighted by %s", " or ".join(map(str, self._rules)))
+        logger.info("losses of micro-batches are weighted by %s", " or ".join(map(str, self._rules)))
         return best
 
 

@@ -62,6 +62,8 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         if method.backend == "deepspeed":
             return pipeline_deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
         loss_func = PipelinedLoss(pipeline, built.loss_func, batches.count, batches.loss_weight, tolerance)
+        sample = ctx.prepare_input(ctx.sample_batch, ctx.device)
+        loss_func.settle(sample, ctx.call_model(pipeline, sample))
         return replace(built, model=pipeline, loss_func=loss_func)
 
     return replace(ctx, parts=parts).with_finish(finish)
@@ -146,8 +148,6 @@ def _planned(
     rows = num_rows(batch=batch)
     few = take(batch, 0, min(rows, SEEN_ROWS), rows)
     route = route_of(model, named, few, ctx.call_model)
-    if method.schedule == "zero_bubble":
-        _need_single_use(route)
     if method.split_points:
         return route, _given(route, method.split_points, stages)
     called = [call.unit for call in route.calls]
@@ -163,18 +163,6 @@ def _need_company(ctx: Context, method: PipelineParallel) -> None:
                 f"the schedule zero_bubble computes gradients of weights after backward, and {each} {because}; or take "
                 "the schedule 1f1b or interleaved"
             )
-
-
-def _need_single_use(route: Route) -> None:
-    """That no weight's gradient comes from several places, of which torch's halves of backward lose one."""
-    outside = route.parameters(0, len(route.calls))
-    called = [call.unit for call in route.calls]
-    several = sorted({*outside, *(name for name in called if called.count(name) > 1)})
-    if several:
-        raise StrategyError(
-            f"the schedule zero_bubble needs weights that only their own module uses, once; {', '.join(several)} "
-            "serves several times or outside of a module. Take the schedule 1f1b or interleaved"
-        )
 
 
 def _against_zero_bubble(method: Any) -> str | None:

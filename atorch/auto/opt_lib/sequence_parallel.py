@@ -23,8 +23,9 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import split_sequence
+from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
-from atorch.runtime.sequence_parallel import Share, Ulysses, split_between, split_stream
+from atorch.runtime.sequence_parallel import Share, Ulysses, check_tokens, split_between, split_stream
 from atorch.runtime.tensor_parallel import ModelLayout
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
@@ -79,6 +80,9 @@ class SequenceParallel(Method):
         mesh = ctx.need_mesh()
         if self.mode == "megatron":
             self._need_companions(ctx.strategy or Strategy())
+            if mesh.size("tensor") > 1:
+                group = mesh.group("tensor")
+                together(lambda: check_tokens(ctx.parts[0], on_samples(ctx, self.name), group))
             return ctx
         is_split = mesh.size("context") > 1 and any("context" in each.splits for each in ctx.strategy or ())
         if mesh.size("sequence") == 1 or is_split:  # over both axes, by context_parallel

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import together
-from atorch.errors import AtorchError, StrategyError
+from atorch.errors import StrategyError
 from atorch.runtime.pipeline.schedules import make_schedule, place_of, torch_stage, whole_batch
 from atorch.runtime.pipeline.shapes import Shape, shape_of, sizes_of
 from atorch.runtime.pipeline.stage import Stage, stage_of
@@ -83,8 +83,8 @@ class Engine:
             schedule = self._schedules.pop(key, None) or self._make(name, shapes, len(calls), train)
             try:
                 schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
-            except RuntimeError as error:  # torch puts what a forward raised behind one of its own
-                if isinstance(error.__cause__, AtorchError):
+            except RuntimeError as error:  # torch puts what a pass raised behind one of its own
+                if error.__cause__ is not None:
                     raise error.__cause__ from None
                 raise
         self._schedules[key] = schedule  # only now: one that failed is in no state to go on

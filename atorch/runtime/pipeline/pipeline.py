@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.runtime.deferred import Apart, Deferred, deposit
@@ -122,14 +123,30 @@ class PipelinedLoss:
         """
         if not isinstance(output, Deferred):
             return self._loss_func(batch, output)
-        _, args, kwargs = output.call()
-        call: _Call = (batch, args, kwargs)
+        call: _Call = (batch, *output.call()[1:])
         with torch.enable_grad():
-            rows = num_rows(batch=batch, args=args, kwargs=kwargs)
-            size = rows // self._count_of(rows)
-            pieces = [take(call, start, start + size, rows) for start in range(0, rows, size)]
-            weights = self._weights(call, pieces, size)
-            return self._run(batch, pieces, weights)
+            pieces, size = self._cut(call)
+            return self._run(batch, pieces, self._weights(call, pieces, size))
+
+    def settle(self, batch: Any, output: Deferred) -> None:
+        """Find out on a sample how losses of micro-batches make the batch's; what it leaves open, later batches tell.
+
+        Raises:
+            StrategyError: nothing does. On all processes, as what else the model or the loss raises.
+        """
+        if self._is_auto:
+            call: _Call = (batch, *output.call()[1:])
+            with torch.enable_grad():
+                self._weights(call, *self._cut(call))
+            for reduction in self._engine.reductions:
+                reduction.reshard()
+
+    def _cut(self, call: _Call) -> tuple[list[_Call], int]:
+        """The micro-batches, and the rows of each."""
+        batch, args, kwargs = call
+        rows = num_rows(batch=batch, args=args, kwargs=kwargs)
+        size = rows // self._count_of(rows)
+        return [take(call, start, start + size, rows) for start in range(0, rows, size)], size
 
     def _run(self, batch: Any, pieces: Sequence[_Call], weights: Sequence[float] | None) -> Any:
         losses: list[Any] = []
@@ -182,7 +199,10 @@ class PipelinedLoss:
                 raise
             self._check_gathering(call, pieces, size, error)
         self._weight = None
-        logger.info("no weights make the batch's loss of its micro-batches'; it is taken of all outputs together")
+        logger.warning(
+            "no weights make the loss of a batch of those of its micro-batches; it is taken once, of all outputs, after the "
+            "forward passes of all micro-batches, whose activations are held until then"
+        )
         return None
 
     def _losses(self, calls: Sequence[_Call]) -> list[float]:
@@ -206,7 +226,7 @@ class PipelinedLoss:
         with torch.no_grad(), ExitStack() as stack:
             for part in self._engine.parts:
                 stack.enter_context(still(part))
-            self._engine.run([_arguments(call)], conclude, train=False)
+            together(lambda: self._engine.run([_arguments(call)], conclude, train=False))
 
     def _value(self, batch: Any, output: Any) -> float:
         return float(value_of(self._loss_func(batch, output)))

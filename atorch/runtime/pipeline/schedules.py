@@ -12,7 +12,7 @@ Where a loss needs all micro-batches at once, gpipe, or for several pieces its l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from atorch.logs import logger
+from atorch.runtime.pipeline.halves import comes_apart
 from atorch.runtime.pipeline.shapes import Shape
 from atorch.runtime.reduction import Reduction
 
@@ -52,6 +54,7 @@ class TorchStage(PipelineStage):
     ) -> None:
         super().__init__(module, *args, **kwargs)
         self._reduction, self._splits_backward = reduction, splits_backward
+        self._comes_apart: bool | None = None  # known from the first micro-batch on
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of one micro-batch."""
@@ -59,9 +62,25 @@ class TorchStage(PipelineStage):
             return self.submod(*args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """A backward pass of one micro-batch, or half of one."""
+        """A backward pass of one micro-batch, or half of one: the first is all of it where that does not come apart."""
+        if backward_type == "input" and not self._in_halves(bwd_kwargs):
+            backward_type = "full"
+            if bwd_kwargs["output_grads"] is None:
+                bwd_kwargs["stage_output"] = bwd_kwargs["stage_output"][0]  # the loss
+        elif backward_type == "weight" and bwd_kwargs["param_groups"] is None:
+            return (), None
         with self._reduction.backward(last=last_backward and not self._splits_backward):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _in_halves(self, given: Mapping[str, Any]) -> bool:
+        if self._comes_apart is None:
+            self._comes_apart = comes_apart(given["stage_output"], given["input_values"], self.submod.parameters())
+            if not self._comes_apart:
+                logger.info(
+                    "stage %d of the pipeline goes backward as a whole: a weight of it is used several times",
+                    self.stage_index,
+                )
+        return self._comes_apart
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After the last backward pass."""

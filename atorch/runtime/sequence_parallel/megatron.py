@@ -55,6 +55,22 @@ class Meeting:
         return next(iter(self.arguments.values()))
 
 
+def check_tokens(model: nn.Module, run: Run, group: dist.ProcessGroup) -> None:
+    """That the stream through each repeated block of a whole `model` can be cut over `group`; nothing is changed.
+
+    Args:
+        run: calls the model on a small batch.
+
+    Raises:
+        StrategyError: it cannot.
+    """
+    share, blocks = Share(group, averaged=False), repeated_blocks(model)
+    seen = evaluate(model, blocks, run)
+    for path, each in seen.blocks.items():
+        if not any(_streams(_like_outputs(seen.calls[each.kind], each.outputs), share)):
+            raise _refusal(path, blocks[path], _UNEVEN.format(share.size), share)
+
+
 def split_between(model: nn.Module, layouts: Mapping[str, BlockLayout], run: Run, group: dist.ProcessGroup) -> Streams:
     """Split by tokens what `model`, split over `group` as `layouts` say by block, has whole. In place.
 
@@ -90,7 +106,7 @@ def _found(
     streams = list(_streams(like, share))
     whole = _Whole(block, layout, call, set(like))
     places = [list(_holders_of(group)) for group in layout.groups]
-    reason = f"none of its arguments can be cut into {share.size} equal pieces" if not streams else ""
+    reason = _UNEVEN.format(share.size) if not streams else ""
     ways = sorted(product(range(len(streams)), *(range(len(each)) for each in places)), key=sum)
     for first, *others in islice(ways, MOST):
         meetings = [Meeting(each[index]) for each, index in zip(places, others, strict=True)]
@@ -99,7 +115,14 @@ def _found(
         if not failures and isinstance(tried, BlockStream):
             return tried, meetings
         reason = reason or failures[0]
-    raise StrategyError(
+    raise _refusal(path, block, reason, share)
+
+
+_UNEVEN = "none of its arguments can be cut into {} equal pieces"
+
+
+def _refusal(path: str, block: nn.Module, reason: str, share: Share) -> StrategyError:
+    return StrategyError(
         f"what tensor_parallel leaves whole of {path} ({type(block).__name__}) cannot be split by tokens: {reason}; "
         f"give sequences of a multiple of {share.size} tokens, or leave sequence_parallel out"
     )

@@ -181,6 +181,29 @@ def test_megatron_alone_is_refused(pool: Pool) -> None:
         assert "completes tensor_parallel, which is not in the strategy" in message
 
 
+class OddTokens(Tokens):
+    """Sequences that two processes cannot share out."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: each[:-1] for name, each in super().__getitem__(index).items()}
+
+
+def refused_before_the_cut(rank: int, size: int) -> tuple[str, bool]:
+    model = model_of()
+    before = snapshot(model)
+    mesh = ("parallel_mode", ([("tensor", 2)], None))
+    with pytest.raises(AtorchError) as caught:
+        auto_accelerate(model, load_strategy=[mesh, "tensor_parallel", MEGATRON], **arguments(dataset=OddTokens()))
+    after = dict(model.named_parameters())
+    return str(caught.value), all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_megatron_refuses_tokens_that_cannot_be_cut_before_anything_is(pool: Pool) -> None:
+    for message, is_as_it_was in pool.run(refused_before_the_cut):
+        assert "give sequences of a multiple of 2 tokens" in message
+        assert is_as_it_was
+
+
 @pytest.mark.matrix
 def test_shards_beside_replicas(pool: Pool) -> None:
     strategy = [sequence(2, zero=2, data=2), "sequence_parallel", "fsdp"]

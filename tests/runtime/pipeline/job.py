@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from atorch import auto_accelerate, clip_grad_norm
+from atorch.runtime.tensor_parallel import whole_state
 
 VOCAB, WIDTH, SEQ, ROWS = 64, 16, 12, 8
 
@@ -161,11 +161,9 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by name, whole."""
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
-        for name, each in model.named_parameters()
-    }
+    """Parameters by name, whole, whatever they are split or sharded over."""
+    state = whole_state(model)
+    return {name: state[name].detach().clone() for name, _ in model.named_parameters()}
 
 
 def loop(model: Any, loss_of: Any, optim: Any, batches: list[Any], accumulate: int = 1) -> tuple[list[float], float]:

@@ -77,7 +77,6 @@ def refused(rank: int, size: int, name: str, strategy: list[Any], loss: bool) ->
         ("gpt2", stages(split_points=["transformer.wte"]), "nothing before the first"),
         ("gpt2", [*stages(), ("micro_batch", {"size": 2, "reduce": "each"})], "reduce"),
         ("gpt2", [*stages(schedule="zero_bubble"), ("checkpoint", {"selective": True})], "leave selective"),
-        ("twice", stages(schedule="zero_bubble"), "layers.0, scale serves several times"),
         ("smuggling", stages(), "layers.0 makes a tensor that"),
         ("returning", stages(), "layers.0 returns a Module"),
     ],
