@@ -200,8 +200,8 @@ class PipelinedLoss:
             self._check_gathering(call, pieces, size, error)
         self._weight = None
         logger.warning(
-            "no weights make the loss of a batch of those of its micro-batches; it is taken once, of all outputs, after the "
-            "forward passes of all micro-batches, whose activations are held until then"
+            "no weights make the loss of a batch of those of its micro-batches; it is taken once, of all outputs, "
+            "and activations of all micro-batches are held until then"
         )
         return None
 
