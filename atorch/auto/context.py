@@ -6,7 +6,7 @@ Context owns. Nothing is built while methods apply; `build` makes optimizer, loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,6 +105,9 @@ class Context:
     sample_batch: Any = None
     profile: ModelProfile | None = None
     layout: ModelLayout | None = None  # how parameters are split over the axis tensor
+    on_host: tuple[torch.Tensor, ...] = ()  # parameters, and what more memory is asked of, that are in host memory
+    loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
+    unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # by parameter, where known
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
 
     @property

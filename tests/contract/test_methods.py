@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
 
-from atorch.auto.strategy import METHODS, Strategy
+from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import CapabilityError, StrategyError
-from tests.contract.job import arguments, make_model
+from tests.contract.job import BATCH, arguments, make_model
 from tests.contract.test_parity import APPLIED, SETTINGS
-from tests.pool import Pool, RankFailure
 
-PLANNED = [name for name in METHODS if name not in APPLIED]
 PROFILE = transformer_profile(
     TransformerShape(layers=8, hidden=64, heads=8, kv_heads=4, ffn=128, vocab=100, seq_len=4096, head_dim=8),
     implementation=Implementation(itemsize=4.0),
@@ -71,36 +70,40 @@ def test_what_the_search_may_try_has_a_cost_or_a_reason(name: str) -> None:
 @pytest.mark.parametrize("name", APPLIED)
 def test_apply_leaves_the_old_context_alone(name: str) -> None:
     from atorch.auto.job import make_context
+    from atorch.auto.session import with_sample
     from atorch.distributed.world import init
 
     world = init()
-    ctx = make_context(make_model(), **arguments(), world=world, cluster=ClusterSpec.detect(world, measure=False))
+    job = arguments(dataloader_args={"batch_size": BATCH // 2})  # of a rank of two
+    ctx = make_context(make_model(), **job, world=world, cluster=ClusterSpec.detect(world, measure=False))
+    setting = METHODS[name].of(SETTINGS[name])
+    if setting.needs_sample:
+        ctx = with_sample(ctx, Strategy((setting,)))
     before = {field.name: getattr(ctx, field.name) for field in fields(ctx)}
-    METHODS[name].of(SETTINGS[name]).apply(ctx)
+    setting.apply(ctx)
     assert {field.name: getattr(ctx, field.name) for field in fields(ctx)} == before
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_method_that_is_only_planned_for_is_refused_with_the_model_as_it_was(name: str) -> None:
+@pytest.fixture
+def only_planned() -> Iterator[str]:
+    """A method that says its cost alone."""
+
+    @method("only_planned", phase=Phase.SHARD)
+    class OnlyPlanned(Method):
+        pass
+
+    yield OnlyPlanned.name
+    METHODS.remove(OnlyPlanned.name)
+
+
+def test_a_method_that_is_only_planned_for_is_refused_with_the_model_as_it_was(only_planned: str) -> None:
     from atorch import auto_accelerate
 
     model = make_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     modules = [type(module) for module in model.modules()]
-    with pytest.raises(CapabilityError, match=f"{name} can be planned for and not applied yet"):
-        auto_accelerate(model, load_strategy=["checkpoint", (name, SETTINGS[name])], **arguments())
+    with pytest.raises(CapabilityError, match=f"{only_planned} can be planned for and not applied yet"):
+        auto_accelerate(model, load_strategy=["checkpoint", only_planned], **arguments())
     assert [type(module) for module in model.modules()] == modules
     assert not any("forward" in vars(module) for module in model.modules()), "checkpoint was applied"
     assert all(value.equal(before[key]) for key, value in model.state_dict().items())
-
-
-def refused(rank: int, size: int) -> None:
-    from atorch import auto_accelerate
-
-    auto_accelerate(make_model(), load_strategy=["chunk"], **arguments())
-
-
-def test_it_is_refused_on_every_rank(pool: Pool) -> None:
-    with pytest.raises(RankFailure, match="chunk can be planned for and not applied yet") as caught:
-        pool.run(refused, ranks=2)
-    assert CapabilityError.__name__ in str(caught.value)

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "context_parallel": None,
     "pipeline_parallel": {"split_points": ["model.layers.1"]},
     "offload": {"parameters": 0.5},
-    "chunk": {"budget_fraction": 0.5},
+    "chunk": {"budget_bytes": 400_000},
 }
 """The setting of each method that is tried; a new method adds its own."""
 
@@ -47,9 +47,13 @@ APPLIED = [name for name in METHODS if METHODS[name].can_apply()]
 
 REFUSED = {
     frozenset(pair): "one slot: both choose how parameters, gradients and optimizer states are shared"
-    for pair in itertools.combinations(("ddp", "zero1", "zero2", "fsdp"), 2)
+    for pair in itertools.combinations(("ddp", "zero1", "zero2", "fsdp", "chunk"), 2)
 } | {
     frozenset(("amp_native", "half")): "one slot: both choose the precision of the matmuls",
+    frozenset(("chunk", "fp8")): "fp8's layers keep every weight for backward, so that no chunk could leave",
+    frozenset(("chunk", "compile")): "compiled code takes parameters without asking for them",
+    frozenset(("chunk", "pipeline_parallel")): "a pass is foreseen of a whole model",
+    frozenset(("chunk", "offload")): "parameters that wait on the host are chunk's business",
     frozenset(("fp8", "tensor_parallel")): "fp8's own layers hide the products that would be split",
     frozenset(("fp8", "sequence_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",
     frozenset(("fp8", "context_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",
@@ -155,6 +159,29 @@ ALL = ("fsdp", "amp_native", "checkpoint", "compile", "micro_batch", "module_rep
 def test_all_at_once(pool: Pool) -> None:
     for update_error, _ in pool.run(deviation, strategy_of(*ALL), ranks=2):
         assert update_error <= band(*ALL)
+
+
+THREE = ("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "beside",
+    [
+        ("ddp",),
+        ("zero1",),
+        ("zero2",),
+        ("fsdp",),
+        ("fsdp", "checkpoint", "micro_batch"),
+        ("amp_native", "checkpoint", "fsdp"),
+    ],
+    ids="+".join,
+)
+def test_three_dimensions(pool: Pool, beside: tuple[str, ...]) -> None:
+    strategy = [THREE, "mixed_parallel", *((name, SETTINGS[name]) for name in beside)]
+    for update_error, loss_error in pool.run(deviation, strategy, ranks=8):
+        assert update_error <= band(*beside)
+        assert loss_error <= max(1e-5, band(*beside))
 
 
 def without_reduction(rank: int, size: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
-from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32
+from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32, keeps_masters
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -66,11 +66,12 @@ class AmpNative(Precision):
             return ctx  # without an optimizer of ours nobody would un-scale
         scale = self.make_scale()
         if is_fp16 and loss_func is not None:
-            ctx = replace(ctx, loss_func=scale_loss(loss_func, scale))
+            ctx = replace(ctx, loss_func=scale_loss(loss_func, scale), loss_scale=scale)
+        unscale = is_fp16 and not keeps_masters(ctx.strategy)
 
         def finish(built: Built) -> Built:
             assert built.optim is not None
-            optim = ScaledOptimizer(built.optim, scale, unscale=is_fp16, device=device)
+            optim = ScaledOptimizer(built.optim, scale, unscale=unscale, device=device)
             return replace(built, optim=optim, loss_scale=scale)
 
         return ctx.with_finish(finish)

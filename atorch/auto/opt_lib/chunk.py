@@ -3,28 +3,52 @@
 Memory: at most the budget on the device, activations and workspace included; what is beyond it waits in host memory,
 optimizer states first (Fang et al. 2021, arXiv 2108.05818). Chunks are sharded over the processes that hold the same
 parameters, gathered before they are used and reduced after. Transfers: what waits is fetched for forward and for
-backward, gradients go back, and the host steps what it holds. Planned for, and not applied yet.
+backward, gradients go back, and the host steps what it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from pydantic import Field, model_validator
+from torch import nn
 from typing_extensions import Self
 
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import shard
+from atorch.cost.splits import REPLICA_AXES, shard
+from atorch.errors import ArgumentError, StrategyError
+from atorch.profiler.tensors import batch_size, tensors_of
+from atorch.runtime.chunk.chunked import chunk, course
+from atorch.runtime.chunk.course import Course, Pass
+from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.losses import value_of
+from atorch.runtime.split import take
 
 DEFAULT_FRACTION = 0.9
+_REFUSED: Mapping[str, str] = {
+    "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
+    "compile": "compiled code takes parameters without asking for them. Leave compile out",
+    "pipeline_parallel": "a pass is foreseen of a whole model, not of a stage. Use tensor_parallel beside chunk, or "
+    "fsdp with cpu_offload beside pipeline_parallel",
+}
 
 
 @method("chunk", phase=Phase.SHARD, slot="data_parallel")
 class Chunk(Method):
     """Keep parameters, gradients and optimizer states within a budget of device memory."""
+
+    keeps_masters: ClassVar[bool] = True
+    needs_sample: ClassVar[bool] = True
 
     budget_bytes: Annotated[int, Field(ge=1)] | None = None
     """What a device may hold at any moment, in bytes."""
@@ -50,7 +74,12 @@ class Chunk(Method):
         cost = shard(cost, itemsize=2.0 if low else cost.param_itemsize, overlap=0.8 if self.prefetch else 0.0)
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         budget = fraction * cost.device_bytes if self.budget_bytes is None else float(self.budget_bytes)
-        return cost.but(budget_bytes=budget, optim_offload=0.0 if self.hybrid else 1.0, grads_persist=True)
+        return cost.but(
+            budget_bytes=budget,
+            optim_offload=0.0 if self.hybrid else 1.0,
+            grads_persist=True,
+            fetches_ahead=self.prefetch > 0,
+        )
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -58,3 +87,114 @@ class Chunk(Method):
         if cluster.device.type != "cpu":
             yield cls()
             yield cls(hybrid=False)
+
+    def apply(self, ctx: Context) -> Context:
+        """Put the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps on the chunks."""
+        for other in ctx.strategy or ():
+            if other.name in _REFUSED:
+                raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
+        (part,), budget = ctx.parts, self._budget(ctx)
+        mesh = ctx.need_mesh()
+        shards = mesh.size(*REPLICA_AXES)
+        group = mesh.group(*REPLICA_AXES) if shards > 1 else None
+        if ctx.sample_batch is None:
+            raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
+        passes = _Passes(ctx, part, group)
+        first = passes.foreseen(ctx.sample_batch)
+        operations = chunk(
+            part,
+            first,
+            budget,
+            device=ctx.device,
+            dtype=ctx.compute_dtype,
+            values=ctx.unrounded,
+            group=group,
+            prefetch=self.prefetch,
+        )
+        layout = operations.chunks.layout
+        operations.course_for = passes.courses(lambda each: course(layout, each, budget, self.prefetch, shards))
+        inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
+        if inner is None:
+            return replace(ctx, prepare_input=passes.prepare_input)
+        return replace(
+            ctx,
+            prepare_input=passes.prepare_input,
+            make_optimizer=lambda groups: ChunkOptimizer(
+                inner, groups, operations.chunks, loss_scale=ctx.loss_scale, disk=disk
+            ),
+        )
+
+    def _budget(self, ctx: Context) -> int:
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
+        return int(fraction * ctx.cluster.device.memory_bytes)
+
+
+class _Passes:
+    """Foresees passes of a model: a batch of another shape keeps another amount for backward.
+
+    Processes that share chunks must fetch the same ones in the same order: they go by the largest batch that any of
+    them has had.
+    """
+
+    def __init__(self, ctx: Context, part: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self._ctx, self._part, self._group = ctx, part, group
+        self._batch: Any = ctx.sample_batch
+        self._largest = 0
+        self._known: dict[Hashable, Course] = {}
+
+    def prepare_input(self, batch: Any, device: Any) -> Any:
+        """The context's, which remembers the batch: the next pass is its."""
+        self._batch = batch
+        return self._ctx.prepare_input(batch, device)
+
+    def courses(self, make: Callable[[Pass], Course]) -> Callable[[], Course]:
+        """A function that gives the course of the next pass."""
+
+        def of_next() -> Course:
+            shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(self._batch))
+            if shapes not in self._known:
+                self._known[shapes] = make(self.foreseen(self._batch))
+            return self._known[shapes]
+
+        def of_largest() -> Course:
+            assert self._group is not None
+            numel = sum(tensor.numel() for tensor in tensors_of(self._batch))
+            most = torch.tensor(numel, device=self._ctx.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+            if int(most) > self._largest:
+                self._largest = int(most)
+                every: list[Any] = [None] * self._group.size()
+                mine = self.foreseen(self._batch) if numel == self._largest else None
+                dist.all_gather_object(every, mine, group=self._group)
+                self._known["largest"] = make(next(each for each in every if each is not None))
+            return self._known["largest"]
+
+        return of_next if self._group is None else of_largest
+
+    def foreseen(self, batch: Any) -> Pass:
+        """A pass on a batch of the loader, or on the largest of its micro-batches."""
+        ctx = self._ctx
+        prepared = ctx.prepare_input(batch, "cpu")
+        rows = _rows(ctx, batch_size(prepared))
+        if rows < batch_size(prepared):
+            prepared = take(prepared, 0, rows, batch_size(prepared))
+
+        def loss(model: nn.Module, batch: Any) -> Any:
+            output = ctx.call_model(model, batch)
+            if ctx.loss_func is not None:
+                return value_of(ctx.loss_func(batch, output))
+            return sum(tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad)
+
+        return foreseen(self._part, prepared, loss, device_type=ctx.device.type, dtype=ctx.compute_dtype)
+
+
+def _rows(ctx: Context, rows: int) -> int:
+    """Rows of a micro-batch, where the batch is split."""
+    for each in ctx.strategy or ():
+        if isinstance(each, MicroBatch):
+            if isinstance(each.size, int):
+                return min(rows, each.size)
+            return rows if each.count is None else -(-rows // each.count)
+    return rows

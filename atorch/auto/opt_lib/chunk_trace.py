@@ -15,7 +15,7 @@ from atorch.profiler.devices import as_on
 from atorch.profiler.fakes import Fakes
 from atorch.profiler.live_bytes import BUFFERS, PARAMETERS, LiveBytes
 from atorch.profiler.tensors import map_tensors, tensors_of
-from atorch.runtime.chunk.course import Access
+from atorch.runtime.chunk.course import Pass
 from atorch.runtime.chunk.trace import trace
 
 
@@ -26,7 +26,7 @@ def foreseen(
     *,
     device_type: str,
     dtype: torch.dtype | None = None,
-) -> list[Access]:
+) -> Pass:
     """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
 
     Args:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
-from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32
+from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32, keeps_masters
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -52,13 +52,17 @@ class Half(Precision):
         # Before rounding, since masters start from what is here.
         synchronise([tensor for part in ctx.parts for tensor in (*part.parameters(), *part.buffers())])
         values = to_half(ctx.parts, dtype)
-        make_optimizer = ctx.make_optimizer and with_master_weights(ctx.make_optimizer, scale, values)
+        make_optimizer = ctx.make_optimizer
+        if make_optimizer is not None and not keeps_masters(ctx.strategy):
+            make_optimizer = with_master_weights(make_optimizer, scale, values)
         loss_func = ctx.loss_func and autocast_loss(ctx.loss_func, device.type, dtype)  # cross entropies in fp32
         if self.dtype == "fp16" and loss_func is not None and make_optimizer is not None:
             loss_func = scale_loss(loss_func, scale)
         ctx = replace(
             ctx,
             compute_dtype=dtype,
+            unrounded=values,
+            loss_scale=scale,
             make_optimizer=make_optimizer,
             loss_func=loss_func,
             prepare_input=cast_inputs(ctx.prepare_input, dtype),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -14,6 +14,9 @@ from atorch.auto.strategy.method import Method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Comm, Cost, ModelProfile
 from atorch.runtime.amp import LossScale
+
+if TYPE_CHECKING:
+    from atorch.auto.strategy import Strategy
 
 DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES: Mapping[Any, str] = {
@@ -33,6 +36,11 @@ def compute_dtype(ctx: Context) -> torch.dtype | None:
     """What the precision method of the strategy that is being applied computes in, also before it has acted."""
     precision = next((each for each in ctx.strategy or () if isinstance(each, Precision)), None)
     return ctx.compute_dtype if precision is None else DTYPES[precision.dtype]
+
+
+def keeps_masters(strategy: Strategy | None) -> bool:
+    """Whether a method of the strategy keeps fp32 masters itself, and divides gradients by the loss scale."""
+    return any(each.keeps_masters for each in strategy or ())
 
 
 def is_fp32(profile: ModelProfile) -> bool:

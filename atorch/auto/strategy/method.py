@@ -54,6 +54,8 @@ class Method(BaseModel):
     slot: ClassVar[str]
     needs_replicas: ClassVar[bool] = False
     """Whether it has nothing to do where one process holds the parameters."""
+    keeps_masters: ClassVar[bool] = False
+    """Whether it keeps fp32 masters of 16-bit parameters itself, and divides gradients by the loss scale."""
     needs_sample: ClassVar[bool] = False
     """Whether it watches the model at work on a batch, `ctx.sample_batch`, before it changes anything."""
 

@@ -8,13 +8,16 @@ anything is moved: it fits, or by how many bytes it does not, and in which opera
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atorch.errors import OutOfBudgetError
-from atorch.runtime.chunk.course import Access, Course, moments
+from atorch.runtime.chunk.course import Access, Course, Pass, moments
+from atorch.runtime.chunk.gradients import Gradients, SharedGradients
 from atorch.runtime.chunk.layout import Item, Layout, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
@@ -29,64 +32,75 @@ TRANSFER_BYTES = 64 * 1024  # what a link could have moved in the time that star
 
 def chunk(
     model: nn.Module,
-    accesses: Sequence[Access],
+    foreseen: Pass,
     budget_bytes: int,
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
     values: Any = None,
+    group: dist.ProcessGroup | None = None,
     prefetch: int = 1,
     transfer: Transfer | None = None,
 ) -> Operations:
     """Put the model's parameters into chunks, in place.
 
     Args:
-        accesses: a pass of training, from `trace`.
+        foreseen: a pass of training, from `trace`.
         budget_bytes: of the device, for chunks and everything else that lives in forward and backward passes.
         dtype: of floating-point parameters as operations see them; None for their own.
         values: what parameters were before they were rounded to 16 bits, by parameter.
+        group: processes that share every chunk; None for this one alone.
         prefetch: chunks that may be on their way before they are needed.
 
     Raises:
         OutOfBudgetError: no order of fetching keeps the budget; the model is as it was.
     """
     parameters = dict(model.named_parameters())
-    layout, course = planned(parameters, accesses, budget_bytes, dtype=dtype, prefetch=prefetch)
+    shards = 1 if group is None else group.size()
+    layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards)
+    first = course(layout, foreseen, budget_bytes, prefetch, shards)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     managed = {name: parameters[name] for name in layout.chunk_of}
-    chunks = ChunkSet(layout, managed, dtype=dtype, values=values, device=device)
-    operations = Operations(chunks, Residency(chunks, managed, budget_bytes, course, transfer or transfer_for(device)))
+    chunks = ChunkSet(layout, managed, dtype=dtype, values=values, group=group, device=device)
+    slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
+    names = [name for _, name in foreseen.gradients]
+    gradients = Gradients(chunks, slots) if group is None else SharedGradients(chunks, slots, names)
+    operations = Operations(
+        chunks, slots, gradients, Residency(chunks, managed, budget_bytes, first, transfer or transfer_for(device))
+    )
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
-    override(model, "forward", _in_a_pass, operations)
+    override(model, "forward", _in_a_pass, _Bound(operations))
+    override(model, "state_dict", _gathering, _Bound(operations))
     return operations
 
 
-def planned(
+def lay_out(
     parameters: Mapping[str, nn.Parameter],
-    accesses: Sequence[Access],
+    foreseen: Pass,
     budget_bytes: int,
     *,
-    dtype: torch.dtype | None,
-    prefetch: int,
-) -> tuple[Layout, Course]:
-    """The layout that fetches least, and the course of a pass.
-
-    Raises:
-        OutOfBudgetError: none keeps the budget.
-    """
-    items = _by_first_use(parameters, accesses, dtype)
-
-    def scheduled(layout: Layout) -> Schedule | Shortfall:
-        return schedule(moments(accesses, layout.chunk_of), _sizes(layout), budget_bytes, prefetch=prefetch)
+    dtype: torch.dtype | None = None,
+    prefetch: int = 1,
+    shards: int = 1,
+) -> Layout:
+    """The layout whose schedule fetches least; where none keeps the budget, one that misses fewest bytes."""
 
     def cost(layout: Layout) -> float | None:
-        found = scheduled(layout)
-        return None if isinstance(found, Shortfall) else found.fetched_bytes + TRANSFER_BYTES * found.num_fetches
+        found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards)
+        return None if isinstance(found, Shortfall) else found.cost(_sizes(layout), TRANSFER_BYTES)
 
-    layout = search(items, cost)
-    found = scheduled(layout)
+    return search(_by_first_use(parameters, foreseen.accesses, dtype), cost, shards=shards)
+
+
+def course(layout: Layout, foreseen: Pass, budget_bytes: int, prefetch: int = 1, shards: int = 1) -> Course:
+    """What moves when in a pass of these accesses.
+
+    Raises:
+        OutOfBudgetError: nothing keeps the budget.
+    """
+    found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards)
     if isinstance(found, Shortfall):
         moment = found.moment
         raise OutOfBudgetError(
@@ -95,7 +109,16 @@ def planned(
             "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
             "(tensor_parallel)"
         )
-    return layout, Course(moments(accesses, layout.chunk_of), found)
+    return Course(moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else ()), found)
+
+
+def _scheduled(layout: Layout, foreseen: Pass, budget_bytes: int, prefetch: int, shards: int) -> Schedule | Shortfall:
+    return schedule(
+        moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else ()),
+        _sizes(layout),
+        budget_bytes,
+        prefetch=prefetch,
+    )
 
 
 def _by_first_use(
@@ -124,9 +147,30 @@ def _itemsize(dtype: str) -> int:
     return named.itemsize
 
 
-def _in_a_pass(forward: Callable[..., Any], operations: Operations) -> Callable[..., Any]:
+class _Bound:
+    """Whose chunks a model's parameters are in; a copy of the model has parameters of its own."""
+
+    def __init__(self, operations: Operations | None = None) -> None:
+        self.operations = operations
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Bound:
+        return _Bound()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Bound, ()
+
+
+def _in_a_pass(forward: Callable[..., Any], bound: _Bound) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with operations.forward():
+        with nullcontext() if bound.operations is None else bound.operations.forward():
             return forward(self, *args, **kwargs)
+
+    return run
+
+
+def _gathering(state_dict: Callable[..., Any], bound: _Bound) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if bound.operations is None else bound.operations.gathering():
+            return state_dict(self, *args, **kwargs)
 
     return run

@@ -25,11 +25,34 @@ class Access(NamedTuple):
     """The most bytes of everything but parameters, from this operation to the next."""
 
 
-def moments(accesses: Sequence[Access], chunk_of: Mapping[str, int]) -> list[Moment]:
-    """The accesses by chunk."""
+class Pass(NamedTuple):
+    """A forward and backward pass: its operations, and where gradients come."""
+
+    accesses: Sequence[Access]
+    gradients: Sequence[tuple[int, str]]
+    """The number of accesses that were before, and the parameter; in order."""
+
+
+def moments(foreseen: Pass, chunk_of: Mapping[str, int], gathering: Sequence[int] = ()) -> list[Moment]:
+    """The accesses by chunk.
+
+    Args:
+        gathering: bytes of each chunk's gradients where they are put together before they are reduced: they live from
+            the first to the last.
+    """
+    lives: dict[int, tuple[int, int]] = {}
+    for position, name in foreseen.gradients if gathering else ():
+        first, _ = lives.get(chunk_of[name], (position, position))
+        lives[chunk_of[name]] = first, position
+    held = [0] * len(foreseen.accesses)
+    latest = 0
+    for chunk, (first, last) in sorted(lives.items(), key=lambda life: life[1][1]):
+        latest = max(latest, last)  # chunks are reduced in the order in which they are complete
+        for position in range(max(0, first - 1), latest):
+            held[position] += gathering[chunk]
     return [
-        Moment(_said(each), frozenset(chunk_of[name] for name in each.parameters), each.other_bytes)
-        for each in accesses
+        Moment(_said(each), frozenset(chunk_of[name] for name in each.parameters), each.other_bytes + more)
+        for each, more in zip(foreseen.accesses, held, strict=True)
     ]
 
 

@@ -186,6 +186,15 @@ class ChunkMemory:
         self.has_gradient.add(slot.name)
 
     @torch.no_grad()
+    def accumulate_part(self, slot: Slot, part: Tensor) -> None:
+        """The same with the part of the gradient that lies in this share, as `gradient_of` gave it."""
+        kept = self.part(self._gradient(), slot)
+        if kept is None or kept.shape != part.shape:
+            raise ArgumentError(f"{slot.name} was given a gradient of shape {tuple(part.shape)}, which is not its own")
+        kept.add_(part.to(kept)) if slot.name in self.has_gradient else kept.copy_(part)
+        self.has_gradient.add(slot.name)
+
+    @torch.no_grad()
     def accumulate_share(self, share: Tensor, names: Iterable[str]) -> None:
         """The same with this process' share of the whole chunk's gradient, in which `names` have one."""
         kept, fresh = self._gradient(), set(names)

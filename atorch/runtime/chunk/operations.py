@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.course import Nodes
-from atorch.runtime.chunk.memory import ChunkSet
+from atorch.runtime.chunk.course import Course, Nodes
+from atorch.runtime.chunk.gradients import Gradients
+from atorch.runtime.chunk.layout import Slot
+from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
@@ -33,18 +36,27 @@ _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
 class Operations:
     """Runs operations on the parameters of a model's chunks."""
 
-    def __init__(self, chunks: ChunkSet, residency: Residency) -> None:
+    def __init__(self, chunks: ChunkSet, slots: Mapping[str, Slot], gradients: Gradients, residency: Residency) -> None:
         self.chunks, self.residency = chunks, residency
-        self._slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
+        self._slots, self._gradients = slots, gradients
         self._nodes = Nodes()
-        self._views: dict[int, set[weakref.ref[ChunkedView]]] = {}
+        self._views: dict[int, set[int]] = {}  # by chunk: views that operations made and somebody holds
         self._passes = 0  # forward passes under way
+        self._gathered: dict[int, Tensor] | None = None
+        self._foreseeing = False
+        self.course_for: Callable[[], Course] | None = None  # of the pass that begins
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """A forward pass of the whole model. Its backward pass goes on until the next one begins."""
         if self._passes == 0:
             self._nodes.forget()
+            if self.course_for is not None and torch.is_grad_enabled():
+                self._foreseeing = True
+                try:
+                    self.residency.course = self.course_for()
+                finally:
+                    self._foreseeing = False
             self.residency.begin()
         self._passes += 1
         try:
@@ -63,10 +75,12 @@ class Operations:
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             name, chunk = parameter.home.name, parameter.home.chunk
-        self.chunks.chunks[chunk].accumulate(self._slots[name], gradient)
+        self._gradients.arrived(name, chunk, gradient)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], managed: Sequence[Any]) -> Any:
         """Run an operation that takes `managed` parameters, or views of theirs."""
+        if self._foreseeing:  # shapes are all that is asked for
+            return func(*args, **kwargs)
         special = self._special(func)
         if special is not None:
             return special(*args)
@@ -126,7 +140,8 @@ class Operations:
         view = result.as_subclass(ChunkedView)
         view.home = next(each.home for each in managed if each.home.chunk == chunk)
         views = self._views.setdefault(chunk, set())
-        views.add(weakref.ref(view, views.discard))
+        views.add(id(view))
+        weakref.finalize(view, views.discard, id(view))
         return view
 
     # Outside of passes: the host's copies.
@@ -144,6 +159,9 @@ class Operations:
                 return type(value)(map(on_host, value))
             return value
 
+        if func is _TENSOR.copy_ and isinstance(args[0], ChunkedParameter):
+            self._write(args[0], args[1])
+            return args[0]
         changed = [on_host(each) for each in args]
         named = {name: on_host(each) for name, each in kwargs.items()}
         result = func(*changed, **named)
@@ -157,15 +175,34 @@ class Operations:
         Raises:
             ArgumentError: other processes keep some of it.
         """
-        memory = self.chunks.chunks[parameter.home.chunk]
-        slot = self._slots[parameter.home.name]
-        value = memory.part(memory.master, slot)
-        if value is None or value.shape != parameter.shape:
+        memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]
+        if self.chunks.group is None:
+            value = memory.part(memory.master, slot)
+            assert value is not None, "this process keeps all"
+            return value
+        if self._gathered is None:
             raise ArgumentError(
                 f"{parameter.home.name} is spread over {self.chunks.num_shares} processes, and was used outside of the "
                 "model's forward pass; take it from state_dict(), which all processes call, or compute in forward"
             )
-        return value
+        if memory.spec.index not in self._gathered:
+            self._gathered[memory.spec.index] = self._gather(memory)
+        return memory.whole(self._gathered[memory.spec.index], slot)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Parameters have their values outside of passes, also where processes share them. All must use the same."""
+        self._gathered = {}
+        try:
+            yield
+        finally:
+            self._gathered = None
+
+    def _gather(self, memory: ChunkMemory) -> Tensor:
+        mine = memory.master.to(self.chunks.device)
+        whole = torch.empty(memory.spec.numel, dtype=mine.dtype, device=mine.device)
+        dist.all_gather_into_tensor(whole, mine, group=self.chunks.group)
+        return whole.to(memory.device)
 
     def _gradient(self, parameter: Any) -> Tensor | None:
         if isinstance(parameter, ChunkedView):
@@ -179,14 +216,19 @@ class Operations:
     def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
         memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]
         memory.has_gradient.discard(slot.name)
-        if gradient is not None:
+        if gradient is not None and gradient.shape == parameter.shape:
             memory.accumulate(slot, gradient)
+        elif gradient is not None:
+            memory.accumulate_part(slot, gradient)
 
-    @torch.no_grad()
     def _set_data(self, parameter: Any, values: Tensor) -> None:
         if values.shape != parameter.shape or values.dtype not in (parameter.dtype, torch.float32):
             raise ArgumentError(
                 f"{parameter.home.name} was given data of {values.dtype} and shape {tuple(values.shape)}; it lies in a "
                 f"chunk as {parameter.dtype} and {tuple(parameter.shape)}: cast and resize before the chunks are made"
             )
-        self.chunks.chunks[parameter.home.chunk].write(self._slots[parameter.home.name], values)
+        self._write(parameter, values)
+
+    def _write(self, parameter: Any, values: Tensor) -> None:
+        memory = self.chunks.chunks[parameter.home.chunk]
+        memory.write(self._slots[parameter.home.name], values.detach().expand(parameter.shape))

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.course import Course
-from atorch.runtime.chunk.memory import ChunkSet, Tier
+from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet, Tier
 from atorch.runtime.chunk.parameter import point
 from atorch.runtime.chunk.transfer import Transfer, Wait
 from atorch.units import format_bytes
@@ -129,7 +130,7 @@ class Residency:
             raise OutOfBudgetError(self._too_much(chunk, num_bytes))
         self.tier.take(num_bytes, f"chunk {chunk}")
         buffer = torch.empty(memory.spec.numel, dtype=memory.dtype, device=self.chunks.device)
-        self._coming[chunk] = self._transfer.start(buffer, memory.compute)
+        self._coming[chunk] = self._bring(buffer, memory)
         self._here[chunk] = buffer
         self._at[buffer.untyped_storage()._cdata] = chunk
         for slot in memory.spec.slots:
@@ -137,6 +138,18 @@ class Residency:
         self.fetched_bytes += num_bytes
         if self.observer is not None:
             self.observer.moved(chunk, True, num_bytes)
+
+    def _bring(self, buffer: Tensor, memory: ChunkMemory) -> Wait:
+        """Begin to fill a buffer: with what the host has, and with what other processes have."""
+        if self.chunks.group is None:
+            return self._transfer.start(buffer, memory.compute)
+        mine = memory.compute
+        if buffer.device != mine.device:
+            mine = buffer[memory.share]
+            self._transfer.start(mine, memory.compute)()
+        work: Any = dist.all_gather_into_tensor(buffer, mine, group=self.chunks.group, async_op=True)
+        wait: Wait = work.wait
+        return wait
 
     def _arrive(self, chunk: int) -> None:
         wait = self._coming.pop(chunk, None)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from atorch.runtime.chunk.course import Access, Nodes
+from atorch.runtime.chunk.course import Access, Nodes, Pass
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
 
@@ -41,8 +42,8 @@ class LiveCount(Protocol):
 
 def trace(
     loss: Callable[[], Tensor], parameters: Mapping[str, Tensor], live: LiveCount, mode: AbstractContextManager[Any]
-) -> list[Access]:
-    """The accesses of a forward pass, which gives the loss, and its backward pass.
+) -> Pass:
+    """A forward pass, which gives the loss, and its backward pass.
 
     Args:
         loss: runs forward with the fake parameters.
@@ -51,19 +52,21 @@ def trace(
         mode: what makes operations on fakes.
     """
     watch = _Watch(parameters, live)
-    for parameter in parameters.values():
+    gradients: list[tuple[int, str]] = []
+
+    def let_go(parameter: Tensor, name: str) -> None:
+        gradients.append((len(watch.accesses), name))
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.grad = None
+
+    for name, parameter in parameters.items():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_let_go)
+            parameter.register_post_accumulate_grad_hook(partial(let_go, name=name))
     with torch.enable_grad(), mode, live:
         loss().backward()
         live.mark("end")
     both = zip(watch.accesses, live.other_bytes[1:], strict=True)  # the first moment ends with the first access
-    return [Access(operation, names, size) for (operation, names), size in both]
-
-
-def _let_go(parameter: Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.grad = None
+    return Pass([Access(operation, names, size) for (operation, names), size in both], gradients)
 
 
 class _Watch:
@@ -74,7 +77,7 @@ class _Watch:
         self._live, self._nodes = live, Nodes()
         self._whole = {parameter.untyped_storage()._cdata: parameter.detach() for parameter in parameters.values()}
         self._names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
-        self._views: dict[str, set[weakref.ref[Tensor]]] = {}
+        self._views: dict[str, set[int]] = {}
         for parameter in parameters.values():
             self._see(parameter)
 
@@ -134,7 +137,8 @@ class _Watch:
             if place is not None:
                 self._see(result)
                 views = self._views.setdefault(self._names[place], set())
-                views.add(weakref.ref(result, views.discard))
+                views.add(id(result))
+                weakref.finalize(result, views.discard, id(result))
 
 
 class _Watched(FakeTensor):

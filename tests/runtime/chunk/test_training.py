@@ -1,0 +1,314 @@
+"""Training in chunks, bit for bit as without, under budgets that an independent count of bytes holds it to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.errors import OutOfBudgetError
+from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.course import Pass
+from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from tests.runtime.sharing import SEQ, VOCAB, Awkward
+
+CPU, STEPS = torch.device("cpu"), 3
+FRACTIONS = (1.0, 0.5, 0.25, 0.12)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes alive at once of all storages that operations make inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._now, self._known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(each, Tensor):
+                self._count(each.untyped_storage())
+        self.most = max(self.most, self._now)
+        return out
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """These were there before, or are the host's."""
+        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self._now += size
+            weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._now -= size
+
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def tokens(number: int, vocabulary: int = VOCAB, length: int = SEQ) -> Tensor:
+    return torch.randint(3, vocabulary, (2, length), generator=torch.Generator().manual_seed(number))
+
+
+def images(number: int) -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(number))
+
+
+def of_logits(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def of_language(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(input_ids=batch).logits.flatten(0, 1).float(), batch.flatten())
+
+
+def of_pairs(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=batch, labels=batch).loss
+    return loss
+
+
+def of_images(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(pixel_values=batch).logits, torch.arange(len(batch)))
+
+
+SMALL = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=3,
+        n_embd=48,
+        n_head=4,
+        vocab_size=VOCAB,
+        n_positions=SEQ,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)  # with dropout, whose random numbers must be the same
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        **SMALL, num_hidden_layers=3, num_key_value_heads=2, vocab_size=VOCAB, use_cache=False
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**SMALL, **NO_DROPOUT, num_hidden_layers=3, vocab_size=VOCAB)
+    )
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        d_model=48,
+        d_kv=12,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=VOCAB,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(**SMALL, **NO_DROPOUT, num_hidden_layers=3, image_size=32, patch_size=8)
+    return transformers.ViTForImageClassification(config)
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        **SMALL, num_hidden_layers=2, num_key_value_heads=2, vocab_size=VOCAB, num_local_experts=4, use_cache=False
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def resnet() -> nn.Module:
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic")
+    return transformers.ResNetForImageClassification(config)
+
+
+class Recurrent(nn.Module):
+    """Operations that take many parameters at once, in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.memory = nn.LSTM(32, 32, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        states, _ = self.memory(self.tokens(batch))
+        attended, _ = self.attention(states, states, states, need_weights=False)
+        logits: Tensor = self.head(states + attended)
+        return logits
+
+
+class Checkpointed(Awkward):
+    """Blocks that are computed again in backward."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.tokens(batch) + self.places.weight[: batch.shape[1]] + self.shift
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: self.mixer(block(block(x))), x, use_reentrant=False)
+        return F.linear(self.frozen(x), self.tokens.weight) * self.scale
+
+
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], Loss]] = {
+    "awkward": (Awkward, tokens, of_logits),
+    "checkpointed": (Checkpointed, tokens, of_logits),
+    "recurrent": (Recurrent, tokens, of_logits),
+    "gpt2": (gpt2, tokens, of_language),
+    "llama": (llama, tokens, of_language),
+    "bert": (bert, tokens, of_language),
+    "t5": (t5, tokens, of_pairs),
+    "vit": (vit, images, of_images),
+    "mixtral": (mixtral, tokens, of_language),
+    "resnet": (resnet, images, of_images),
+}
+
+
+def fresh(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().train()
+
+
+def adam(groups: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Callable[[int], Tensor], loss: Loss, passes: int = 1
+) -> list[float]:
+    """The losses of some steps, each of so many passes."""
+    torch.manual_seed(1)
+    losses = []
+    for step in range(STEPS):
+        for number in range(passes):
+            value = loss(model, data(step * passes + number))
+            value.backward()
+            losses.append(value.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def needed(foreseen: Pass, model: nn.Module) -> tuple[int, int]:
+    """The most bytes beside parameters, and of parameters."""
+    return max(each.other_bytes for each in foreseen.accesses), sum(each.nbytes for each in model.parameters())
+
+
+def host_tensors(operations: Operations, optimizer: ChunkOptimizer) -> Iterable[Tensor]:
+    for memory in operations.chunks.chunks:
+        yield from (each for each in (memory.compute, memory.master, memory.gradient) if each is not None)
+    for state in optimizer.state.values():
+        yield from (each for each in state.values() if isinstance(each, Tensor))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_parameters_are_those_of_training_without_chunks_and_budgets_hold(family: str) -> None:
+    make, data, loss = FAMILIES[family]
+    reference = fresh(make)
+    expected = train(reference, adam(reference.parameters()), data, loss)
+    accesses = foreseen(fresh(make), data(0), loss, device_type="cpu")
+    others, parameters = needed(accesses, reference)
+    fitting = 0
+    for fraction in FRACTIONS:
+        model = fresh(make)
+        budget = others + int(fraction * parameters)
+        try:
+            operations = chunk(model, accesses, budget, device=CPU)
+        except OutOfBudgetError:
+            assert fraction < 0.5, "only an operation's own parameters may be too large"
+            continue
+        fitting += 1
+        optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
+        assert train(model, optimizer, data, loss) == expected
+        assert operations.residency.course.on_course, "the pass was as it was foreseen"
+        assert operations.residency.peak_bytes <= budget
+        trained = model.state_dict()
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(trained[name], parameter), (name, fraction)
+    assert fitting >= 2
+
+
+@pytest.mark.parametrize("family", ["awkward", "checkpointed", "gpt2", "mixtral"])
+def test_a_count_of_all_live_bytes_never_exceeds_the_budget(family: str) -> None:
+    make, data, loss = FAMILIES[family]
+    model = fresh(make)
+    accesses = foreseen(model, data(0), loss, device_type="cpu")
+    others, parameters = needed(accesses, model)
+    budget = others + parameters // 2
+    operations = chunk(model, accesses, budget, device=CPU)
+    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
+    loss(model, data(0)).backward()  # the first gradients make their memory on the host
+    optimizer.step()
+    optimizer.zero_grad()
+    live = Live()
+    live.ignore(host_tensors(operations, optimizer))
+    before = [data(1), *model.buffers()]
+    live.ignore(before)
+    with live:
+        loss(model, before[0]).backward()
+    most = live.most + sum(each.nbytes for each in before)
+    assert most <= budget
+    assert most >= 0.9 * operations.residency.peak_bytes, "what was foreseen is what is used"
+
+
+def test_gradients_of_several_passes_are_added_up() -> None:
+    make, data, loss = FAMILIES["awkward"]
+    reference, model = fresh(make), fresh(make)
+    expected = train(reference, adam(reference.parameters()), data, loss, passes=2)
+    accesses = foreseen(model, data(0), loss, device_type="cpu")
+    others, parameters = needed(accesses, model)
+    operations = chunk(model, accesses, others + parameters // 4, device=CPU)
+    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
+    assert train(model, optimizer, data, loss, passes=2) == expected
+
+
+def test_a_budget_below_what_an_operation_needs_is_refused_before_anything_is_moved() -> None:
+    make, data, loss = FAMILIES["gpt2"]
+    model = fresh(make)
+    accesses = foreseen(model, data(0), loss, device_type="cpu")
+    with pytest.raises(OutOfBudgetError, match=r"misses [\d,]+ bytes"):
+        chunk(model, accesses, needed(accesses, model)[0], device=CPU)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    of_language(model, data(0)).backward()
+
+
+def test_another_path_than_the_foreseen_one_is_computed_all_the_same() -> None:
+    class Branching(Awkward):
+        early = False
+
+        def forward(self, batch: Tensor) -> Tensor:
+            if self.early:
+                return F.linear(self.tokens(batch), self.tokens.weight) * self.scale
+            return super().forward(batch)
+
+    reference, model = fresh(Branching), fresh(Branching)
+    plain = adam(reference.parameters())
+    accesses = foreseen(model, tokens(0), of_logits, device_type="cpu")
+    operations = chunk(model, accesses, sum(needed(accesses, model)), device=CPU)
+    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
+    for early in (False, True, False):
+        reference.early = model.early = early
+        assert train(model, optimizer, tokens, of_logits) == train(reference, plain, tokens, of_logits)
