@@ -1,0 +1,64 @@
+"""Bytes fetched in a step of training under a budget, against the least that anything could fetch.
+
+The budget is what activations take at their peak and 100, 50, 25 and 12 % of the parameters' bytes, in bfloat16. Chunks
+are laid out and scheduled as they are for training; the bound knows no chunks (`traffic_bound.py`). Where the largest
+operation does not fit, nothing can run: the row says what is missing.
+
+    python benchmarks/chunk_traffic.py
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chunk_shapes import Workload, workloads
+from compare import Row
+
+SHARES = (1.0, 0.5, 0.25, 0.12)
+ITEM_BYTES = 2
+
+
+def measure(quick: bool = False) -> list[Row]:
+    """All rows of this claim; `quick` takes one model."""
+    return [row(workload, share) for workload in workloads(quick) for share in SHARES]
+
+
+def row(workload: Workload, share: float) -> Row:
+    """What is fetched over the least, under a budget of the peak of activations and this share of the parameters."""
+    import torch
+    from traffic_bound import lower_bound
+
+    from atorch.errors import OutOfBudgetError
+    from atorch.runtime.chunk.chunked import course, lay_out
+    from atorch.runtime.chunk.course import moments
+
+    sizes = [ITEM_BYTES * parameter.numel() for parameter in workload.parameters.values()]
+    peak = max(access.other_bytes for access in workload.foreseen.accesses)
+    budget = peak + int(share * sum(sizes))
+    start = time.process_time()
+    layout = lay_out(workload.parameters, workload.foreseen, budget, dtype=torch.bfloat16)
+    seconds = time.process_time() - start
+    claim = f"{workload.name}, {share:.0%} of the parameters beside activations: bytes fetched against the least"
+    try:
+        found = course(layout, workload.foreseen, budget).schedule
+    except OutOfBudgetError as missing:
+        return Row(claim, str(missing).split(":")[0], "")
+    assert found is not None
+    numbers = {name: number for number, name in enumerate(workload.parameters)}
+    least = lower_bound(moments(workload.foreseen, numbers), sizes, budget)
+    print(
+        f"{workload.name}, {share:.0%}: {len(layout.chunks)} chunks of {len(sizes)} parameters, {found.num_fetches} "
+        f"transfers at {len(found.steps)} moments, {found.fetched_bytes / sum(sizes):.2f} of the parameters' bytes, "
+        f"{found.peak_bytes / budget:.1%} of the budget used; laid out in {seconds:.1f} CPU-seconds",
+        file=sys.stderr,
+    )
+    ratio = found.fetched_bytes / least
+    return Row(claim, f"{ratio:.4f}", "≤ 1.02", ratio <= 1.02)
+
+
+if __name__ == "__main__":
+    for each in measure("--quick" in sys.argv):
+        print(each.claim, "|", each.measured, "|", each.bar, "|", each.holds)
