@@ -273,3 +273,8 @@ def test_pins_the_best_number_of_equal_blocks(room):
 def test_what_is_never_trained_is_pinned_at_its_own_size():
     case = Given(there_and_back(3), [4] * 3, 12)
     assert choose_pinned(case.moments, case.chunk_bytes, [0, 0, 0], case.budget) == frozenset({0, 1, 2})
+
+
+def test_what_saves_most_for_its_bytes_is_pinned_first():
+    moments = [Moment("0", frozenset({0}), 0), Moment("1", frozenset({1}), 0)]
+    assert choose_pinned(moments, [1, 1], [9, 1], 4) == frozenset({1})
