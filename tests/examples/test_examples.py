@@ -56,6 +56,18 @@ def test_train_lm_searches_once_and_then_reuses_what_it_found(tmp_path: Path) ->
     assert saved.read_bytes() == written
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_chunk_offload_learns_within_a_quarter_of_its_states(processes: int) -> None:
+    sizes = ("--steps", "20", "--seq", "32", "--layers", "2", "--width", "256")
+    printed = run("chunk_offload.py", *sizes, "--batch-size", str(2 * processes), processes=processes)
+    before, after = before_and_after(printed)
+    assert after < before - 0.5
+    budget, peak = re.search(r"use ([\d.]+) MiB", printed), re.search(r"at most ([\d.]+) MiB", printed)
+    assert budget is not None
+    assert peak is not None
+    assert float(peak[1]) <= float(budget[1])
+
+
 def test_digits_cnn_reads_digits() -> None:
     printed = run("digits_cnn.py", "--epochs", "3", "--time-limit", "5")
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)%", printed)]

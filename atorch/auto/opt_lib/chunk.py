@@ -30,6 +30,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.profiler.tensors import batch_size, tensors_of
 from atorch.runtime.chunk.chunked import chunk, course
 from atorch.runtime.chunk.course import Course, Pass
+from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from atorch.runtime.losses import value_of
 from atorch.runtime.split import take
@@ -68,8 +69,13 @@ class Chunk(Method):
             raise ValueError("budget_bytes and budget_fraction are both given; give one of them")
         return self
 
+    def unfit(self, cost: Cost) -> str | None:
+        """What `apply` refuses."""
+        beside = {"fp8": cost.dtype == "float8", "compile": cost.compiled, "pipeline_parallel": cost.stages > 1}
+        return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
+
     def cost(self, cost: Cost) -> Cost:
-        """Shards as under fsdp, gradients among them in chunks of their own, and a budget beyond which states wait."""
+        """Shards as under fsdp, gradients copied into chunks of their own, and a budget beyond which states wait."""
         low = cost.dtype != "float32"
         cost = shard(cost, itemsize=2.0 if low else cost.param_itemsize, overlap=0.8 if self.prefetch else 0.0)
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
@@ -79,6 +85,7 @@ class Chunk(Method):
             optim_offload=0.0 if self.hybrid else 1.0,
             grads_persist=True,
             fetches_ahead=self.prefetch > 0,
+            cast_traffic_bytes=cost.cast_traffic_bytes + 2.0 * cost.grad_itemsize,
         )
 
     @classmethod
@@ -113,6 +120,7 @@ class Chunk(Method):
         )
         layout = operations.chunks.layout
         operations.course_for = passes.courses(lambda each: course(layout, each, budget, self.prefetch, shards))
+        ctx = replace(ctx, learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.course)})
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
             return replace(ctx, prepare_input=passes.prepare_input)
@@ -129,6 +137,18 @@ class Chunk(Method):
             return self.budget_bytes
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         return int(fraction * ctx.cluster.device.memory_bytes)
+
+
+def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:
+    """What the first pass comes to, for whoever reads the strategy."""
+    assert first.schedule is not None
+    sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
+    return {
+        "num_chunks": len(sizes),
+        "parameter_bytes": sum(sizes),
+        "peak_bytes": first.schedule.peak_bytes,
+        "fetched_bytes": first.schedule.fetched_bytes,
+    }
 
 
 class _Passes:
