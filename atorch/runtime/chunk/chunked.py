@@ -18,7 +18,7 @@ from torch import nn
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.course import Access, Course, Pass, moments
 from atorch.runtime.chunk.gradients import Gradients, SharedGradients
-from atorch.runtime.chunk.layout import Item, Layout, search
+from atorch.runtime.chunk.layout import Item, Layout, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
@@ -39,6 +39,7 @@ def chunk(
     dtype: torch.dtype | None = None,
     values: Any = None,
     group: dist.ProcessGroup | None = None,
+    chunk_size: int | None = None,
     prefetch: int = 1,
     transfer: Transfer | None = None,
 ) -> Operations:
@@ -50,6 +51,7 @@ def chunk(
         dtype: of floating-point parameters as operations see them; None for their own.
         values: what parameters were before they were rounded to 16 bits, by parameter.
         group: processes that share every chunk; None for this one alone.
+        chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
         prefetch: chunks that may be on their way before they are needed.
 
     Raises:
@@ -57,7 +59,10 @@ def chunk(
     """
     parameters = dict(model.named_parameters())
     shards = 1 if group is None else group.size()
-    layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards)
+    if chunk_size is None:
+        layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards)
+    else:
+        layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards)
     first = course(layout, foreseen, budget_bytes, prefetch, shards)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
