@@ -100,26 +100,10 @@ def clip_grads(
     counted_elsewhere: parameters that another rank of `over` has too, and counts; they are only scaled.
     """
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+    device = _home(unique)
     elsewhere = set(map(id, counted_elsewhere))
-    sharded = by_sharding([each for each in unique if id(each) not in elsewhere], parts)
-    copies = by_sharding([each for each in unique if id(each) in elsewhere], parts)
-    only_scaled = [grad for grads in copies.values() for grad in grads]
-    return clip_sharded(sharded, max_norm, norm_type, _home(unique), over, only_scaled)
-
-
-@torch.no_grad()
-def clip_sharded(
-    sharded: Mapping[Key, Sequence[Tensor]],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-    over: Sequence[dist.ProcessGroup] = (),
-    only_scaled: Iterable[Tensor] = (),
-) -> Tensor:
-    """The same on local gradients by the groups that they are spread over: the same keys in one order on all ranks.
-
-    device: where the norm is made. only_scaled: gradients that do not count.
-    """
+    sharded = _by_sharding([each for each in unique if id(each) not in elsewhere], parts)
+    copies = _by_sharding([each for each in unique if id(each) in elsewhere], parts)
     powers = []
     for groups, grads in sharded.items():
         power = _power(grads, norm_type, device)
@@ -132,22 +116,24 @@ def clip_sharded(
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     # No branch on the value: reading it would wait for the device.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for same in _by_device((*(grad for grads in sharded.values() for grad in grads), *only_scaled)):
+    for same in _by_device(grad for grads in (*sharded.values(), *copies.values()) for grad in grads):
         torch._foreach_mul_(same, factor.to(same[0].device, non_blocking=True))
     return norm
 
 
-def by_sharding(parameters: Iterable[Tensor], parts: Mapping[Tensor, Key]) -> dict[Key, list[Tensor]]:
+def _by_sharding(parameters: Iterable[Tensor], parts: Mapping[Tensor, Key]) -> dict[Key, list[Tensor]]:
     """Local gradients by what shards them. Keys come from the parameters, so all ranks have the same in one order."""
     sharded: dict[Key, list[Tensor]] = {}
     for parameter in parameters:
-        held = sharded.setdefault(parts.get(parameter) or _shards(parameter), [])
+        held = sharded.setdefault((*parts.get(parameter, ()), *_shards(parameter)), [])
         if parameter.grad is not None:
             held.append(_local_grad(parameter))
     return sharded
 
 
 def _shards(parameter: Any) -> Key:
+    if hasattr(parameter, "shared_over"):  # kept elsewhere, where processes have a part of its gradient each
+        return tuple(parameter.shared_over)
     placements = getattr(parameter, "placements", ())
     return tuple(
         parameter.device_mesh.get_group(axis)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
@@ -33,6 +34,12 @@ class ChunkedParameter(nn.Parameter):
     """A parameter whose values a `Residency` keeps."""
 
     home: Home
+
+    @property
+    def shared_over(self) -> tuple[dist.ProcessGroup, ...]:
+        """The processes that have a part each of the gradient, if several have: `grad` is this one's part."""
+        group = self.home.operations.chunks.group
+        return () if group is None else (group,)
 
     @classmethod
     def __torch_function__(
