@@ -1,0 +1,193 @@
+"""Parameters in chunks, touched in every way that users touch parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.errors import ArgumentError
+from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from tests.runtime.chunk.test_training import CPU, adam, fresh, needed, of_logits, tokens, train
+from tests.runtime.sharing import Awkward
+
+
+def in_chunks(
+    make: Callable[[], nn.Module] = Awkward,
+    loss: Callable[[nn.Module, Tensor], Tensor] = of_logits,
+    share: float = 0.25,
+) -> tuple[nn.Module, Operations, ChunkOptimizer]:
+    """A model of whose parameters this share fits beside its activations."""
+    model = fresh(make)
+    accesses = foreseen(model, tokens(0), loss, device_type="cpu")
+    others, parameters = needed(accesses, model)
+    operations = chunk(model, accesses, others + int(share * parameters), device=CPU)
+    return model, operations, ChunkOptimizer(adam, model.parameters(), operations.chunks)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return in_chunks()[0]
+
+
+def test_values_can_be_looked_at_outside_of_a_pass(model: nn.Module) -> None:
+    plain = fresh(Awkward)
+    weight, expected = model.tokens.weight, plain.tokens.weight
+    assert torch.equal(weight.norm(), expected.norm()), "with gradients recorded"
+    with torch.no_grad():
+        assert torch.equal(weight.norm(), expected.norm())
+        assert torch.equal(weight.data, expected.data)
+    assert torch.equal(weight.detach(), expected)
+    assert (weight.shape, weight.dtype, weight.device) == (expected.shape, expected.dtype, expected.device)
+    assert repr(weight.detach()) == repr(expected.detach())
+    assert "nan" not in repr(weight)
+
+
+def test_what_is_written_outside_of_a_pass_is_computed_with() -> None:
+    (model, _, _), plain = in_chunks(), fresh(Awkward)
+    for each in (model, plain):
+        with torch.no_grad():
+            each.mixer.weight.mul_(0.5)
+            each.tokens.weight.copy_(each.tokens.weight * 2)
+        each.mixer.bias.data.fill_(0.25)
+        each.scale.data = torch.tensor(3.0)
+        nn.init.ones_(each.blocks[1].norm.weight)
+    assert torch.equal(model(tokens(0)), plain(tokens(0)))
+
+
+def test_what_a_forward_pass_writes_stays() -> None:
+    class Clamped(Awkward):
+        def forward(self, batch: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.mixer.weight.clamp_(-0.1, 0.1)
+            return super().forward(batch)
+
+    reference, (model, _, optimizer) = fresh(Clamped), in_chunks(Clamped)
+    expected = train(reference, adam(reference.parameters()), tokens, of_logits)
+    assert train(model, optimizer, tokens, of_logits) == expected
+
+
+def test_a_loss_may_look_at_weights() -> None:
+    def decayed(model: nn.Module, batch: Tensor) -> Tensor:
+        return of_logits(model, batch) + 0.01 * sum(parameter.square().sum() for parameter in model.parameters())
+
+    reference, (model, _, optimizer) = fresh(Awkward), in_chunks(loss=decayed)
+    expected = train(reference, adam(reference.parameters()), tokens, decayed)
+    assert train(model, optimizer, tokens, decayed) == expected
+
+
+def test_evaluation_is_that_of_the_model_without_chunks(model: nn.Module) -> None:
+    plain = fresh(Awkward)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(0)), plain(tokens(0)))
+        assert torch.equal(model(tokens(1)[:1]), plain(tokens(1)[:1]))
+
+
+def test_gradients_are_seen_changed_and_cleared(model: nn.Module) -> None:
+    plain = fresh(Awkward)
+    for each in (model, plain):
+        of_logits(each, tokens(0)).backward()
+    for name, parameter in model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        assert (parameter.grad is None) == (expected is None)
+        assert expected is None or torch.equal(parameter.grad, expected), name
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert torch.allclose(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm)
+    assert torch.allclose(model.mixer.weight.grad, plain.mixer.weight.grad)
+    model.mixer.weight.grad = None
+    assert model.mixer.weight.grad is None
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_state_is_saved_whole_and_loaded_into_a_model_without_chunks_and_back() -> None:
+    model, _, optimizer = in_chunks()
+    train(model, optimizer, tokens, of_logits)
+    saved = copy.deepcopy(model.state_dict())
+    plain = Awkward()
+    plain.load_state_dict(saved)
+    assert torch.equal(plain(tokens(0)), model(tokens(0)))
+    other, _, _ = in_chunks()
+    other.load_state_dict(saved)
+    assert torch.equal(other(tokens(0)), model(tokens(0)))
+
+
+def test_a_copy_is_an_ordinary_model_of_its_own(model: nn.Module) -> None:
+    twin = copy.deepcopy(model)
+    assert all(type(parameter) is nn.Parameter for parameter in twin.parameters())
+    assert twin.blocks[2].up.weight is twin.blocks[0].up.weight, "tied parameters stay tied"
+    expected = model(tokens(0))
+    with torch.no_grad():
+        twin.mixer.weight.zero_()
+    assert torch.equal(model(tokens(0)), expected)
+    of_logits(twin, tokens(0)).backward()
+    assert twin.mixer.bias.grad is not None
+    assert model.mixer.bias.grad is None
+
+
+def test_a_pass_that_raises_leaves_the_next_one_right() -> None:
+    class Stumbling(Awkward):
+        stumbles = False
+
+        def forward(self, batch: Tensor) -> Tensor:
+            logits = super().forward(batch)
+            if self.stumbles:
+                raise ValueError("stumbled")
+            return logits
+
+    (model, operations, _), plain = in_chunks(Stumbling), fresh(Stumbling)
+    model.stumbles = True
+    with pytest.raises(ValueError, match="stumbled"):
+        model(tokens(0))
+    model.stumbles = False
+    assert torch.equal(model(tokens(0)), plain(tokens(0)))
+    assert operations.residency.course.on_course
+
+
+def test_two_forward_passes_before_one_backward() -> None:
+    def both(model: nn.Module, batch: Tensor) -> Tensor:
+        return of_logits(model, batch) + of_logits(model, batch.flip(0))
+
+    reference, (model, _, optimizer) = fresh(Awkward), in_chunks(loss=both)
+    expected = train(reference, adam(reference.parameters()), tokens, both)
+    assert train(model, optimizer, tokens, both) == expected
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(40, 8, sparse=True)
+            self.head = nn.Linear(8, 40)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.table(batch))
+            return logits
+
+    model, _, _ = in_chunks(Sparse, share=1.0)
+    with pytest.raises(ArgumentError, match=r"table\.weight has a sparse gradient"):
+        of_logits(model, tokens(0)).backward()
+
+
+def test_casting_the_model_afterwards_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ArgumentError, match=r"cast and resize before the chunks are made"):
+        model.half()
+
+
+def test_a_parameter_of_a_class_of_its_own_is_refused() -> None:
+    class Peculiar(nn.Parameter):
+        pass
+
+    model = fresh(Awkward)
+    accesses = foreseen(model, tokens(0), of_logits, device_type="cpu")
+    model.scale = Peculiar(torch.tensor(1.5))
+    with pytest.raises(ArgumentError, match="scale is a Peculiar"):
+        chunk(model, accesses, 10**9, device=CPU)
+    assert torch.isfinite(F.cross_entropy(model(tokens(0)).flatten(0, 1), tokens(0).flatten()))
