@@ -1,10 +1,14 @@
-"""Where chunks live: a ledger of bytes for each tier, and what each chunk keeps between the steps.
+"""Where chunks live, and what each process keeps of them between the steps.
 
 A chunk is flat: parameters of one dtype side by side. It is kept up to three times, as in PatrickStar (Fang et al.,
 arXiv 2108.05818), each copy a tensor of its own: `compute`, in the dtype that operations see and the only one that
 travels; `master`, which the optimizer steps, in fp32 (the very tensor `compute` where no wider copy is kept); and
 `gradient`, in the dtype of `compute`. With n processes each keeps one n-th of every copy, its share: an equal slice of
 the flat chunk, which cuts through parameters wherever it falls (ZeRO-3, arXiv 1910.02054).
+
+Where there is a `master`, gradients may lie in the place of `compute`, as PatrickStar has them: 14 bytes a parameter
+with Adam instead of 16. A gradient comes when its parameter is not needed any more, and the optimizer's step brings the
+parameter back. There is one pass a step then, and nothing is accumulated.
 
 Chunks lie on the host, or for good on the device where that one steps them itself.
 """
@@ -19,42 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.errors import ArgumentError, CapabilityError, OutOfBudgetError
+from atorch.errors import ArgumentError, CapabilityError
+from atorch.runtime.chunk.tier import Tier
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSpec, Layout, Slot
 
 HALVES = (torch.float16, torch.bfloat16)
-
-
-class Tier:
-    """A ledger of the bytes in use in one memory, under a budget or (None) without one. For one thread."""
-
-    def __init__(self, name: str, budget_bytes: int | None = None) -> None:
-        self.name, self.budget_bytes = name, budget_bytes
-        self.used_bytes = self.peak_bytes = 0
-
-    def take(self, num_bytes: int, why: str) -> None:
-        """Enter `num_bytes` for `why`.
-
-        Raises:
-            OutOfBudgetError: they would exceed the budget; nothing was entered.
-        """
-        used = self.used_bytes + num_bytes
-        if self.budget_bytes is not None and used > self.budget_bytes:
-            raise OutOfBudgetError(
-                f"{why} takes {format_bytes(num_bytes)} of the {self.name}, where {format_bytes(self.used_bytes)} of "
-                f"{format_bytes(self.budget_bytes)} are in use: {used - self.budget_bytes:,} bytes too many; raise the "
-                "budget by as many"
-            )
-        self.used_bytes, self.peak_bytes = used, max(self.peak_bytes, used)
-
-    def give(self, num_bytes: int) -> None:
-        """Strike `num_bytes` that were taken."""
-        if num_bytes > self.used_bytes:
-            raise ValueError(f"{num_bytes} bytes were given back to the {self.name}, which lent {self.used_bytes}")
-        self.used_bytes -= num_bytes
 
 
 class Form(NamedTuple):
@@ -85,6 +61,7 @@ class ChunkMemory:
         device: where all of it lies.
         wide: keep an fp32 `master` beside `compute`.
         shard: this process and the number of processes that share the chunk.
+        in_place: let gradients lie in the place of `compute`, where there is a `master`.
         pinned: lock what travels in memory, so that copies to a CUDA device run beside computation.
         tier: where the bytes of all copies are entered, also while there is no gradient yet; without the optimizer's.
     """
@@ -98,6 +75,7 @@ class ChunkMemory:
         *,
         wide: bool = False,
         shard: tuple[int, int] = (0, 1),
+        in_place: bool = False,
         pinned: bool = False,
         tier: Tier | None = None,
     ) -> None:
@@ -110,9 +88,10 @@ class ChunkMemory:
         self.has_gradient: set[str] = set()
         self.gradient: Tensor | None = None
         self.writes = 0  # how often `compute` has changed: a copy that was made at another count is stale
+        self._in_place, self._overwritten = in_place and wide, False
         self._pinned = pinned
         self.tier = Tier("host memory") if tier is None else tier
-        copies = 2 if spec.trainable else 1
+        copies = 2 if spec.trainable and not self._in_place else 1
         self.num_bytes = length * (copies * dtype.itemsize + (4 if wide else 0))
         self.tier.take(self.num_bytes, f"chunk {spec.index}")
         self.compute = self._empty(dtype)
@@ -142,14 +121,18 @@ class ChunkMemory:
     def write(self, slot: Slot, value: Tensor) -> None:
         """Let the slot's parameter have `value`, a whole one of its shape, as far as it lies in this share."""
         for flat in {id(flat): flat for flat in (self.master, self.compute)}.values():
-            self._put(flat, slot, value)
+            if flat is self.master or not self._overwritten:
+                self._put(flat, slot, value)
         self._changed()
 
     @torch.no_grad()
     def updated(self) -> None:
-        """The optimizer has written `master`: round it into `compute`."""
+        """The optimizer has written `master`: round it into `compute`. Gradients in its place are gone."""
         if self.master is not self.compute:
             self.compute.copy_(self.master)
+        if self._overwritten:
+            self._overwritten = False
+            self.has_gradient.clear()
         self._changed()
 
     @torch.no_grad()
@@ -158,6 +141,8 @@ class ChunkMemory:
 
         A master that, rounded, equals what was written keeps its value.
         """
+        if self._overwritten:  # until the step, the master is all there is
+            return
         master, compute = self._seen
         if self.master._version != master:
             self.updated()
@@ -165,6 +150,22 @@ class ChunkMemory:
             same = self.master.to(self.dtype) == self.compute
             self.master.copy_(torch.where(same, self.master, self.compute.to(torch.float32)))
             self._changed()
+
+    def prepare(self) -> None:
+        """A pass begins, which reads `compute`.
+
+        Raises:
+            ArgumentError: gradients lie there, and wait for a step.
+        """
+        if self._overwritten and self.has_gradient:
+            raise ArgumentError(
+                f"gradients of chunk {self.spec.index} lie in the place of its parameters, and another pass began "
+                "before they were stepped on or cleared: call optim.step() or optim.zero_grad() after every backward, "
+                "or keep gradients beside the parameters"
+            )
+        if self._overwritten:
+            self.updated()
+        self.follow()
 
     @torch.no_grad()
     def accumulate(self, slot: Slot, gradient: Tensor) -> None:
@@ -182,13 +183,13 @@ class ChunkMemory:
             raise ArgumentError(
                 f"{slot.name} has a sparse gradient; chunks keep dense ones: make its embedding with sparse=False"
             )
-        self._put(self._gradient(), slot, gradient, add=slot.name in self.has_gradient)
+        self._put(self._gradient([slot.name]), slot, gradient, add=slot.name in self.has_gradient)
         self.has_gradient.add(slot.name)
 
     @torch.no_grad()
     def accumulate_part(self, slot: Slot, part: Tensor) -> None:
         """The same with the part of the gradient that lies in this share, as `gradient_of` gave it."""
-        kept = self.part(self._gradient(), slot)
+        kept = self.part(self._gradient([slot.name]), slot)
         if kept is None or kept.shape != part.shape:
             raise ArgumentError(f"{slot.name} was given a gradient of shape {tuple(part.shape)}, which is not its own")
         kept.add_(part.to(kept)) if slot.name in self.has_gradient else kept.copy_(part)
@@ -197,7 +198,8 @@ class ChunkMemory:
     @torch.no_grad()
     def accumulate_share(self, share: Tensor, names: Iterable[str]) -> None:
         """The same with this process' share of the whole chunk's gradient, in which `names` have one."""
-        kept, fresh = self._gradient(), set(names)
+        fresh = set(names)
+        kept = self._gradient(fresh)
         for slot in self.spec.slots:
             part, new = self.part(kept, slot), self.part(share, slot)
             if slot.name in fresh and part is not None and new is not None:
@@ -225,9 +227,18 @@ class ChunkMemory:
             value = self.forms[slot.name].flat(value)[held]
         part.add_(value.to(part)) if add else part.copy_(value)
 
-    def _gradient(self) -> Tensor:
+    def _gradient(self, names: Iterable[str]) -> Tensor:
+        """Where to put gradients of `names`."""
         if self.gradient is None:
-            self.gradient = self._empty(self.dtype)
+            self.gradient = self.compute if self._in_place else self._empty(self.dtype)
+        if self._in_place:
+            if again := self.has_gradient.intersection(names):
+                raise ArgumentError(
+                    f"{min(again)} has a second gradient, and the first one lies in the place of the parameter: step "
+                    "after every backward, or keep gradients beside the parameters"
+                )
+            self.follow()
+            self._overwritten = True
         return self.gradient
 
     def _changed(self) -> None:
@@ -253,6 +264,7 @@ class ChunkSet:
         dtype: of floating-point compute copies; None for each parameter's own.
         wide: keep fp32 masters of trainable parameters whose compute copy has 16 bits.
         values: what parameters were before somebody rounded them to 16 bits; those taken are removed.
+        in_place: let gradients lie in the place of 16-bit compute copies that have masters.
         group: the processes that share every chunk; None for this one alone.
         device: the one that computes.
         on_device: indices of the chunks that lie there for good.
@@ -268,6 +280,7 @@ class ChunkSet:
         dtype: torch.dtype | None = None,
         wide: bool = True,
         values: MutableMapping[Tensor, Tensor] | None = None,
+        in_place: bool = False,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         on_device: Collection[int] = (),
@@ -281,7 +294,7 @@ class ChunkSet:
         chunks = []
         for spec in layout.chunks:
             mine = {slot.name: parameters[slot.name] for slot in spec.slots}
-            memory = self._memory(spec, mine, dtype, wide, spec.index in on_device)
+            memory = self._memory(spec, mine, dtype, wide, in_place, spec.index in on_device)
             for slot in spec.slots:
                 self._take(mine[slot.name], memory, slot, {} if values is None else values)
             chunks.append(memory)
@@ -307,6 +320,7 @@ class ChunkSet:
         parameters: Mapping[str, nn.Parameter],
         dtype: torch.dtype | None,
         wide: bool,
+        in_place: bool,
         on_device: bool,
     ) -> ChunkMemory:
         own = next(iter(parameters.values())).dtype
@@ -318,6 +332,7 @@ class ChunkSet:
             self.device if on_device else torch.device("cpu"),
             wide=wide and spec.trainable and compute in HALVES,
             shard=(0 if self.group is None else self.group.rank(), self.num_shares),
+            in_place=in_place,
             pinned=self.device.type == "cuda" and not on_device,
             tier=self.device_tier if on_device else self.host,
         )

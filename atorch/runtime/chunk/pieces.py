@@ -18,7 +18,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import Slot
-    from atorch.runtime.chunk.memory import ChunkMemory, Form, Tier
+    from atorch.runtime.chunk.memory import ChunkMemory, Form
+    from atorch.runtime.chunk.tier import Tier
 
 NUMEL = 2**18  # elements of a piece: 1 MiB each of parameter, gradient and every state
 RUN_NUMEL = 2**22  # elements stepped in one call: enough that it costs nothing beside its work

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.course import Course
-from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet, Tier
+from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import point
+from atorch.runtime.chunk.tier import Tier
 from atorch.runtime.chunk.transfer import Transfer, Wait
 from atorch.units import format_bytes
 
@@ -39,6 +41,7 @@ class Residency:
         chunks: what the host keeps, and the device for good.
         parameters: those that the chunks hold, by name.
         budget_bytes: of the device, for chunks and everything else that lives while operations run.
+        staying: chunks that the device has for good, and the bytes that it has beside each, of gradients and states.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Residency:
         budget_bytes: int,
         course: Course,
         transfer: Transfer,
+        staying: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.chunks, self.course = chunks, course
         self.tier = Tier("device budget", budget_bytes)
@@ -60,14 +64,23 @@ class Residency:
         self._here: dict[int, Tensor] = {}  # by chunk, the least recently needed first: its buffer on the device
         self._coming: dict[int, Wait] = {}
         self._at: dict[int, int] = {}  # the storage of a buffer → its chunk
+        self._stays = staying.keys()
+        for chunk, beside in staying.items():
+            self._keep(chunk, beside)
         self._held: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # dropped, and alive in other hands
+
+    def _keep(self, chunk: int, beside: int) -> None:
+        memory = self.chunks.chunks[chunk]
+        self.tier.take(self._num_bytes(chunk) + beside, f"chunk {chunk}, which stays")
+        for slot in memory.spec.slots:
+            point(self._parameters[slot.name], memory.whole(memory.compute, slot))
 
     def begin(self) -> None:
         """A pass begins: drop what an earlier one has left, and follow what was written on the host."""
         for chunk in list(self._here):
             self._drop(chunk)
         for memory in self.chunks.chunks:
-            memory.follow()
+            memory.prepare()
         self.course.begin()
 
     def need(self, operation: str, chunks: frozenset[int]) -> None:
@@ -101,11 +114,12 @@ class Residency:
     def write_back(self, chunk: int) -> None:
         """Somebody wrote into a chunk's buffer: let the host have it."""
         memory = self.chunks.chunks[chunk]
-        memory.compute.copy_(self._here[chunk][memory.share])
+        if chunk not in self._stays:
+            memory.compute.copy_(self._here[chunk][memory.share])
         memory.follow()
 
     def _bring_on_demand(self, chunks: frozenset[int]) -> None:
-        missing = [chunk for chunk in chunks if chunk not in self._here]
+        missing = [chunk for chunk in chunks if chunk not in self._here and chunk not in self._stays]
         needed = sum(self._num_bytes(chunk) for chunk in missing)
         for chunk in [each for each in self._here if each not in chunks]:
             if self._room() >= needed:
@@ -123,7 +137,7 @@ class Residency:
         return self.tier.budget_bytes - self.tier.used_bytes - self.course.other_bytes
 
     def _fetch(self, chunk: int) -> None:
-        if chunk in self._here:
+        if chunk in self._here or chunk in self._stays:
             return
         memory, num_bytes = self.chunks.chunks[chunk], self._num_bytes(chunk)
         if num_bytes > self._room():

@@ -10,7 +10,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch.errors import ArgumentError, OutOfBudgetError
 from atorch.profiler.live_bytes import LiveBytes
 from atorch.runtime.chunk.layout import Item, pack
-from atorch.runtime.chunk.memory import ChunkMemory, Form, Tier, stand_in
+from atorch.runtime.chunk.memory import ChunkMemory, Form, stand_in
+from atorch.runtime.chunk.tier import Tier
 from tests.runtime.chunk.stand_in import chunks_of
 
 CPU = torch.device("cpu")
@@ -172,6 +173,39 @@ def test_copies_follow_each_other():
     memory.follow()
     assert compute[2] == torch.tensor(1.001).bfloat16()
     assert master[2] == torch.tensor(1.001)
+
+
+def test_gradients_in_place_of_parameters():
+    net, before = make_net(), make_net()
+    chunks = chunks_of(net, 1000, dtype=torch.bfloat16, in_place=True)
+    (memory,) = chunks.chunks
+    assert memory.num_bytes == 6 * len(memory.master)
+    bias, weight = (chunks.place(parameter)[1] for parameter in (net[1].bias, net[1].weight))
+    memory.accumulate(bias, torch.full((3,), 9.0))
+    assert memory.gradient is memory.compute
+    assert torch.equal(memory.gradient_of(bias), torch.full((3,), 9.0, dtype=torch.bfloat16))
+    assert torch.equal(memory.part(memory.compute, weight), before[1].weight.bfloat16())
+    with pytest.raises(ArgumentError, match=r"1.bias has a second gradient"):
+        memory.accumulate(bias, torch.ones(3))
+    with pytest.raises(ArgumentError, match=r"another pass began before they were stepped on"):
+        memory.prepare()
+    memory.write(weight, torch.ones(3, 7))
+    chunks.clear_gradients()
+    memory.prepare()
+    assert torch.equal(memory.part(memory.compute, bias), before[1].bias.bfloat16())
+    assert torch.equal(memory.part(memory.compute, weight), torch.ones(3, 7, dtype=torch.bfloat16))
+    memory.accumulate(bias, torch.full((3,), 9.0))
+    memory.part(memory.master, bias).fill_(2.0)
+    memory.updated()
+    assert not memory.has_gradient
+    assert torch.equal(memory.part(memory.compute, bias), torch.full((3,), 2.0, dtype=torch.bfloat16))
+
+
+def test_gradients_lie_beside_parameters_without_masters():
+    chunks = chunks_of(make_net(), 1000, in_place=True)
+    (memory,) = chunks.chunks
+    memory.accumulate(memory.spec.slots[0], torch.ones(5, 3, 3, 3))
+    assert memory.gradient is not memory.compute
 
 
 def test_chunks_take_no_more_than_the_model_and_one_chunk():
