@@ -212,10 +212,10 @@ def test_activations_that_grow_push_chunks_out():
 
 
 def test_what_had_to_go_may_have_room_after_all():
-    """Chunk 1, needed last, goes at the first peak; at the second one chunk 0 has to, and leaves room for 1 at both."""
-    needs, others = [{0}, {1}, set(), set(), {0}, {1}], [0, 0, 1, 2, 0, 0]
+    """Chunks 1 and 2, needed last, go at the first peak. At the second chunk 0 has to, and leaves room for 2 at both."""
+    needs, others = [{0}, {1}, {2}, set(), set(), {0}, {1}, {2}], [0, 0, 0, 3, 5, 0, 0, 0]
     moments = [Moment("op", frozenset(each), other) for each, other in zip(needs, others, strict=True)]
-    assert schedule(moments, [4, 1], 5, prefetch=0).fetched_bytes == 4 + 1 + 4
+    assert schedule(moments, [4, 1, 2], 7, prefetch=0).fetched_bytes == 4 + 1 + 2 + 4 + 1
 
 
 def test_two_buffers_are_enough_to_fetch_during_the_operation_before():
