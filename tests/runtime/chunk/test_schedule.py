@@ -212,7 +212,7 @@ def test_activations_that_grow_push_chunks_out():
 
 
 def test_what_had_to_go_may_have_room_after_all():
-    """Chunks 1 and 2, needed last, go at the first peak. At the second chunk 0 has to, and leaves room for 2 at both."""
+    """Chunks 1 and 2, needed last, go at the first peak; at the second chunk 0 has to, which makes room for 2."""
     needs, others = [{0}, {1}, {2}, set(), set(), {0}, {1}, {2}], [0, 0, 0, 3, 5, 0, 0, 0]
     moments = [Moment("op", frozenset(each), other) for each, other in zip(needs, others, strict=True)]
     assert schedule(moments, [4, 1, 2], 7, prefetch=0).fetched_bytes == 4 + 1 + 2 + 4 + 1
