@@ -66,7 +66,8 @@ class Held(NamedTuple):
     buffers: float
     transient: float
     working: float
-    on_host: float
+    on_host: float = 0.0  # of all moments
+    stepped: float = 0.0  # the share of the parameters that the host steps
 
     @property
     def total(self) -> float:
@@ -106,13 +107,10 @@ def stage_memory(cost: Cost, stage: Stage) -> Memory:
     return _memory(stage, moment, held, on_host=held.on_host)
 
 
-def beside_host(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Held, Held]]:
-    """The bytes at the peak of each stage were nothing to wait on the host, and as it is."""
+def beside_host(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Course, Held]]:
+    """What would live on each of some stages were nothing to wait on the host, and what does at the peak."""
     courses = courses_of(cost, stages)
-    return [
-        (_on_device(course, course.peak, cost.buffer_bytes), held)
-        for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)
-    ]
+    return [(course, held) for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)]
 
 
 def host_bytes(cost: Cost) -> float:
@@ -124,6 +122,11 @@ def states_bytes(cost: Cost) -> float:
     """Parameters, masters and optimizer states of a stage that has the most, wherever they are."""
     courses = courses_of(cost, heaviest_stages(cost))
     return max(course.parameters + course.optimizer + course.masters for course in courses)
+
+
+def saved_in_blocks(cost: Cost) -> float:
+    """The most that blocks have saved for backward at any moment, on a stage that has most."""
+    return max(course.in_blocks for course in courses_of(cost, heaviest_stages(cost)))
 
 
 def least_on_host(cost: Cost) -> float:
@@ -191,31 +194,55 @@ def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
         buffer_bytes,
         moment.transient + course.buckets,
         moment.working,
-        on_host=0.0,
     )
 
 
 def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting) -> Held:
-    """The shares that are offloaded moved to the host, and what is still beyond the budget: optimizer states first."""
-    states, steps = course.parameters + moment.gradients, course.optimizer + course.masters
-    waiting, stepped = shares.param_offload * states, shares.optim_offload * steps
-    saved = shares.activation_offload * moment.activations
+    """What is left when shares made way to the host, or what is beyond a budget."""
+    saved = shares.activation_offload * moment.in_blocks
     if shares.budget_bytes < math.inf:
-        whole = _on_device(course, moment, buffer_bytes)
-        beyond = whole.total - waiting - stepped - saved - shares.budget_bytes
-        if beyond > 0:
-            moved = min(beyond, steps - stepped)
-            stepped, waiting = stepped + moved, waiting + min(beyond - moved, states - waiting)
-    state_share = 1 - waiting / states if states else 1.0
-    step_share = 1 - stepped / steps if steps else 1.0
+        return _under_budget(course, moment, buffer_bytes, shares, saved)
+    waiting, stepped = shares.param_offload, shares.optim_offload
+    moved = waiting * (course.parameters + course.gradients) + stepped * (course.optimizer + course.masters)
+    # The host steps copies of what does not wait there; masters have gradients of their own while they are stepped.
+    copies = max(0.0, stepped - waiting) * course.copied + stepped * course.masters
     return Held(
-        course.parameters * state_share,
-        moment.gradients * state_share,
-        course.optimizer * step_share,
-        course.masters * step_share,
+        course.parameters * (1 - waiting),
+        moment.gradients * (1 - waiting),
+        course.optimizer * (1 - stepped),
+        course.masters * (1 - stepped),
         moment.activations - saved,
         buffer_bytes,
         moment.transient + course.buckets,
         moment.working,
-        on_host=waiting + stepped + saved,
+        on_host=moved + copies + shares.activation_offload * course.in_blocks,
+        stepped=stepped,
+    )
+
+
+def _under_budget(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting, saved: float) -> Held:
+    """Chunks that the host steps keep all they have there; parameters stay on the device as long as there is room.
+
+    Of those chunks gradients go down as they are made, and parameters have a copy on the host wherever else they are.
+    """
+    whole, states = _on_device(course, moment, buffer_bytes), course.optimizer + course.masters
+    stepped, beside = shares.optim_offload, states + moment.gradients
+    beyond = whole.total - stepped * beside - saved - shares.budget_bytes
+    waiting = 0.0
+    if beyond > 0:
+        moved = min(beyond, (1 - stepped) * beside)
+        stepped = min(1.0, stepped + moved / beside) if beside else 1.0
+        waiting = min(beyond - moved, course.parameters)
+    return Held(
+        course.parameters - waiting,
+        moment.gradients * (1 - stepped),
+        course.optimizer * (1 - stepped),
+        course.masters * (1 - stepped),
+        moment.activations - saved,
+        buffer_bytes,
+        moment.transient + course.buckets,
+        moment.working,
+        on_host=stepped * (states + course.parameters + course.gradients)
+        + shares.activation_offload * course.in_blocks,
+        stepped=stepped,
     )

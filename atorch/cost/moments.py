@@ -32,6 +32,12 @@ class Moment(NamedTuple):
     activations: float
     transient: float
     working: float
+    in_blocks: float = 0.0  # of the activations, those that blocks saved
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.gradients + self.activations + self.transient + self.working
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +48,19 @@ class Course:
     optimizer: float
     masters: float
     buckets: float
+    copied: float  # parameters and gradients of what this device steps
     moments: tuple[Moment, ...]
     peak: Moment
+
+    @property
+    def gradients(self) -> float:
+        """All of them, as they are when the optimizer steps."""
+        return self.moments[-1].gradients
+
+    @property
+    def in_blocks(self) -> float:
+        """The most that blocks have saved for backward at any moment."""
+        return max(moment.in_blocks for moment in self.moments)
 
 
 class Terms(NamedTuple):
@@ -124,8 +141,9 @@ def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
         optimizer=state * terms.optim_itemsize,
         masters=state * terms.master_itemsize,
         buckets=terms.bucket_bytes + terms.bucket_itemsize * trained,
+        copied=state * (terms.param_itemsize + terms.grad_itemsize),
         moments=moments,
-        peak=max(moments, key=sum),
+        peak=max(moments, key=attrgetter("total")),
     )
 
 
@@ -135,6 +153,7 @@ def _uncovered(moments: Sequence[Moment]) -> Iterator[Moment]:
         covering = (
             other.gradients >= each.gradients
             and other.activations >= each.activations
+            and other.activations - other.in_blocks >= each.activations - each.in_blocks
             and other.transient >= each.transient
             and other.working >= each.working
             and (place < index or other != each)  # of equal ones the first
@@ -150,7 +169,7 @@ def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: fl
 
     Where gradients appear in the first backward, all are there in the second, when one micro-batch less is in flight.
     """
-    grads = params = kept = state = outside = inside = weights = 0.0
+    grads = params = kept = in_blocks = state = outside = inside = weights = 0.0
     for is_block, number, each in parts:
         grads += number * each.stored_grads
         params += number * each.params
@@ -158,29 +177,32 @@ def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: fl
         state += number * each.stored_state
         if is_block:
             weights, inside = max(weights, each.weights), max(inside, each.working)
+            in_blocks += number * each.kept
         else:
             outside = max(outside, each.working)
     all_grads = terms.grad_itemsize * grads
     always = terms.cast_itemsize * params + terms.placeholder_itemsize * weights
     around, within = _gathered(terms, parts)
-    alive = in_flight * kept
-    yield Moment(0.0 if appear else all_grads, alive, always + around, outside)
+    alive, saved = in_flight * kept, in_flight * in_blocks
+    yield Moment(0.0 if appear else all_grads, alive, always + around, outside, saved)
     if appear and in_flight > 1:
-        yield Moment(all_grads, alive - kept, always + within, max(inside, outside))
+        yield Moment(all_grads, alive - kept, always + within, max(inside, outside), saved - in_blocks)
     done = fresh = 0.0  # elements of the gradients that this backward has made: as they are kept, and as they are made
     for is_block, number, each in reversed(parts):
         if is_block:
             for turn in (1.0, number):
                 made = terms.grad_itemsize * (done + turn * each.stored_grads) if appear else all_grads
                 new = terms.fresh_itemsize * (fresh + turn * each.trained)
-                yield Moment(made, alive - (turn - 1.0) * each.kept, always + within + new, each.working)
+                gone = (turn - 1.0) * each.kept
+                yield Moment(made, alive - gone, always + within + new, each.working, saved - gone)
+            saved = max(0.0, saved - number * each.kept)
         alive = max(0.0, alive - number * each.kept)  # sums of parts round
         done += number * each.stored_grads
         fresh += number * each.trained
         if not is_block:
             made = terms.grad_itemsize * done if appear else all_grads
             new = terms.fresh_itemsize * fresh + terms.placeholder_itemsize * each.weights
-            yield Moment(made, alive, always + around + new, each.working)
+            yield Moment(made, alive, always + around + new, each.working, saved)
     yield Moment(all_grads, 0.0, terms.step_itemsize * state, 0.0)
 
 

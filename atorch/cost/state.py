@@ -72,7 +72,8 @@ class Cost:
     param_offload: float = 0.0  # shares that wait in host memory
     optim_offload: float = 0.0
     activation_offload: float = 0.0
-    budget_bytes: float = math.inf  # of a device; optimizer states, then parameters and gradients make way on the host
+    budget_bytes: float = math.inf  # of a device; states and gradients make way on the host, and then parameters
+    fetches_ahead: bool = True  # what waits is on its way while something else computes
 
     # How the model is split over devices.
     tensor: int = 1
@@ -96,6 +97,7 @@ class Cost:
         0.0  # what every hop adds to a collective's launch in a pipeline whose stages send from node to node
     )
     ops_scale: float = 1.0  # operations launched, against those traced
+    compiled: bool = False  # blocks are compiled code
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
     recompute: float = 0.0  # share of the blocks that run forward again in backward
     recompute_keeps: Literal["inputs", "selective", "results", "nothing"] = "inputs"  # "results": of every product

@@ -304,4 +304,4 @@ def _ending(cost: Cost, runs: Sequence[_Run], whole: _Whole, cluster: ClusterSpe
 def _optimizer_bytes(cost: Cost) -> float:
     """Of one element: parameters, gradients and state are read; parameters and state are written."""
     moved = 2.0 * (cost.param_itemsize + cost.optim_itemsize + cost.master_itemsize) + cost.grad_itemsize
-    return moved / cost.optim_shards
+    return moved / cost.optim_shards * (1.0 - cost.optim_offload)  # the host's step is counted with the transfers

@@ -33,9 +33,9 @@ CHOSEN = "_offloads_activations"
 def offload_activations(blocks: Iterable[nn.Module], share: float = 1.0, small_bytes: int | None = None) -> Tensor:
     """Let the first blocks, at most `share` of all, keep what they save for backward in host memory, in place.
 
-    The last block keeps its own on the device in any case, since backward begins there. It is the call of a block that
-    is watched: checkpointing and compilation that are inside stay as they are. A block's class gets a subclass of the
-    same name.
+    The last of several blocks keeps its own on the device in any case, since backward begins there. It is the call of a
+    block that is watched: checkpointing and compilation that are inside stay as they are. A block's class gets a
+    subclass of the same name.
 
     Args:
         small_bytes: memories smaller than this stay. None: 256 KiB beside a GPU, and nothing on a CPU.
@@ -47,11 +47,11 @@ def offload_activations(blocks: Iterable[nn.Module], share: float = 1.0, small_b
         ArgumentError: no whole block is within the share.
     """
     listed = list(blocks)
-    num_moved = min(int(share * len(listed) * (1 + 1e-9)), len(listed) - 1)
+    num_moved = min(int(share * len(listed) * (1 + 1e-9)), max(1, len(listed) - 1))
     if num_moved < 1:
         raise ArgumentError(
-            f"activations of {share:g} of {len(listed)} blocks are to wait in host memory, which is no whole block but "
-            f"the last, and that one's stay; give at least {1 / max(1, len(listed)):.3g} of two blocks or more"
+            f"activations of {share:g} of {len(listed)} repeated blocks are to wait in host memory, which is no whole "
+            f"block; give {f'at least {1 / len(listed):.3g}' if listed else 'a model that repeats blocks'}"
         )
     host = _Host(small_bytes)
     for index, block in enumerate(listed):  # all of them, so that they stay of one class

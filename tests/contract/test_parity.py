@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "sequence_parallel": None,
     "context_parallel": None,
     "pipeline_parallel": {"split_points": ["model.layers.1"]},
-    "offload": {"parameters": 0.5},
+    "offload": {"optimizer": 0.5, "activations": 1.0},
     "chunk": {"budget_bytes": 400_000},
 }
 """The setting of each method that is tried; a new method adds its own."""

@@ -37,19 +37,21 @@ def test_shares_wait_on_the_host():
     cost = replace(PLAIN, param_offload=0.5, optim_offload=1.0, activation_offload=0.2)
     memory = peak_memory(cost)
     assert (memory.parameters, memory.gradients, memory.optimizer, memory.activations) == (2000, 2000, 0, 400)
-    assert memory.on_host == host_bytes(cost) == 4000 + 8000 + 100
+    # Half of the parameters and gradients, all states, and copies and gradients of what the host steps and lacks.
+    assert memory.on_host == host_bytes(cost) == 4000 + 8000 + 4000 + 100
     assert "on_host" not in memory.by_category()
 
 
 @pytest.mark.parametrize(
-    ("budget", "optimizer", "states"),
-    [(16_500, 8000, 8000), (12_500, 4000, 8000), (8_500, 0, 8000), (4_500, 0, 4000), (400, 0, 0)],
+    ("budget", "stepped", "parameters"),
+    [(16_500, 0, 4000), (10_500, 0.5, 4000), (4_500, 1, 4000), (2_500, 1, 2000), (400, 1, 0)],
 )
-def test_beyond_a_budget_optimizer_states_make_way_first(budget, optimizer, states):
+def test_beyond_a_budget_states_and_gradients_make_way_first(budget, stepped, parameters):
     memory = peak_memory(replace(PLAIN, budget_bytes=float(budget)))
-    assert memory.optimizer == pytest.approx(optimizer)
-    assert memory.parameters + memory.gradients == pytest.approx(states)
-    assert memory.on_host == pytest.approx(16_000 - optimizer - states)
+    assert memory.optimizer == pytest.approx(8000 * (1 - stepped))
+    assert memory.gradients == pytest.approx(4000 * (1 - stepped))
+    assert memory.parameters == pytest.approx(parameters)
+    assert memory.on_host == pytest.approx(16_000 * stepped), "parameters that the host steps have a copy there"
     assert memory.total == pytest.approx(max(budget, 500))  # activations stay
 
 
@@ -57,14 +59,38 @@ def test_the_host_steps_what_it_holds():
     # Gradients down, 4,000 at 1,000 B/s; the step reads and writes 4,000 + 8,000 and reads 4,000; parameters up.
     cost = replace(PLAIN, optim_offload=1.0)
     assert seconds(cost) == pytest.approx(4 + 24 + 4 + 4)
-    assert seconds(cost, computing_s=3.0) == pytest.approx(2 + 24 + 4 + 4)  # behind the two seconds of backward
-    assert seconds(cost, computing_s=9.0) == pytest.approx(24 + 4 + 4)
+    assert seconds(cost, computing_s=9.0) == pytest.approx(4 + 24 + 4 + 4), "it waits for all gradients"
     assert seconds(replace(cost, optim_offload=0.5)) == pytest.approx(18)
+
+
+def test_masters_have_gradients_of_their_own_while_the_host_steps():
+    cost = replace(PLAIN, optim_offload=1.0, param_itemsize=2.0, grad_itemsize=2.0, master_itemsize=4.0)
+    assert host_bytes(cost) == 1000 * (4 + 8 + 4 + 2 + 2)
+    assert host_bytes(replace(cost, param_offload=1.0)) == 1000 * (4 + 8 + 4 + 2 + 2)
+
+
+def test_under_a_budget_gradients_go_down_and_parameters_come_up_beside_computing():
+    cost = replace(PLAIN, optim_offload=1.0, budget_bytes=20_000.0)
+    step = 24 + 4
+    assert seconds(cost) == pytest.approx(4 + 4 + step)
+    assert seconds(cost, computing_s=3.0) == pytest.approx(
+        3 + 2 + step
+    )  # behind one second of forward, two of backward
+    assert seconds(cost, computing_s=12.0) == pytest.approx(step)
+    assert seconds(replace(cost, num_micro_batches=3.0)) == pytest.approx(4 + 3 * 4 + step), "parameters stay"
+    assert seconds(replace(cost, fetches_ahead=False), computing_s=12.0) == pytest.approx(4 + 4 + step)
+
+
+def test_under_a_budget_what_has_no_room_is_fetched_again():
+    cost = replace(PLAIN, budget_bytes=2_500.0)  # half of the parameters
+    assert seconds(cost) == pytest.approx(4 + max(2, 4) + 28)
+    thrice = replace(cost, num_micro_batches=3.0, batch_size=3.0)
+    assert seconds(thrice) == pytest.approx(4 + 2 * 2 + max(3 * 2, 3 * 4) + 28)
 
 
 def test_parameters_are_fetched_for_forward_and_backward_of_every_micro_batch():
     cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0)
-    step = 24 + 4  # nothing comes up: parameters are fetched anyway
+    step = 24 + 4  # gradients come down in backward, and nothing comes up: parameters are fetched anyway
     assert seconds(cost) == pytest.approx(2 * 4 + step)
     assert seconds(replace(cost, num_micro_batches=3.0)) == pytest.approx(6 * 4 + step)
     assert seconds(replace(cost, keeps_gathered=True)) == pytest.approx(4 + 4 + step)  # gradients come down alone
@@ -80,6 +106,14 @@ def test_activations_go_down_behind_forward_and_come_up_behind_backward():
     cost = replace(PLAIN, activation_offload=1.0)
     assert seconds(cost, computing_s=0.9) == pytest.approx(0.5 - 0.3)  # backward's 0.6 hides the way up
     assert seconds(cost, computing_s=1.5) == 0
+
+
+def test_activations_outside_of_blocks_stay():
+    head = Segment(name="head", num_params=0, num_trainable=0, outside=Region(saved_bytes=300))
+    cost = replace(PLAIN, segments=(BLOCK, head), activation_offload=1.0)
+    memory = peak_memory(cost)
+    assert (memory.activations, memory.on_host) == (300, 500)
+    assert seconds(cost) == pytest.approx(2 * 0.5)
 
 
 def test_shards_wait_as_shards():

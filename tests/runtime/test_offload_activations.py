@@ -127,10 +127,21 @@ def test_the_first_whole_blocks_leave_the_device_until_backward(share, num_moved
     assert not any(block.seen[0]() for block in net.blocks)
 
 
-@pytest.mark.parametrize(("num_blocks", "share"), [(4, 0.2), (1, 1.0), (0, 1.0)])
-def test_less_than_a_block_is_refused(num_blocks, share):
-    with pytest.raises(ArgumentError, match="no whole block but the last"):
+@pytest.mark.parametrize(("num_blocks", "share", "advice"), [(4, 0.2, "at least 0.25"), (0, 1.0, "that repeats")])
+def test_less_than_a_block_is_refused(num_blocks, share, advice):
+    with pytest.raises(ArgumentError, match=f"no whole block; give .*{advice}"):
         offload_activations(Net(num_blocks).blocks, share)
+
+
+def test_a_lone_block_goes_too():
+    net = Net(1)
+    twin = copy.deepcopy(net)
+    offload_activations(twin.blocks)
+    assert equal(gradients(twin), gradients(net))
+    twin.blocks[0].seen.clear()
+    loss = twin(*inputs()).sum()
+    assert twin.blocks[0].seen[0]() is None
+    del loss
 
 
 class Copies(TorchDispatchMode):

@@ -48,6 +48,7 @@ class Compile(Method):
         """
         inside = cost.block_share or 1.0
         return cost.but(
+            compiled=True,
             traffic_scale=cost.traffic_scale * (1 - inside / 2),
             ops_scale=cost.ops_scale * (1 - inside * 2 / 3),
             activation_scale=cost.activation_scale * (1 - inside / 5),

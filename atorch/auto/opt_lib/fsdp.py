@@ -19,6 +19,7 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.fsdp_precision import DTYPES, MixedPrecision
+from atorch.auto.opt_lib.offload import parameters_on_host
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
 from atorch.cluster import ClusterSpec
@@ -141,9 +142,10 @@ class Fsdp(Method):
         if precision is None and ctx.compute_dtype is not None:
             precision = MixedPrecision.of_compute(ctx.compute_dtype)
         precision = precision or MixedPrecision()
+        waiting: list[nn.Parameter] = []
         for part in ctx.parts:
             precision.cast_buffers(part)
-            shard(
+            waiting += shard(
                 part,
                 mesh,
                 arrange(part, self._groups(part)),
@@ -151,13 +153,13 @@ class Fsdp(Method):
                 mp_policy=precision.policy(),
                 root_mp_policy=precision.policy(root=True),
                 reshard_after_forward=self._reshard(mesh),
-                offload=self.cpu_offload,
+                offload=max(float(self.cpu_offload), parameters_on_host(ctx.strategy)),
                 forward_prefetch=self.forward_prefetch,
                 sync_module_states=self.sync_module_states,
             )
         if ctx.compute_dtype is None and precision.param_dtype is not None:
             ctx = replace(ctx, compute_dtype=DTYPES[precision.param_dtype])
-        return replace(ctx, parts=ctx.parts)
+        return replace(ctx, on_host=(*ctx.on_host, *waiting))
 
     def _mesh(self, ctx: Context) -> DeviceMesh:
         mesh = ctx.need_mesh()

@@ -3,21 +3,30 @@
 Memory: that share of each. Transfers over the host link, per step: of parameters, every gather of theirs and their
 gradients back; of optimizer states that are stepped on the host, gradients down and parameters up (Ren et al. 2021,
 arXiv 2101.06840); of activations, down in forward and up in backward. For who needs less than chunk, which keeps to a
-budget. Planned for, and not applied yet.
+budget.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
+from atorch.blocks import repeated_blocks
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
+from atorch.errors import ArgumentError, StrategyError
+from atorch.runtime.offload import HostOptimizer
+from atorch.runtime.offload_activations import offload_activations
+
+if TYPE_CHECKING:
+    from atorch.auto.strategy import Strategy
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -27,11 +36,13 @@ class Offload(Method):
     """Keep shares of a step's state in host memory."""
 
     parameters: Share = 0.0
-    """Of the parameters and their gradients."""
+    """Of the parameters and their gradients, beside fsdp: whole groups that it gathers, blocks first, each that still
+    fits."""
     optimizer: Share = 1.0
-    """Of the optimizer states, and of fp32 masters; the host steps what it holds."""
+    """Of the optimizer states, and of fp32 masters; the host steps what it holds. Those of whole parameters, what waits
+    itself first, then in the optimizer's order, each that still fits."""
     activations: Share = 0.0
-    """Of what is saved for backward."""
+    """Of the repeated blocks, the first ones, whole: what they save for backward; the last of several keeps its own."""
 
     @model_validator(mode="after")
     def _hold(self) -> Self:
@@ -44,19 +55,27 @@ class Offload(Method):
             raise ValueError("all shares are 0, which offloads nothing; leave offload out")
         return self
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Parameters wait where fsdp gathers them as they are used."""
+        return ("fsdp",) if self.parameters else ()
+
     def unfit(self, cost: Cost) -> str | None:
         """Under chunk's budget it is chunk that decides which states wait; activations are no business of it."""
         if cost.budget_bytes < math.inf and (self.parameters or self.optimizer):
             return "chunk decides which states wait in host memory; offload activations alone beside it"
+        if self.activations and not _num_moved(self.activations, cost.num_blocks / cost.stages):
+            return f"activations {self.activations:g} is no whole block of {cost.num_blocks / cost.stages:g}"
         return None
 
     def cost(self, cost: Cost) -> Cost:
         """The shares; what moves follows from them. Two blocks' activations stay: one computes, one is on its way."""
         blocks = cost.num_blocks / cost.stages
+        away = max(0.0, min(_num_moved(self.activations, blocks), blocks - 2.0))
         return cost.but(
             param_offload=self.parameters,
             optim_offload=self.optimizer,
-            activation_offload=self.activations * max(0.0, 1.0 - 2.0 / max(1.0, blocks)),
+            activation_offload=away / blocks if blocks else 0.0,
         )
 
     @classmethod
@@ -68,3 +87,56 @@ class Offload(Method):
         yield cls(parameters=1.0)
         yield cls(optimizer=0.0, activations=1.0)
         yield cls(parameters=1.0, activations=1.0)
+
+    def apply(self, ctx: Context) -> Context:
+        """Let blocks keep what they save on the host, and the optimizer step there; parameters fsdp has placed."""
+        self._check(ctx)
+        if self.activations:
+            blocks = [block for part in ctx.parts for block in repeated_blocks(part).values()]
+            try:
+                origin = offload_activations(blocks, self.activations)
+            except ArgumentError as error:
+                raise StrategyError(f"offload: {error}") from None
+            ctx = replace(ctx, on_host=(*ctx.on_host, origin))
+        inner = ctx.make_optimizer
+        if inner is None or self.optimizer == self.parameters:
+            return replace(ctx)
+        away, values = ctx.on_host, ctx.unrounded
+        return replace(
+            ctx,
+            make_optimizer=lambda groups: HostOptimizer(inner, groups, self.optimizer, away=away, values=values),
+        )
+
+    def _check(self, ctx: Context) -> None:
+        others = () if ctx.strategy is None else ctx.strategy.methods
+        names = {each.name for each in others}
+        if self.parameters and "fsdp" not in names:
+            raise StrategyError(
+                f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
+                "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"
+            )
+        if "chunk" in names and self.optimizer:
+            raise StrategyError(
+                "offload was given optimizer beside chunk, which decides itself which states wait in host memory; give "
+                'it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
+            )
+        for each in others:
+            backend = getattr(each, "backend", None)
+            if self.optimizer and backend in ("deepspeed", "fairscale"):
+                raise StrategyError(
+                    f"offload was given optimizer beside {each.name} with the {backend} backend, which steps itself; "
+                    f"leave the backend of {each.name} out"
+                )
+        if self.optimizer and ctx.make_optimizer is None:
+            raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
+
+
+def parameters_on_host(strategy: Strategy | None) -> float:
+    """The share of parameters that is to wait in host memory."""
+    offload = None if strategy is None else strategy.get(Offload)
+    return 0.0 if offload is None else offload.parameters
+
+
+def _num_moved(share: float, blocks: float) -> float:
+    """Blocks whose activations go down: whole ones, and not the last but where it is the only one."""
+    return min(math.floor(share * blocks * (1 + 1e-9)), max(1.0, blocks - 1.0))

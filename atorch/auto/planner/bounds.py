@@ -34,8 +34,8 @@ from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
 from atorch.auto.planner.space import Level, Space
 from atorch.auto.strategy import Method, Phase
-from atorch.cost import Cost, StepTimes, peak_bytes, peak_memory
-from atorch.cost.memory import least_on_host, states_bytes, uses_host
+from atorch.cost import Cost, StepTimes, peak_bytes
+from atorch.cost.memory import least_on_host, saved_in_blocks, states_bytes, uses_host
 from atorch.cost.splits import REPLICA_AXES
 
 SHARING = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
@@ -154,10 +154,10 @@ class Bounds:
             return 0.0
         alone = cost.but(
             num_micro_batches=1.0, param_itemsize=0.0, grad_itemsize=0.0, optim_itemsize=0.0, master_itemsize=0.0,
-            cast_itemsize=0.0, gathered_itemsize=0.0, activation_offload=0.0, budget_bytes=math.inf,
+            cast_itemsize=0.0, gathered_itemsize=0.0,
         )  # fmt: skip
         link = self.times.cluster.host_link
-        return cost.activation_offload * peak_memory(alone).activations / (link.bandwidth * link.efficiency)
+        return cost.activation_offload * saved_in_blocks(alone) / (link.bandwidth * link.efficiency)
 
 
 def _finest(cost: Cost) -> Cost:

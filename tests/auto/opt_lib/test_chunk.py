@@ -10,7 +10,7 @@ from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 
 WHOLE = peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": 10**9})))
-STATES, STEPS = WHOLE.parameters + WHOLE.gradients, WHOLE.optimizer
+STEPPED = WHOLE.optimizer + WHOLE.gradients
 
 
 def under(budget, **knobs):
@@ -23,14 +23,19 @@ def test_a_budget_that_is_never_reached_keeps_all_on_the_device():
     assert (memory.parameters, memory.optimizer) == (WHOLE.parameters, WHOLE.optimizer)
 
 
-def test_optimizer_states_make_way_and_then_parameters_and_gradients():
-    memory = under(WHOLE.total - STEPS / 2)
-    assert (memory.optimizer, memory.parameters + memory.gradients) == (pytest.approx(STEPS / 2), STATES)
-    memory = under(WHOLE.total - STEPS - STATES / 4)
-    assert memory.optimizer == pytest.approx(0)
-    assert memory.parameters + memory.gradients == pytest.approx(STATES * 3 / 4)
-    assert memory.total == pytest.approx(WHOLE.total - STEPS - STATES / 4)
-    assert memory.on_host == pytest.approx(STEPS + STATES / 4)
+def test_states_and_gradients_make_way_and_then_parameters():
+    memory = under(WHOLE.total - STEPPED / 2)
+    assert (memory.optimizer, memory.gradients) == (
+        pytest.approx(WHOLE.optimizer / 2),
+        pytest.approx(WHOLE.gradients / 2),
+    )
+    assert memory.parameters == WHOLE.parameters
+    assert memory.on_host == pytest.approx((STEPPED + WHOLE.parameters) / 2)
+    memory = under(WHOLE.total - STEPPED - WHOLE.parameters / 4)
+    assert memory.optimizer == memory.gradients == pytest.approx(0)
+    assert memory.parameters == pytest.approx(WHOLE.parameters * 3 / 4)
+    assert memory.total == pytest.approx(WHOLE.total - STEPPED - WHOLE.parameters / 4)
+    assert memory.on_host == pytest.approx(STEPPED + WHOLE.parameters)
 
 
 def test_activations_do_not_make_way():
@@ -49,6 +54,14 @@ def test_a_fraction_is_of_the_device(knobs, fraction):
     start = replace(plain_cost(PROFILE), device_bytes=1000.0)
     assert Chunk(**knobs).cost(start).budget_bytes == fraction * 1000
     assert peak_memory(Chunk(**knobs).cost(plain_cost(PROFILE))).on_host == 0, "the device is not known"
+
+
+def test_what_it_cannot_stand_beside_is_unfit():
+    meshes = {"compile": {"data": 2}, "pipeline_parallel": {"pipeline": 2, "data": 2}}
+    for name, mesh in meshes.items():
+        assert name in Chunk().unfit(cost_of(mesh, name))
+    assert "fp8" in Chunk().unfit(replace(plain_cost(PROFILE), dtype="float8"))
+    assert Chunk().unfit(cost_of({"data": 2}, "checkpoint")) is None
 
 
 def test_gradients_are_reduced_into_their_chunks_in_every_micro_batch():

@@ -17,10 +17,13 @@ ACTIVATIONS = 8 / 2 * (800 + 8 * 5000)
 
 
 def test_shares_wait_on_the_host():
-    assert held() == (54_400, 54_400, 0, ACTIVATIONS, 108_800)
-    assert held(parameters=0.5) == (27_200, 27_200, 0, ACTIVATIONS, 108_800 + 54_400)
-    gone = 0.5 * 6 / 8 * ACTIVATIONS  # two of eight blocks' stay
-    assert held(optimizer=0.0, activations=0.5) == (54_400, 54_400, 108_800, ACTIVATIONS - gone, gone)
+    copies = 2 * 54_400  # of parameters, and gradients while they are stepped
+    assert held() == (54_400, 54_400, 0, ACTIVATIONS, 108_800 + copies)
+    assert held(parameters=0.5) == (27_200, 27_200, 0, ACTIVATIONS, 108_800 + 54_400 + copies / 2)
+    block = 8 / 2 * 5000
+    assert held(optimizer=0.0, activations=0.5) == (54_400, 54_400, 108_800, ACTIVATIONS - 4 * block, 4 * block)
+    assert held(optimizer=0.0, activations=0.49) == (54_400, 54_400, 108_800, ACTIVATIONS - 3 * block, 3 * block)
+    assert held(optimizer=0.0, activations=1.0)[-1] == 6 * block  # one computes, and one is on its way
 
 
 def test_a_stage_of_two_blocks_has_no_activations_to_spare():
@@ -31,7 +34,7 @@ def test_a_stage_of_two_blocks_has_no_activations_to_spare():
 def test_shards_wait_as_shards():
     memory = peak_memory(cost_of({"data": 2}, "zero1", ("offload", {"optimizer": 1.0})))
     assert (memory.parameters, memory.gradients, memory.optimizer) == (54_400, 54_400, 0)
-    assert memory.on_host == 2 * 54_400 / 2
+    assert memory.on_host == 2 * 54_400 / 2 + 2 * 54_400 / 2
 
 
 def test_nothing_of_fsdp_is_left_but_what_is_gathered():
@@ -59,6 +62,17 @@ def test_beside_chunk_it_has_activations_alone():
     assert "chunk decides" in Offload().unfit(cost)
     assert Offload(optimizer=0.0, activations=1.0).unfit(cost) is None
     assert Offload().unfit(cost_of({"data": 2}, "fsdp")) is None
+
+
+def test_less_than_a_block_is_unfit():
+    plain = cost_of({"data": 2}, "ddp")
+    assert "no whole block of 8" in Offload(activations=0.1).unfit(plain)
+    assert Offload(activations=0.125).unfit(plain) is None
+
+
+def test_parameters_wait_where_fsdp_gathers_them():
+    assert Offload(parameters=0.5).needs == ("fsdp",)
+    assert Offload().needs == ()
 
 
 def test_it_is_tried_where_the_host_has_memory_of_its_own():

@@ -8,7 +8,7 @@ import pytest
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.planner.answer import EQUAL, answer
 from atorch.auto.planner.estimate import estimate_of
-from atorch.auto.strategy import Strategy
+from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -43,7 +43,18 @@ def test_the_choice_is_what_its_methods_cost(plan):
 
 
 def test_the_choice_leads_the_ranking_also_where_others_are_as_fast():
-    plan = answer(llama(), CLUSTER, global_batch=64, excluded=["zero1", "zero2", "ddp", "offload"], breadth=0)
+    splits = ["tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "micro_batch", "compile"]
+
+    @method("only_planned", phase=Phase.SHARD)
+    class OnlyPlanned(Method):
+        @classmethod
+        def choices(cls, profile, cluster):
+            yield cls()
+
+    try:
+        plan = answer(llama(), CLUSTER, global_batch=64, excluded=splits, breadth=0)
+    finally:
+        METHODS.remove("only_planned")
     equal = [each for each in plan.ranking if each.estimate.step_s == plan.estimate.step_s]
     assert not all(each.can_apply() for other in equal for each in other.strategy)
     assert all(each.can_apply() for each in plan.strategy)

@@ -16,7 +16,7 @@ from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.estimate import estimate_of, score, split_by_memory
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.space import compositions, plannable
-from atorch.auto.strategy import METHODS, Strategy
+from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -95,8 +95,12 @@ def test_what_does_not_hold(start, arguments, match):
 
 
 def test_what_can_only_be_planned_for_is_not_tried(start):
-    with pytest.raises(CapabilityError, match="offload can be planned for and not applied yet"):
-        compositions(start[0], cluster(2), included=["offload"])
+    method("only_planned", phase=Phase.SHARD)(type("OnlyPlanned", (Method,), {}))
+    try:
+        with pytest.raises(CapabilityError, match="only_planned can be planned for and not applied yet"):
+            compositions(start[0], cluster(2), included=["only_planned"])
+    finally:
+        METHODS.remove("only_planned")
 
 
 def test_fixed_keeps_methods_and_the_knobs_that_were_set(start):

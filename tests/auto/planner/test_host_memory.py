@@ -1,0 +1,89 @@
+"""Plans that use host memory: jobs that were published fit with it and not without, and what fits plainly has none."""
+
+from dataclasses import replace
+
+import pytest
+
+import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.planner.answer import answer
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.errors import NoFeasiblePlanError
+from benchmarks.published.patrickstar import FOUR_NODES, SUPERPOD, YARD, best, estimate, fits, profile_of
+
+JOBS = pytest.mark.parametrize(
+    ("model", "cluster"),
+    [("18B", YARD.cluster), ("68B", SUPERPOD.cluster), ("175B", FOUR_NODES.cluster)],
+    ids=["18B", "68B", "175B"],
+)
+RECIPE = Strategy.of([("half", "fp16"), "checkpoint"])
+ON_HOST = frozenset(("chunk", "offload"))
+
+
+@JOBS
+def test_published_jobs_fit_in_chunks_with_eight_samples_a_device(model, cluster):
+    found = estimate(model, cluster, batch=8)
+    assert fits(found, cluster)
+    assert found.on_host_bytes > 0, "device memory alone would not do"
+
+
+def planned(model, cluster, excluded=()):
+    batch = 8 * cluster.world_size
+    return answer(
+        profile_of(model), cluster, global_batch=batch, fixed=RECIPE, excluded=excluded, breadth=0, advise=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster"),
+    [
+        ("18B", YARD.cluster),
+        ("68B", SUPERPOD.cluster),
+        pytest.param("175B", FOUR_NODES.cluster, marks=pytest.mark.matrix),
+    ],
+    ids=["18B", "68B", "175B"],
+)
+def test_the_planner_finds_that(model, cluster):
+    plan = planned(model, cluster)
+    assert ON_HOST & set(plan.strategy.names())
+    assert plan.estimate.peak_bytes <= plan.usable_bytes
+
+
+@JOBS
+def test_the_planner_finds_nothing_where_host_memory_is_left_out(model, cluster):
+    with pytest.raises(NoFeasiblePlanError, match="nothing fits"):
+        planned(model, cluster, excluded=ON_HOST)
+
+
+def test_larger_models_than_were_published_do_not_fit():
+    """So that fitting means something."""
+    assert best("18B", YARD.cluster) is not None
+    assert not fits(estimate("40B", YARD.cluster, batch=4), YARD.cluster)
+
+
+def llama(hidden, layers):
+    shape = TransformerShape(
+        layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128, ffn=4 * hidden, vocab=32000,
+        seq_len=2048, head_dim=128,
+    )  # fmt: skip
+    return transformer_profile(shape, 1, Implementation(itemsize=4.0))
+
+
+@pytest.mark.parametrize("name", ["1xA100-80GB", "2xA100-80GB", "8xH100-80GB"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_fits_plainly_is_given_no_host_memory(name, batch):
+    cluster = ClusterSpec.load(name)
+    plan = answer(llama(2048, 16), cluster, global_batch=batch * cluster.world_size, breadth=0)
+    assert not ON_HOST & set(plan.strategy.names())
+
+
+@pytest.mark.parametrize("name", ["1xA100-40GB", "2xA100-40GB"])
+def test_what_does_not_fit_is_given_some(name):
+    cluster = ClusterSpec.load(name)
+    model = llama(4096, 26 * cluster.world_size)  # 16 bytes for each of 7.2 billion parameters a device
+    plan = answer(model, cluster, global_batch=cluster.world_size, breadth=0)
+    assert ON_HOST & set(plan.strategy.names())
+    little = replace(cluster, host_memory_bytes=16e9)
+    with pytest.raises(NoFeasiblePlanError, match="nothing fits"):
+        answer(model, little, global_batch=cluster.world_size, breadth=0, advise=False)
