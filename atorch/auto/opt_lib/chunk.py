@@ -74,6 +74,11 @@ class Chunk(Method):
         beside = {"fp8": cost.dtype == "float8", "compile": cost.compiled, "pipeline_parallel": cost.stages > 1}
         return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
 
+    def unfit(self, cost: Cost) -> str | None:
+        """What `apply` refuses."""
+        beside = {"fp8": cost.dtype == "float8", "compile": cost.compiled, "pipeline_parallel": cost.stages > 1}
+        return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
+
     def cost(self, cost: Cost) -> Cost:
         """Shards as under fsdp, gradients copied into chunks of their own, and a budget beyond which states wait."""
         low = cost.dtype != "float32"
