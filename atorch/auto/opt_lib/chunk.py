@@ -28,7 +28,8 @@ from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES, shard
 from atorch.errors import ArgumentError, StrategyError
 from atorch.profiler.tensors import batch_size, tensors_of
-from atorch.runtime.chunk.chunked import chunk, course
+from atorch.profiler.trace import optimizer_state_per_param
+from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.course import Course, Pass
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
@@ -68,11 +69,6 @@ class Chunk(Method):
         if self.budget_bytes is not None and self.budget_fraction is not None:
             raise ValueError("budget_bytes and budget_fraction are both given; give one of them")
         return self
-
-    def unfit(self, cost: Cost) -> str | None:
-        """What `apply` refuses."""
-        beside = {"fp8": cost.dtype == "float8", "compile": cost.compiled, "pipeline_parallel": cost.stages > 1}
-        return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
 
     def unfit(self, cost: Cost) -> str | None:
         """What `apply` refuses."""
@@ -121,10 +117,10 @@ class Chunk(Method):
             dtype=ctx.compute_dtype,
             values=ctx.unrounded,
             group=group,
+            state_bytes=_state_bytes(ctx) if self.hybrid else None,
             prefetch=self.prefetch,
         )
-        layout = operations.chunks.layout
-        operations.course_for = passes.courses(lambda each: course(layout, each, budget, self.prefetch, shards))
+        operations.course_for = passes.courses(operations.course_of)
         ctx = replace(ctx, learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.course)})
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
@@ -142,6 +138,11 @@ class Chunk(Method):
             return self.budget_bytes
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         return int(fraction * ctx.cluster.device.memory_bytes)
+
+
+def _state_bytes(ctx: Context) -> float:
+    """Bytes of the optimizer's states for an element, which are in fp32."""
+    return 0.0 if ctx.make_optimizer is None else 4.0 * optimizer_state_per_param(ctx.make_optimizer)
 
 
 def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:

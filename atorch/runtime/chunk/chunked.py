@@ -18,11 +18,11 @@ from torch import nn
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.course import Access, Course, Pass, moments
 from atorch.runtime.chunk.gradients import Gradients, SharedGradients
-from atorch.runtime.chunk.layout import Item, Layout, pack, search
+from atorch.runtime.chunk.layout import ChunkSpec, Item, Layout, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule import Schedule, Shortfall, schedule
+from atorch.runtime.chunk.schedule import Schedule, Shortfall, choose_pinned, schedule
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.override import override
 from atorch.units import format_bytes
@@ -40,6 +40,7 @@ def chunk(
     values: Any = None,
     group: dist.ProcessGroup | None = None,
     chunk_size: int | None = None,
+    state_bytes: float | None = None,
     prefetch: int = 1,
     transfer: Transfer | None = None,
 ) -> Operations:
@@ -52,6 +53,8 @@ def chunk(
         values: what parameters were before they were rounded to 16 bits, by parameter.
         group: processes that share every chunk; None for this one alone.
         chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
+        state_bytes: of the optimizer's states for an element; chunks for which the budget has room then live on the
+            device for good and are stepped there, where processes do not share them. None: the host steps all.
         prefetch: chunks that may be on their way before they are needed.
 
     Raises:
@@ -63,17 +66,27 @@ def chunk(
         layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards)
     else:
         layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards)
-    first = course(layout, foreseen, budget_bytes, prefetch, shards)
+    states = [0] * len(layout.chunks)
+    pinned: frozenset[int] = frozenset()
+    if state_bytes is not None and group is None:
+        states = [_beside(each, state_bytes) for each in layout.chunks]
+        pinned = choose_pinned(moments(foreseen, layout.chunk_of), _sizes(layout), states, budget_bytes)
+
+    def course_of(foreseen: Pass) -> Course:
+        room = budget_bytes - sum(states[chunk] for chunk in pinned)
+        return course(layout, foreseen, room, prefetch, shards, pinned)
+
+    first = course_of(foreseen)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     managed = {name: parameters[name] for name in layout.chunk_of}
-    chunks = ChunkSet(layout, managed, dtype=dtype, values=values, group=group, device=device)
+    chunks = ChunkSet(layout, managed, dtype=dtype, values=values, group=group, device=device, on_device=pinned)
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
     gradients = Gradients(chunks, slots) if group is None else SharedGradients(chunks, slots, names)
-    operations = Operations(
-        chunks, slots, gradients, Residency(chunks, managed, budget_bytes, first, transfer or transfer_for(device))
-    )
+    staying = {chunk: states[chunk] for chunk in pinned}
+    residency = Residency(chunks, managed, budget_bytes, first, transfer or transfer_for(device), staying)
+    operations = Operations(chunks, slots, gradients, residency, course_of)
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
     override(model, "forward", _in_a_pass, _Bound(operations))
@@ -99,13 +112,20 @@ def lay_out(
     return search(_by_first_use(parameters, foreseen.accesses, dtype), cost, shards=shards)
 
 
-def course(layout: Layout, foreseen: Pass, budget_bytes: int, prefetch: int = 1, shards: int = 1) -> Course:
-    """What moves when in a pass of these accesses.
+def course(
+    layout: Layout,
+    foreseen: Pass,
+    budget_bytes: int,
+    prefetch: int = 1,
+    shards: int = 1,
+    pinned: frozenset[int] = frozenset(),
+) -> Course:
+    """What moves when in a pass of these accesses; `pinned` chunks are on the device for good.
 
     Raises:
         OutOfBudgetError: nothing keeps the budget.
     """
-    found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards)
+    found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards, pinned)
     if isinstance(found, Shortfall):
         moment = found.moment
         raise OutOfBudgetError(
@@ -117,13 +137,24 @@ def course(layout: Layout, foreseen: Pass, budget_bytes: int, prefetch: int = 1,
     return Course(moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else ()), found)
 
 
-def _scheduled(layout: Layout, foreseen: Pass, budget_bytes: int, prefetch: int, shards: int) -> Schedule | Shortfall:
-    return schedule(
-        moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else ()),
-        _sizes(layout),
-        budget_bytes,
-        prefetch=prefetch,
-    )
+def _scheduled(
+    layout: Layout,
+    foreseen: Pass,
+    budget_bytes: int,
+    prefetch: int,
+    shards: int,
+    pinned: frozenset[int] = frozenset(),
+) -> Schedule | Shortfall:
+    sizes = _sizes(layout)
+    by_chunk = moments(foreseen, layout.chunk_of, sizes if shards > 1 else ())
+    return schedule(by_chunk, sizes, budget_bytes, pinned=pinned, prefetch=prefetch)
+
+
+def _beside(chunk: ChunkSpec, state_bytes: float) -> int:
+    """Bytes of a chunk's gradient, masters and optimizer states."""
+    itemsize = _itemsize(chunk.dtype)
+    masters = 4 if itemsize == 2 else 0
+    return int(chunk.numel * (itemsize + masters + state_bytes)) if chunk.trainable else 0
 
 
 def _by_first_use(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.course import Course, Nodes
+from atorch.runtime.chunk.course import Course, Nodes, Pass
 from atorch.runtime.chunk.gradients import Gradients
 from atorch.runtime.chunk.layout import Slot
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
@@ -36,8 +36,15 @@ _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
 class Operations:
     """Runs operations on the parameters of a model's chunks."""
 
-    def __init__(self, chunks: ChunkSet, slots: Mapping[str, Slot], gradients: Gradients, residency: Residency) -> None:
-        self.chunks, self.residency = chunks, residency
+    def __init__(
+        self,
+        chunks: ChunkSet,
+        slots: Mapping[str, Slot],
+        gradients: Gradients,
+        residency: Residency,
+        course_of: Callable[[Pass], Course],
+    ) -> None:
+        self.chunks, self.residency, self.course_of = chunks, residency, course_of
         self._slots, self._gradients = slots, gradients
         self._nodes = Nodes()
         self._views: dict[int, set[int]] = {}  # by chunk: views that operations made and somebody holds

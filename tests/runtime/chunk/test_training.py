@@ -274,6 +274,24 @@ def test_a_count_of_all_live_bytes_never_exceeds_the_budget(family: str) -> None
     assert most >= 0.9 * operations.residency.peak_bytes, "what was foreseen is what is used"
 
 
+def test_chunks_for_which_there_is_room_stay_with_their_states_and_are_stepped_on_the_device() -> None:
+    make, data, loss = FAMILIES["llama"]
+    reference, model = fresh(make), fresh(make)
+    expected = train(reference, adam(reference.parameters()), data, loss)
+    accesses = foreseen(model, data(0), loss, device_type="cpu")
+    others, parameters = needed(accesses, model)
+    operations = chunk(model, accesses, others + 3 * parameters, device=CPU, state_bytes=8.0)
+    course = operations.residency.course
+    assert course.schedule is not None
+    assert 0 < course.schedule.num_fetches < 2 * len(operations.chunks.chunks), "some stay, and not all"
+    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
+    assert train(model, optimizer, data, loss) == expected
+    assert operations.residency.fetched_bytes < STEPS * parameters
+    assert operations.residency.peak_bytes <= others + 3 * parameters
+    trained = model.state_dict()
+    assert all(torch.equal(trained[name], parameter) for name, parameter in reference.named_parameters())
+
+
 def test_gradients_of_several_passes_are_added_up() -> None:
     make, data, loss = FAMILIES["awkward"]
     reference, model = fresh(make), fresh(make)
