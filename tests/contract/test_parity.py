@@ -171,7 +171,6 @@ THREE = ("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))
         ("ddp",),
         ("zero1",),
         ("zero2",),
-        ("fsdp",),
         ("fsdp", "checkpoint", "micro_batch"),
         ("amp_native", "checkpoint", "fsdp"),
     ],
@@ -182,6 +181,15 @@ def test_three_dimensions(pool: Pool, beside: tuple[str, ...]) -> None:
     for update_error, loss_error in pool.run(deviation, strategy, ranks=8):
         assert update_error <= band(*beside)
         assert loss_error <= max(1e-5, band(*beside))
+
+
+def test_megatron_in_a_pipeline(pool: Pool) -> None:
+    mesh = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
+    split = ["tensor_parallel", ("sequence_parallel", {"mode": "megatron"})]
+    pipeline = ("pipeline_parallel", SETTINGS["pipeline_parallel"])
+    for update_error, loss_error in pool.run(deviation, [mesh, *split, pipeline, "fsdp"], "sdpa", ranks=4):
+        assert update_error <= EXACT
+        assert loss_error <= 1e-5
 
 
 def without_reduction(rank: int, size: int) -> float:

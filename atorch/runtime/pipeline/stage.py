@@ -243,7 +243,7 @@ def _hollow(part: nn.Module, kept: set[str]) -> None:
                 if tensor is not None and (f"{path}.{name}" if path else name) not in kept:
                     del held[name]
                     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    object.__setattr__(module, name, empty)
+                    vars(module)[name] = empty
 
 
 def _structure(model: nn.Module, before: set[str], own: set[str]) -> nn.Module:

@@ -77,6 +77,9 @@ def _subclass(base: type[nn.Module], mark: tuple[Inside, dict[str, Read]]) -> ty
 
 def _property(name: str, read: Read, inside: Inside) -> property:
     def get(module: nn.Module) -> Tensor | None:
+        if name not in module._parameters:  # the module is another stage's of a pipeline
+            left: Tensor = vars(module)[name]
+            return left
         parameter = module._parameters[name]
         return read(parameter) if inside and parameter is not None else parameter
 
