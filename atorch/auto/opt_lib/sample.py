@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from atorch.auto.context import Context
 from atorch.errors import ArgumentError
-from atorch.profiler.tensors import batch_size
+from atorch.logs import logger
+from atorch.profiler.tensors import batch_size, map_tensors, tensors_of
 from atorch.runtime.split import take
 
-SAMPLES = 3  # no usual number of processes, heads or tokens, so that sizes tell
+# No usual numbers of processes, heads or layers' units, so that sizes tell.
+SAMPLES = 3
+TOKENS = 11
+
+# What models raise that do not take so few tokens.
+_TOO_SHORT = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError, ZeroDivisionError)
 
 
 def on_samples(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
@@ -21,11 +27,68 @@ def on_samples(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
     Raises:
         ArgumentError: there is no batch for the method `name`.
     """
-    if ctx.sample_batch is None:
-        raise ArgumentError(f"{name} watches the model at work before it splits it; give a dataset, or a sample_batch")
+    _need_sample(ctx, name)
+    return lambda model: ctx.call_model(model, _samples(ctx, model))
+
+
+def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
+    """As `on_samples`, with a few tokens of each sequence where the model takes so few, as its first call tells.
+
+    Raises:
+        ArgumentError: there is no batch for the method `name`.
+    """
+    _need_sample(ctx, name)
+    takes_few: list[bool] = []
 
     def run(model: nn.Module) -> Any:
-        batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
-        return ctx.call_model(model, take(batch, 0, SAMPLES, batch_size(batch)))
+        batch = _samples(ctx, model)
+        if not takes_few:
+            try:
+                output = ctx.call_model(model, with_few_tokens(batch))
+            except _TOO_SHORT as error:
+                takes_few.append(False)
+                logger.info("%s watches whole sequences, since with %d tokens each: %s", name, TOKENS, error)
+            else:
+                takes_few.append(True)
+                return output
+        return ctx.call_model(model, with_few_tokens(batch) if takes_few[0] else batch)
 
     return run
+
+
+def with_few_tokens(batch: Any) -> Any:
+    """The batch with `TOKENS` neighbours of each sequence, the first or the last, whichever has more of different ones.
+
+    Sequences are whole numbers, (samples, tokens); every other dim that is as long as one is taken for the same, as in
+    masks and labels. One end of a sequence may be padding.
+    """
+    sequences: dict[int, list[Tensor]] = {}
+    for tensor in tensors_of(batch):
+        if tensor.dim() == 2 and tensor.shape[1] > TOKENS and not (tensor.is_floating_point() or tensor.is_complex()):
+            sequences.setdefault(tensor.shape[1], []).append(tensor)
+    starts = {
+        length: max((0, length - TOKENS), key=lambda start: sum(_num_different(each, start) for each in tensors))
+        for length, tensors in sequences.items()
+    }
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] in starts:
+                tensor = tensor.narrow(dim, starts[tensor.shape[dim]], TOKENS)
+        return tensor
+
+    return map_tensors(cut, batch)
+
+
+def _num_different(tokens: Tensor, start: int) -> int:
+    return int(tokens.narrow(1, start, TOKENS).unique().numel())
+
+
+def _samples(ctx: Context, model: nn.Module) -> Any:
+    batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+    return take(batch, 0, SAMPLES, batch_size(batch))
+
+
+def _need_sample(ctx: Context, name: str) -> None:
+    if ctx.sample_batch is None:
+        raise ArgumentError(f"{name} watches the model at work before it splits it; give a dataset, or a sample_batch")
