@@ -80,7 +80,9 @@ class AdamParams(Section):
     eps: float = Field(1e-8, ge=0, description="added to the denominator")
     weight_decay: float = Field(0.0, ge=0, description="added to the gradient by Adam, taken from the weight by AdamW")
     use_hybrid_adam: bool = Field(
-        True, description="chunks that the device has room for are stepped there; if False, all are on the host"
+        True,
+        description="chunks for which the device has room stay there with their moments and are stepped there, unless "
+        "processes share them; if False, all are stepped on the host",
     )
 
 
@@ -120,21 +122,23 @@ class MemTracerSection(Section):
     overall_cpu_mem_ratio: Share = Field(
         0.8, description="the share of the host's memory that the processes of a machine may fill with chunks"
     )
-    margin_use_ratio: Share = Field(
-        0.8, description="of the device's memory that is left over, the share for chunks that are stepped there"
+    margin_use_ratio: Annotated[
+        Share, NoEffect("chunks stay on the device where the schedule has room for them at every moment")
+    ] = Field(
+        0.8, description="of the device's memory that was left over, the share for chunks that were stepped there"
     )
     use_fake_dist: bool = Field(False, description="the processes of a machine share one device, and its budget")
     with_static_partition: Annotated[
-        bool, NoEffect("chunks get what activations leave at each moment, which never needs more than a fixed share")
+        bool, NoEffect("chunks get what activations leave at each moment; there is no share of a warm-up to keep")
     ] = Field(False, description="kept the warm-up's share for ever")
 
 
 class OptsSection(Section):
     """`client.opts`: how chunks move."""
 
-    with_mem_saving_comm: Annotated[
-        bool, NoEffect("each chunk is sharded over all processes and gathered alone: that is the saving")
-    ] = Field(False, description="broadcast chunk by chunk instead of gathering as many as there are processes")
+    with_mem_saving_comm: Annotated[bool, NoEffect("each chunk is sharded over all processes and gathered alone")] = (
+        Field(False, description="broadcast chunk by chunk instead of gathering as many as there are processes")
+    )
     with_mem_cache: Annotated[bool, NoEffect("torch's allocator keeps what was freed for the next chunk")] = Field(
         False, description="kept freed chunks for reuse"
     )
@@ -163,12 +167,12 @@ class EngineConfig(Section):
     default_chunk_size: int = Field(
         64 * 1024 * 1024, ge=1, description="elements of a chunk; where it is not given, a better one is searched for"
     )
-    release_after_init: bool = Field(
-        False,
-        description="if True, all processes build the model at once; else those of a machine one after another, so "
-        "that it holds one whole model at a time. Either suits `from_pretrained`",
-    )
-    use_cpu_embedding: bool = Field(True, description="embeddings stay on the host and are looked up there")
+    release_after_init: Annotated[
+        bool, NoEffect("a process has the whole model on the host until its first batch, which suits `from_pretrained`")
+    ] = Field(False, description="kept other processes' parameters until the model was made; here they always are")
+    use_cpu_embedding: Annotated[
+        bool, NoEffect("embeddings come to the device when they are needed, as other parameters do")
+    ] = Field(True, description="looked embeddings up on the host; here they come to the device for their operations")
     client: ClientSection = Field(default_factory=ClientSection, description="memory, and how chunks move")
 
     @property

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
 
 from atorch.errors import ArgumentError
-from atorch.patrickstar.config import EngineConfig
+from atorch.patrickstar.config import EngineConfig, NoEffect, Section
+from tests.house.source import ROOT
+from tests.house.test_docs import table
 
 # As the guide shows it, with values for its names.
 GUIDE: dict[str, Any] = {
@@ -84,7 +87,7 @@ def test_keys_without_effect_are_told_where_they_were_given(caplog: pytest.LogCa
     assert [record.args[0] for record in caplog.records if record.args] == ["client.mem_tracer.use_async_mem_monitor"]
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="atorch"):
-        EngineConfig.of(GUIDE)
+        EngineConfig.of({"fp16": GUIDE["fp16"]})
     assert not caplog.records
 
 
@@ -92,3 +95,20 @@ def test_a_static_scale_is_any_other_than_zero() -> None:
     fp16 = EngineConfig.of({"fp16": {"enabled": True, "loss_scale": 128}}).fp16
     assert fp16 is not None
     assert fp16.loss_scale == 128.0
+
+
+def keys(section: type[Section], place: str = "") -> Iterator[list[str]]:
+    """The rows of the document's table: each key with its default and what it means, or why it means nothing."""
+    for name, field in section.model_fields.items():
+        kinds = [field.annotation, *get_args(field.annotation)]
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if inner is not None:
+            yield from keys(inner, f"{place}{name}.")
+            continue
+        default = "" if field.is_required() else f"`{field.get_default()!r}`"
+        why = [mark.why for mark in field.metadata if isinstance(mark, NoEffect)]
+        yield [f"`{place}{name}`", default, f"no effect: {why[0]}" if why else str(field.description)]
+
+
+def test_the_document_says_what_each_key_means() -> None:
+    assert table(ROOT / "docs" / "patrickstar.md", "key", "default", "meaning") == list(keys(EngineConfig))

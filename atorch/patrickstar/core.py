@@ -1,0 +1,80 @@
+"""The client: which device a process computes on, how much of it and of the host it may use, and with whom it shares.
+
+`initialize_engine` makes one from the configuration. Make one by hand for a model that cannot be made in a
+`model_func`: `PatrickStarEngine(model, PatrickStarClient(local_rank), config)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atorch.distributed.world import init, local_world_size
+from atorch.errors import ArgumentError
+from atorch.patrickstar.config import ClientSection
+
+
+class PatrickStarClient:
+    """What an engine knows of its machine.
+
+    Args:
+        local_rank: this process's number on its machine; the CUDA device of that number computes, or the CPU.
+        default_chunk_size: elements of a chunk; None to search for a good one.
+        config: the section `client` of the configuration.
+
+    Raises:
+        ArgumentError: there is no such device, or the configuration does not hold.
+    """
+
+    def __init__(
+        self,
+        local_rank: int = 0,
+        default_chunk_size: int | None = None,
+        config: Mapping[str, Any] | ClientSection | None = None,
+    ) -> None:
+        self.config = ClientSection.of(config)
+        self.local_rank, self.chunk_size = local_rank, default_chunk_size
+        init()
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.group = dist.group.WORLD
+        self.device = self._device()
+
+    @property
+    def budget_bytes(self) -> int:
+        """What this process may hold on the device."""
+        tracer = self.config.mem_tracer
+        sharing = local_world_size() if tracer.use_fake_dist or self.device.type == "cpu" else 1
+        if tracer.gpu_memory_bytes is not None:
+            whole, sharing = tracer.gpu_memory_bytes, local_world_size() if tracer.use_fake_dist else 1
+        elif self.device.type == "cuda":
+            whole = torch.cuda.get_device_properties(self.device).total_memory
+        else:
+            whole = _host_bytes()
+        return int(whole * tracer.overall_gpu_mem_ratio) // sharing
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """What this process may fill with chunks on the host."""
+        return int(_host_bytes() * self.config.mem_tracer.overall_cpu_mem_ratio) // local_world_size()
+
+    def _device(self) -> torch.device:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        index, count = 0 if self.config.mem_tracer.use_fake_dist else self.local_rank, torch.cuda.device_count()
+        if not 0 <= index < count:
+            raise ArgumentError(
+                f"local_rank is {index}, and this machine has {count} CUDA devices; start as many processes, or set "
+                "client.mem_tracer.use_fake_dist to let them share the first one"
+            )
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+
+
+def _host_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)

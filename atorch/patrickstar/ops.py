@@ -1,0 +1,123 @@
+"""Adam on fp32 masters of fp16 parameters that live in chunks, with a loss scale and a limit on the gradients' norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from atorch.patrickstar.config import Fp16Section
+from atorch.patrickstar.profiler import profiler
+from atorch.runtime.amp import LossScale, ScaledOptimizer
+from atorch.runtime.chunk.memory import ChunkSet
+from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.clip import clip_grads
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer
+
+
+class FP16Adam(WrappedOptimizer):
+    """Adam or AdamW; until the parameters are in chunks, plainly torch's own on them.
+
+    Args:
+        params: the model's, or groups of them.
+        loss_scaler: what gradients are multiplied by; None for no scale. Under a dynamic one, a step is skipped where a
+            gradient of any process is not finite.
+        gradient_clipping: the largest global norm of the gradients; 0 or below for no limit.
+        use_adamw: decay weights instead of adding to gradients.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        loss_scaler: LossScale | None = None,
+        gradient_clipping: float = -1.0,
+        *,
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        use_adamw: bool = False,
+        amsgrad: bool = False,
+    ) -> None:
+        kind = torch.optim.AdamW if use_adamw else torch.optim.Adam
+        self._make = partial(kind, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
+        self.loss_scaler, self.gradient_clipping = loss_scaler, gradient_clipping
+        self._chunks: ChunkSet | None = None
+        self._loaded: dict[str, Any] = {}  # before there were chunks
+        self._tell: Callable[[str], None] = profiler.phase
+        self._excess = 1.0  # of the gradients' norm over its limit, in the step under way
+        super().__init__(self._make(list(params)))
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was, for gradients that were not finite."""
+        return isinstance(self.inner, ScaledOptimizer) and self.inner.step_was_skipped
+
+    def live_in(self, chunks: ChunkSet, tell: Callable[[str], None]) -> None:
+        """The parameters are in chunks from now on, and what was loaded goes on there; `tell` is told of phases."""
+        before = self.state_dict()
+        inner: WrappedOptimizer = ChunkOptimizer(self._make, self.inner.param_groups, chunks, loss_scale=self._divisor)
+        if self.loss_scaler is not None and _is_dynamic(self.loss_scaler):
+            inner = ScaledOptimizer(inner, self.loss_scaler, unscale=False, device=chunks.device)
+        if self._loaded:
+            inner.load_state_dict(before)
+        self.inner, self._chunks, self._tell, self._loaded = inner, chunks, tell, {}
+        self._share()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's Adam has it, with masters and the loss scale; of several processes, what this one has."""
+        saved = self.inner.state_dict()
+        return {**saved, **self._loaded, "param_groups": saved["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state: of several processes, a whole one or what this one had."""
+        if self._chunks is not None:
+            super().load_state_dict(state_dict)
+            return
+        # What a part of a state is a part of is known once there are chunks.
+        self._loaded = dict(state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, or skip the step on all processes.
+
+        Raises:
+            ArgumentError: a closure was given.
+        """
+        self._refuse(closure)
+        self._tell("optimizer")
+        if self._chunks is not None and self.gradient_clipping > 0:
+            parameters = (parameter for group in self.param_groups for parameter in group["params"])
+            norm = float(clip_grads(parameters, math.inf)) / self._scale()
+            self._excess = max(1.0, (norm + 1e-6) / self.gradient_clipping)
+        result = self.inner.step()
+        self._tell("other")
+        return result
+
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scaler is None else self.loss_scaler()
+
+    def _divisor(self) -> float:
+        """What gradients are divided by in fp32, so that they are neither scaled nor too long."""
+        return self._scale() * self._excess
+
+
+def loss_scale_of(section: Fp16Section | None) -> LossScale | None:
+    """The loss scale that a configuration asks for."""
+    if section is None:
+        return None
+    if section.loss_scale:
+        return LossScale(section.loss_scale, growth=1.0, backoff=1.0)
+    return LossScale(
+        max(2.0**section.initial_scale_power, section.min_loss_scale),
+        interval=section.loss_scale_window,
+        hysteresis=section.hysteresis,
+        smallest=section.min_loss_scale,
+    )
+
+
+def _is_dynamic(scale: LossScale) -> bool:
+    return (scale.growth, scale.backoff) != (1.0, 1.0)

@@ -1,0 +1,43 @@
+"""`initialize_engine`: a model and its optimizer, in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from atorch.patrickstar.building import built
+from atorch.patrickstar.config import EngineConfig
+from atorch.patrickstar.core import PatrickStarClient
+from atorch.patrickstar.ops import FP16Adam
+from atorch.patrickstar.runtime.engine import PatrickStarEngine
+
+__all__ = ["PatrickStarEngine", "initialize_engine"]
+
+
+def initialize_engine(
+    model_func: Callable[[], nn.Module] | nn.Module,
+    local_rank: int,
+    config: Mapping[str, Any] | None = None,
+    client: PatrickStarClient | None = None,
+) -> tuple[PatrickStarEngine, FP16Adam]:
+    """The model that `model_func` makes, as an engine that trains it in fp16 from chunks, and its optimizer.
+
+    Args:
+        model_func: a function without arguments that makes the model; beside a `client`, it may be the model itself.
+        local_rank: this process's number on its machine.
+        config: as in docs/patrickstar.md; None for the defaults.
+        client: for a model that cannot be made in a `model_func`.
+
+    Raises:
+        ArgumentError: the configuration does not hold, or `model_func` is or returns a model that was made before.
+    """
+    read = EngineConfig.of(config)
+    if client is None:
+        client = PatrickStarClient(local_rank, read.chunk_size, read.client)
+        model = built(model_func)
+    else:
+        model = model_func if isinstance(model_func, nn.Module) else built(model_func)
+    engine = PatrickStarEngine(model, client, read)
+    return engine, engine.optimizer

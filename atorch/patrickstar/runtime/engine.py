@@ -1,0 +1,173 @@
+"""The engine: a model that computes in fp16 from chunks, and is trained by `backward` and its optimizer.
+
+Until its first batch the model is a plain one on the host: state dicts are loaded into it as into any. The batch says
+what a pass needs; then the parameters move into chunks, in fp16 with fp32 masters, or it is said by how much the budget
+is too small. Inputs are cast; nothing runs under autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import gather_objects, together
+from atorch.errors import ArgumentError, OutOfBudgetError, shown
+from atorch.patrickstar.config import EngineConfig
+from atorch.patrickstar.core import PatrickStarClient
+from atorch.patrickstar.foresight import Foresight
+from atorch.patrickstar.ops import FP16Adam, loss_scale_of
+from atorch.patrickstar.parts import load_parts, own_part
+from atorch.patrickstar.recorder import Recorder
+from atorch.runtime.amp import LossScale
+from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.residency import Residency
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.wrapper import Wrapper
+from atorch.units import format_bytes
+
+DTYPE = torch.float16
+MOMENT_BYTES = 8.0  # of Adam's moments, for a parameter
+BYTES_TRAINED = 16  # a parameter: 2 for itself, 2 for its gradient, 4 for its master, and its moments
+
+
+class PatrickStarEngine(Wrapper):
+    """A model in chunks; its names and state dicts are the model's own.
+
+    Args:
+        model: on the host, in fp32. The engine takes it over.
+        client: what may be used of which device.
+        config: the rest of the configuration; `client` in it is the client's own business.
+    """
+
+    def __init__(
+        self, model: nn.Module, client: PatrickStarClient, config: Mapping[str, Any] | EngineConfig | None = None
+    ) -> None:
+        super().__init__()
+        self.module, self.client, self.config = model, client, EngineConfig.of(config)
+        adam = self.config.optimizer.params
+        self.optimizer = FP16Adam(
+            model.parameters(),
+            loss_scale_of(self.config.fp16),
+            self.config.gradient_clipping,
+            lr=adam.lr,
+            betas=adam.betas,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            use_adamw=self.config.optimizer.type == "AdamW",
+        )
+        self._foresight = Foresight(model, DTYPE, client.device, client.group)
+        self._operations: Operations | None = None
+        self._recorder: Recorder | None = None
+
+    @property
+    def residency(self) -> Residency | None:
+        """What brings chunks to the device; None before the first batch."""
+        return None if self._operations is None else self._operations.residency
+
+    @property
+    def loss_scaler(self) -> LossScale | None:
+        """What the loss is multiplied by; None where there is no such thing."""
+        return self.optimizer.loss_scaler
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives; floating-point inputs are cast to fp16.
+
+        Raises:
+            OutOfBudgetError: on the first batch, where no order of fetching keeps the budget.
+        """
+        args, kwargs = self._moved((args, kwargs))
+        self._foresight.expect(args, kwargs)
+        if self._recorder is None:
+            self._recorder = self._settle(args, kwargs)
+        self._recorder.phase("forward")
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss` to those that are there, times the loss scale.
+
+        Raises:
+            ArgumentError: it is no loss that has come from this engine's model.
+        """
+        if self._recorder is None or not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ArgumentError(
+                f"backward was given {shown(loss)}; give the loss, one number that was computed from what the engine "
+                "returned, with gradients enabled"
+            )
+        self._recorder.phase("backward")
+        scale = self.loss_scaler
+        (loss if scale is None else loss.float() * scale()).backward()
+        self._recorder.phase("other")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state: fp32 masters, and buffers as they are.
+
+        Of several processes each has the parameters that lie in its shares at least in part, whole, and all buffers,
+        those of the first one; an update of a dict with all of theirs is the whole state. All must call it.
+        """
+        operations = self._operations
+        if operations is None or operations.chunks.group is None:
+            return self.module.state_dict(*args, **kwargs)
+        return own_part(self.module.state_dict(*args, **{**kwargs, "keep_vars": True}), operations)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a whole state or, on each of several processes, the part that one of them saved. All must call it."""
+        if assign:
+            raise ArgumentError("assign=True would put other tensors in the place of what lies in chunks; leave it out")
+        if self.client.group is None:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        return load_parts(self.module, state_dict, strict, self.client.device)
+
+    def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
+        """Move the parameters into chunks, for passes such as that of this batch."""
+        client = self.client
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(DTYPE)
+        self._check_host()
+        first, budget = self._foresight.agreed(), min(gather_objects(client.budget_bytes))
+        prefetch = 1 if client.config.opts.with_async_move else 0
+        self._operations = together(
+            lambda: chunk(
+                self.module,
+                first,
+                budget,
+                device=client.device,
+                dtype=DTYPE,
+                group=client.group,
+                chunk_size=client.chunk_size,
+                state_bytes=MOMENT_BYTES if self.config.optimizer.params.use_hybrid_adam else None,
+                prefetch=prefetch,
+            )
+        )
+        chunks = self._operations.chunks
+        self._operations.course_for = self._foresight.courses(
+            self._operations.residency.course, self._operations.course_of
+        )
+        recorder = Recorder(self._operations)
+        self.optimizer.live_in(chunks, recorder.phase)
+        return recorder
+
+    def _check_host(self) -> None:
+        """Refuse what the host has no room for, before anything moves."""
+        shares = 1 if self.client.group is None else self.client.group.size()
+        sizes = (each.numel() * (BYTES_TRAINED if each.requires_grad else 2) for each in self.module.parameters())
+        on_device = self.client.budget_bytes if self.config.optimizer.params.use_hybrid_adam else 0  # at most
+        needed, room = sum(sizes) // shares - on_device, self.client.host_budget_bytes
+        if needed > room:
+            raise OutOfBudgetError(
+                f"parameters, gradients and Adam's states need {format_bytes(needed)} of a process's host memory, "
+                f"which may be filled with {format_bytes(room)}: {needed - room:,} bytes too many; start processes on "
+                "more machines, or raise client.mem_tracer.overall_cpu_mem_ratio"
+            )
+
+    def _moved(self, data: Any) -> Any:
+        def move(leaf: Any, place: str) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.to(self.client.device, DTYPE if leaf.is_floating_point() else leaf.dtype, non_blocking=True)
+
+        return map_leaves(move, data)

@@ -1,0 +1,48 @@
+"""What `model_func` may return."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atorch.errors import ArgumentError
+from atorch.patrickstar.building import built
+
+
+def test_a_model_made_inside_is_taken() -> None:
+    model = built(lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_copies_are_new() -> None:
+    layer = nn.Linear(2, 2)
+    assert built(lambda: nn.Sequential(copy.deepcopy(layer), copy.deepcopy(layer)))[0] is not layer
+
+
+def test_parts_without_parameters_may_be_older() -> None:
+    relu = nn.ReLU()
+    assert built(lambda: nn.Sequential(nn.Linear(2, 2), relu))[1] is relu
+
+
+OLD = nn.Sequential(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model_func", "told"),
+    [
+        (OLD, "model_func is a module, Sequential; give the function"),
+        (lambda: OLD, r"its part '0' was made before model_func was called; make all of the model inside"),
+        (lambda: OLD[0], "a Linear, and it was made before"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), OLD), r"its part '1\.0' was made before"),
+        (lambda: None, "model_func returned None; return the model"),
+        ("model", "model_func is 'model'; give a function"),
+    ],
+)
+def test_what_is_no_new_model_is_told(model_func: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        built(model_func)
