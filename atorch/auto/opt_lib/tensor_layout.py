@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
@@ -11,24 +11,21 @@ from torch import nn
 from atorch.errors import shown
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout, why_not_of
 
-if TYPE_CHECKING:
-    from atorch.runtime.tensor_parallel.plan import Plan
-
 KEY = "tensor_layout"
 """Where a strategy's metadata has it."""
 
 
-def written(layout: ModelLayout, plan: Plan | None) -> dict[str, Any]:
-    """The layout, and the plan it was derived by, as JSON data."""
-    return {"plan": plan, **_adapter().dump_python(layout, mode="json")}
+def written(layout: ModelLayout, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout, and what was asked of it, by the names of the knobs, as JSON data."""
+    return {**asked, **_adapter().dump_python(layout, mode="json")}
 
 
-def read_layout(kept: Any, model: nn.Module, degree: int, plan: Plan | None) -> ModelLayout | str:
-    """The layout in `kept`, or why it is not this model's, by this plan, on so many processes."""
-    if not isinstance(kept, Mapping) or kept.get("plan") != plan:
-        return "it was derived by another plan"
+def read_layout(kept: Any, model: nn.Module, degree: int, asked: Mapping[str, Any]) -> ModelLayout | str:
+    """The layout in `kept`, or why it is not this model's, as is asked, on so many processes."""
+    if not isinstance(kept, Mapping) or any(kept.get(name) != value for name, value in asked.items()):
+        return f"it was derived by another {' or '.join(asked)}"
     try:
-        layout = _adapter().validate_python({name: value for name, value in kept.items() if name != "plan"})
+        layout = _adapter().validate_python({name: value for name, value in kept.items() if name not in asked})
     except ValidationError as error:
         fault = error.errors()[0]
         return f"{'.'.join(map(str, fault['loc']))} is {shown(fault['input'])}: {fault['msg']}"

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field, model_validator
 from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.completion import fills_meta
 from atorch.auto.opt_lib.divisible import indivisible
-from atorch.auto.opt_lib.sample import on_samples
+from atorch.auto.opt_lib.sample import on_few_tokens
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
 from atorch.auto.opt_lib.zero_backends import in_pipeline
@@ -43,6 +44,15 @@ class TensorParallel(Method):
     plan: dict[str, Literal["column", "row"]] | None = None
     """How layers are split, by patterns of their names: {"layers.*.attn.q_proj": "column", …}; None: as the model
     itself tells."""
+    parameter_bytes: Annotated[float, Field(gt=0)] | None = None
+    """The most bytes of parameters that a process holds; the layout that sends least for that is taken. None: as little
+    as can be."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if self.plan is not None and self.parameter_bytes is not None:
+            raise ValueError("plan and parameter_bytes are both given; give one of them")
+        return self
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -70,7 +80,8 @@ class TensorParallel(Method):
 
         Raises:
             StrategyError: a neighbour that it cannot stand beside, heads that the axis does not divide, a plan that
-                the model contradicts, or a model of which nothing can be split. Nothing has been cut then.
+                the model contradicts, fewer bytes than can be reached, or a model of which nothing can be split.
+                Nothing has been cut then.
             ArgumentError: there is no batch to watch the model on.
         """
         mesh, strategy = ctx.need_mesh(), ctx.strategy or Strategy()
@@ -83,19 +94,24 @@ class TensorParallel(Method):
         if layout is not None:
             apply_layout(model, layout, tensor, as_dtensors=spreads)
         else:
-            layout = tensor_parallel(model, on_samples(ctx, self.name), tensor, self.plan, as_dtensors=spreads)
+            run = on_few_tokens(ctx, self.name)
+            layout = tensor_parallel(model, run, tensor, **self._asked, as_dtensors=spreads)
             _tell(model, layout, ctx.world.rank == 0)
         for each in strategy:
             if isinstance(each, SequenceParallel):
                 each.complete(ctx, layout)
         share_random_state(mesh.group("tensor"), ctx.device)
-        return replace(ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, KEY: written(layout, self.plan)})
+        return replace(ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, KEY: written(layout, self._asked)})
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        return {"plan": self.plan, "parameter_bytes": self.parameter_bytes}
 
     def _known(self, model: nn.Module, kept: Any, degree: int) -> ModelLayout | None:
-        """The layout that a saved strategy keeps, where it is this model's, by the same plan, on so many processes."""
+        """The layout that a saved strategy keeps, where it is this model's, as is asked, on so many processes."""
         if kept is None:
             return None
-        found = read_layout(kept, model, degree, self.plan)
+        found = read_layout(kept, model, degree, self._asked)
         if isinstance(found, str):
             logger.warning("the layout that the strategy keeps is not used, and another derived: %s", found)
             return None
@@ -107,7 +123,8 @@ class TensorParallel(Method):
         if degree == 1:
             return {}
         (model,) = ctx.parts
-        return {KEY: written(derive_layout(model, on_samples(ctx, self.name), degree, self.plan), self.plan)}
+        layout = derive_layout(model, on_few_tokens(ctx, self.name), degree, **self._asked)
+        return {KEY: written(layout, self._asked)}
 
 
 def _check_neighbours(strategy: Strategy) -> None:

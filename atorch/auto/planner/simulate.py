@@ -26,6 +26,7 @@ from torch import nn
 
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.opt_lib.completion import batch_place, complete
+from atorch.auto.opt_lib.tensor_parallel import TensorParallel
 from atorch.auto.planner.depth import LONG, SHORT, Observed, Sent, UnlikeError, extend, num_repeats, shorten
 from atorch.auto.planner.foresight import foreseen
 from atorch.auto.strategy import Strategy
@@ -300,6 +301,9 @@ def _why_whole(strategy: Strategy, repeats: int | None) -> str | None:
     if repeats <= LONG:
         return f"there are {repeats}"
     across = [name for name in strategy.names() if name in _ACROSS_BLOCKS]
+    tensor = strategy.get(TensorParallel)
+    if tensor is not None and tensor.parameter_bytes is not None:
+        across.append(tensor.name)
     return f"{across[0]} shares out the whole model at once" if across else None
 
 

@@ -75,7 +75,7 @@ def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
         _hook(block, group, cut)
     by_module: dict[nn.Module, dict[str, Read]] = {}
     for name, read in reads.items():
-        module, own_name = _place(block, name)
+        module, own_name = place_of(block, name)
         for holder, its_name in _holders(block, module._parameters[own_name]):
             by_module.setdefault(holder, {})[its_name] = read
     if by_module:
@@ -88,7 +88,8 @@ def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
         block.register_forward_pre_hook(_Arguments(inputs, cut.rank, cut.group), with_kwargs=True)
 
 
-def _place(block: nn.Module, name: str) -> tuple[nn.Module, str]:
+def place_of(block: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and the parameter's name in it."""
     path, _, own_name = name.rpartition(".")
     return block.get_submodule(path), own_name
 
@@ -138,10 +139,10 @@ class Share:
 
 def _hook(block: nn.Module, group: Group, cut: Cut) -> None:
     stream = RankStream(cut.rank) if group.draws else None
-    row_module, _ = _place(block, group.row)
+    row_module, _ = place_of(block, group.row)
     is_first = True
     for names in group.forks:
-        modules = list(dict.fromkeys(_place(block, name)[0] for name in names))
+        modules = list(dict.fromkeys(place_of(block, name)[0] for name in names))
         forked = ForkArguments(cut.group, len(modules))
         for module in modules:
             if is_first and stream is not None:

@@ -28,11 +28,15 @@ Masks = list[Tensor]
 
 
 def derive(block: nn.Module, call: Call, degree: int) -> BlockLayout:
-    """The layout of `block`, a copy `recorded.apart` whose weights may be changed, over `degree` ranks."""
+    """How `block`, a copy `recorded.apart` whose weights may be changed, can be split over `degree` ranks.
+
+    Groups may share parameters: then not all of them can be split at once.
+    """
     found: dict[str, _Row] = {}
     products: dict[str, Product] = {}
     for seed in range(DRAWS):
-        draw_weights(block, seed)
+        if seed:
+            draw_weights(block, seed)
         pass_ = _Pass(block, call)
         products = {**weights_of(pass_.products), **products}
         for weight in weights_of(pass_.products):
@@ -41,23 +45,20 @@ def derive(block: nn.Module, call: Call, degree: int) -> BlockLayout:
     biases = {name: product.bias for name, product in products.items()}
     groups: list[Group] = []
     kept: list[Kept] = []
-    taken: set[str] = set()
     for weight, row in found.items():
         reason = row.unfit(degree)
         if reason is None:
             group = _group(weight, row, products, parameters, biases, degree)
-            if isinstance(group, str):
-                reason = group
-            elif not taken.isdisjoint(group.parameters):
-                reason = f"shares {', '.join(sorted(taken & set(group.parameters)))} with another split"
-            else:
+            if isinstance(group, Group):
                 groups.append(group)
-                taken.update(group.parameters)
+            else:
+                reason = group
         if reason:
             cut_through = row.head_size > 1 and row.heads % degree
             kept.append(Kept(weight, reason, row.heads if cut_through else 0))
-    kept = [each for each in kept if each.name not in taken]
-    missing = [name for name in products if name not in taken and name not in {each.name for each in kept}]
+    met = {name for group in groups for name in group.parameters}
+    kept = [each for each in kept if each.name not in met]
+    missing = [name for name in products if name not in met and name not in {each.name for each in kept}]
     kept += [Kept(name, "its input cannot be cut, and no split follows it") for name in missing]
     return BlockLayout(tuple(groups), tuple(kept))
 

@@ -46,21 +46,24 @@ def chosen(layout: BlockLayout, path: str, plan: Plan) -> BlockLayout:
     named = {
         name: kind for name in _names(layout) for pattern, kind in plan.items() if matches(_target(name, path), pattern)
     }
-    groups, kept = [], list(layout.kept)
+    groups = [group for group in layout.groups if all(named.get(n) == kind for n, kind in _kinds(group).items())]
+    covered = {name for group in groups for name in _kinds(group)}
+    kept = list(layout.kept)
     for group in layout.groups:
-        kinds = _kinds(group)
-        if named.keys().isdisjoint(kinds):
+        if group in groups:
+            continue
+        if not (named.keys() & _kinds(group)) - covered:
             kept.append(Kept(group.row, "the plan does not name it"))
             continue
-        for name, kind in kinds.items():
+        for name, kind in _kinds(group).items():
             given = named.get(name)
             if given != kind:
                 what = "leaves it out" if given is None else f"splits it by {given}"
+                together = sorted(_target(each) for each in _kinds(group))
                 raise StrategyError(
                     f"{_target(name, path)} has to be split by {kind} for {_target(group.row, path)} to be "
-                    f"split by row, but the plan {what}; give all of {sorted(_target(each) for each in kinds)}, or none"
+                    f"split by row, but the plan {what}; give all of {together}, or none"
                 )
-        groups.append(group)
     for each in layout.kept:
         if each.name in named:
             raise StrategyError(f"the plan names {_target(each.name, path)}, which cannot be split: {each.reason}")

@@ -32,6 +32,7 @@ class Lookup(NamedTuple):
     """One lookup of rows of a parameter by integers."""
 
     table: str
+    num_rows: int
 
 
 OnProduct = Callable[[Product, Callable[[], Tensor]], Tensor]
@@ -55,9 +56,10 @@ class SeeProducts(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding:
+            rows = args[0] if args else kwargs["input"]
             table = self._name(args[1] if len(args) > 1 else kwargs["weight"])
             if table is not None:
-                self.lookups.append(Lookup(table))
+                self.lookups.append(Lookup(table, rows.numel()))
         product = self._product(func, args, kwargs)
         if product is None:
             return func(*args, **kwargs)

@@ -44,11 +44,11 @@ def record_calls(model: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
 
 
 def apart(block: nn.Module) -> nn.Module:
-    """A copy of the block to experiment with: in fp32, without dropout, every parameter trainable."""
-    twin = copy.deepcopy(block).float().eval()
-    for parameter in twin.parameters():
-        parameter.grad = None
-    return twin.requires_grad_(True)
+    """A copy of the block to experiment with: in fp32, without dropout, every parameter trainable and drawn."""
+    own: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, dtype=torch.float32)) for p in block.parameters()}
+    twin = copy.deepcopy(block, own).float().eval()
+    draw_weights(twin, 0)
+    return twin
 
 
 @torch.no_grad()

@@ -21,13 +21,14 @@ from atorch.runtime.tensor_parallel.apply import Cut, split_block
 from atorch.runtime.tensor_parallel.attention_heads import with_attributes
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.dropout import with_draws
-from atorch.runtime.tensor_parallel.layout import BlockLayout, Kept
+from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Kept
 from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name, shapes_of, why_not_of
 from atorch.runtime.tensor_parallel.multihead_attention import make_splittable
 from atorch.runtime.tensor_parallel.plan import Plan, check_names, chosen
 from atorch.runtime.tensor_parallel.ranks import Ranks
-from atorch.runtime.tensor_parallel.recorded import Call, apart, draw_weights
+from atorch.runtime.tensor_parallel.recorded import Call, apart
 from atorch.runtime.tensor_parallel.replay import why_refused
+from atorch.runtime.tensor_parallel.settled import settled
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, derive_vocabulary, split_vocabulary
 from atorch.runtime.tensor_parallel.watched import Run, Watched
 
@@ -36,18 +37,25 @@ if TYPE_CHECKING:
 
 
 def tensor_parallel(
-    model: nn.Module, run: Run, mesh: DeviceMesh, plan: Plan | None = None, *, as_dtensors: bool = True
+    model: nn.Module,
+    run: Run,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    *,
+    parameter_bytes: float | None = None,
+    as_dtensors: bool = True,
 ) -> ModelLayout:
     """Split `model` in place over `mesh`, of one axis; returns how.
 
     Args:
         run: calls the model on a small batch, the same on all ranks of the mesh: a few samples, a few tokens.
-        plan: what is split, by hand; None: all that can be.
+        plan: what is split, by hand; None: as much as can be.
+        parameter_bytes: the most that a rank may hold of the parameters; what is sent for that is as little as can be.
         as_dtensors: as for `apply_layout`.
 
     Raises:
         StrategyError: the number of ranks does not divide a layer's heads, or the plan names what is not there or
-            cannot be split. Nothing has been changed then.
+            cannot be split, or no layout leaves as little as `parameter_bytes`. Nothing has been changed then.
         ArgumentError: the ranks have other weights, or were given other batches.
     """
     if plan is not None:
@@ -63,13 +71,15 @@ def tensor_parallel(
             f"the ranks of the tensor axis compute other outputs (sums {sums}); give all of them the same weights "
             "and the same batch before the model is split"
         )
-    layout = _derive(model, watched, ranks, plan)
+    layout = _derive(model, watched, ranks, plan, parameter_bytes)
     apply_layout(model, layout, mesh, as_dtensors=as_dtensors)
     watched.check(model, run)
     return layout
 
 
-def derive_layout(model: nn.Module, run: Run, degree: int, plan: Plan | None = None) -> ModelLayout:
+def derive_layout(
+    model: nn.Module, run: Run, degree: int, plan: Plan | None = None, *, parameter_bytes: float | None = None
+) -> ModelLayout:
     """The layout of `model` over `degree` ranks that need not be there. The model computes as before.
 
     Raises:
@@ -78,7 +88,7 @@ def derive_layout(model: nn.Module, run: Run, degree: int, plan: Plan | None = N
     if plan is not None:
         check_names(model, plan)
     make_splittable(model)
-    return _derive(model, Watched(model, run), Ranks.alone(degree), plan)
+    return _derive(model, Watched(model, run), Ranks.alone(degree), plan, parameter_bytes)
 
 
 def apply_layout(model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, as_dtensors: bool = True) -> None:
@@ -103,26 +113,45 @@ def apply_layout(model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, as_
         model.to(mesh.device_type)  # DTensors are there already
 
 
-def _derive(model: nn.Module, watched: Watched, ranks: Ranks, plan: Plan | None) -> ModelLayout:
-    """The layout of the whole model; the model itself is not touched."""
-    layouts: dict[str, BlockLayout] = {}
-    for paths in watched.kinds:
-        if paths[0] not in watched.calls:
-            layouts.update(dict.fromkeys(paths, BlockLayout((), (Kept("", "the batch did not reach it"),))))
-            continue
-        with preserved_rng():
-            layout = _derive_block(watched.blocks[paths[0]], paths[0], watched.calls[paths[0]], ranks, plan)
-        layouts.update(dict.fromkeys(paths, layout))
-    layouts = _without_torn_ties(model, layouts)
+def _derive(
+    model: nn.Module, watched: Watched, ranks: Ranks, plan: Plan | None, parameter_bytes: float | None
+) -> ModelLayout:
+    """The layout of the whole model; the model itself is not touched.
+
+    What is chosen of all that could be split is tried, and chosen again without what failed.
+    """
+    layouts = _candidates(watched, ranks.degree, plan)
     vocabulary = Vocabulary({}, {}, {})
     if plan is None:
         vocabulary = derive_vocabulary(model, watched.tables, watched.products, ranks.degree)
-    known = {*vocabulary.lookups, *vocabulary.logits, *(each.name for each in vocabulary.kept)}
-    outside = dict.fromkeys(product.weight for product in watched.products if product.weight not in known)
+    inside = {*vocabulary.lookups, *vocabulary.logits, *(each.name for each in vocabulary.kept)}
+    outside = dict.fromkeys(product.weight for product in watched.products if product.weight not in inside)
     reason = "the plan does not name it" if plan is not None else "it is outside of the repeated blocks"
     kept = tuple(Kept(name, reason) for name in outside)
-    kinds = [kind for paths in watched.kinds for kind in _alike(paths, layouts, watched.blocks)]
-    return ModelLayout(ranks.degree, tuple(kinds), vocabulary, kept)
+    known: dict[tuple[str, frozenset[str]], BlockLayout] = {}
+    while True:
+        layouts = _without_torn_ties(model, layouts)
+        kinds = [kind for paths in watched.kinds for kind in _alike(paths, layouts, watched.blocks)]
+        found = ModelLayout(ranks.degree, tuple(kinds), vocabulary, kept)
+        layout = settled(model, found, watched, ranks, parameter_bytes)
+        trials = [_trial(kind, watched, ranks, known) for kind in layout.kinds]
+        if not any(trial.kept for trial in trials):
+            pairs = zip(layout.kinds, trials, strict=True)
+            return replace(layout, kinds=tuple(_with_groups(kind, trial.groups) for kind, trial in pairs))
+        for kind, trial in zip(layout.kinds, trials, strict=True):
+            layouts.update({path: _without_failed(layouts[path], trial) for path in kind.paths})
+
+
+def _candidates(watched: Watched, degree: int, plan: Plan | None) -> dict[str, BlockLayout]:
+    """How each block can be split: groups that may share parameters."""
+    layouts: dict[str, BlockLayout] = {}
+    for paths in watched.kinds:
+        layout = BlockLayout((), (Kept("", "the batch did not reach it"),))
+        if paths[0] in watched.calls:
+            with preserved_rng():
+                layout = _derive_block(watched.blocks[paths[0]], paths[0], watched.calls[paths[0]], degree, plan)
+        layouts.update(dict.fromkeys(paths, layout))
+    return layouts
 
 
 def _alike(paths: list[str], layouts: Mapping[str, BlockLayout], blocks: Mapping[str, nn.Module]) -> list[Alike]:
@@ -137,23 +166,45 @@ def _alike(paths: list[str], layouts: Mapping[str, BlockLayout], blocks: Mapping
     return [Alike(tuple(same), shapes_of(blocks[same[0]]), layout) for same, layout in found]
 
 
-def _derive_block(block: nn.Module, path: str, call: Call, ranks: Ranks, plan: Plan | None) -> BlockLayout:
-    twin = apart(block)
-    layout = derive(twin, call, ranks.degree)
+def _derive_block(block: nn.Module, path: str, call: Call, degree: int, plan: Plan | None) -> BlockLayout:
+    layout = derive(apart(block), call, degree)
     if plan is not None:
         layout = chosen(layout, path, plan)
     for each in layout.kept:
         if each.heads and plan is None:
             degrees = ", ".join(str(n) for n in range(2, each.heads + 1) if each.heads % n == 0)
             raise StrategyError(
-                f"tensor is {ranks.degree}, which does not divide the {each.heads} heads before "
+                f"tensor is {degree}, which does not divide the {each.heads} heads before "
                 f"{full_name(path, each.name)}; give the axis tensor a size of {degrees}, or name in a plan what "
                 "else is to be split"
             )
-    layout = with_draws(twin, layout, call)
-    draw_weights(twin, 0)
-    layout = with_attributes(twin, layout, call, ranks)
-    return layout if ranks.mesh is None else _accepted(twin, layout, call, ranks.mesh)
+    return layout
+
+
+def _trial(
+    kind: Alike, watched: Watched, ranks: Ranks, known: dict[tuple[str, frozenset[str]], BlockLayout]
+) -> BlockLayout:
+    """What of a kind's groups computes the same as the whole block, with the numbers it needs; else why not."""
+    groups = kind.layout.groups
+    key = kind.paths[0], frozenset(group.row for group in groups)
+    if groups and key not in known:
+        block, call = watched.example(kind.paths[0])
+        with preserved_rng():
+            twin = apart(block)
+            layout = with_draws(twin, BlockLayout(groups), call)
+            layout = with_attributes(twin, layout, call, ranks)
+            known[key] = layout if ranks.mesh is None else _accepted(twin, layout, call, ranks.mesh)
+    return known[key] if groups else BlockLayout(())
+
+
+def _with_groups(kind: Alike, groups: tuple[Group, ...]) -> Alike:
+    return replace(kind, layout=replace(kind.layout, groups=groups))
+
+
+def _without_failed(layout: BlockLayout, trial: BlockLayout) -> BlockLayout:
+    failed = {each.name for each in trial.kept}
+    groups = tuple(group for group in layout.groups if group.row not in failed)
+    return BlockLayout(groups, (*layout.kept, *trial.kept))
 
 
 def _accepted(twin: nn.Module, layout: BlockLayout, call: Call, mesh: DeviceMesh) -> BlockLayout:

@@ -13,7 +13,7 @@ from atorch.distributed.rng import preserved_rng
 from atorch.errors import AtorchError
 from atorch.runtime.tensor_parallel.model_layout import blocks_of, shapes_of
 from atorch.runtime.tensor_parallel.products import Product, SeeProducts
-from atorch.runtime.tensor_parallel.recorded import record_calls, tensors_of
+from atorch.runtime.tensor_parallel.recorded import Call, record_calls, tensors_of
 from atorch.runtime.tensor_parallel.replay import CLOSE
 
 Run = Callable[[nn.Module], Any]
@@ -35,7 +35,15 @@ class Watched:
             outputs: list[Any] = []
             self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
         self.output = [tensor.clone() for tensor in tensors_of(outputs[0])]
-        self.tables = dict.fromkeys(lookup.table for lookup in mode.lookups)
+        self.tables: dict[str, int] = {}
+        """How many rows were looked up in which."""
+        for lookup in mode.lookups:
+            self.tables[lookup.table] = self.tables.get(lookup.table, 0) + lookup.num_rows
+
+    def example(self, path: str) -> tuple[nn.Module, Call]:
+        """The block that stands for all that are alike with the one at `path`, and what it was called with."""
+        first = next(paths[0] for paths in self.kinds if path in paths)
+        return self.blocks[first], self.calls[first]
 
     @property
     def sums(self) -> list[float]:
@@ -43,7 +51,7 @@ class Watched:
         return [float(tensor.double().sum()) for tensor in self.output]
 
     def _note(self, product: Product, compute: Callable[[], Tensor]) -> Tensor:
-        self.products.append(product._replace(input=torch.empty(0)))
+        self.products.append(product._replace(input=torch.empty_like(product.input, device="meta")))
         result = compute()
         self._eps = max(self._eps, torch.finfo(result.dtype).eps)
         return result

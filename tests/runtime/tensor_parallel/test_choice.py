@@ -1,0 +1,198 @@
+"""Which splits are taken where not all can be or need be: against trying everything, and on models where it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from atorch.errors import StrategyError
+from atorch.profiler.messages import Messages
+from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
+from atorch.runtime.tensor_parallel.choice import Option, choose, most_spared
+from atorch.runtime.tensor_parallel.counted import counted
+from atorch.runtime.tensor_parallel.recorded import apart, fresh, tensors_of
+from atorch.runtime.tensor_parallel.watched import Watched
+from tests.pool import Pool
+from tests.runtime.tensor_parallel.models import batch, make
+from tests.runtime.tensor_parallel.test_split import mesh_of
+
+NAMES = "abcdef"
+few = st.integers(0, 9)
+options_of_few = st.lists(
+    st.builds(Option, st.frozensets(st.sampled_from(NAMES), min_size=1, max_size=3), few, st.integers(1, 9), few),
+    min_size=1,
+    max_size=6,
+)
+
+
+def legal(options: Sequence[Option], ties: Sequence[Sequence[str]]) -> Iterator[list[Option]]:
+    """Every choice that cuts no parameter twice, and none under one of its names alone."""
+    for made in product([False, True], repeat=len(options)):
+        taken = [option for option, is_made in zip(options, made, strict=True) if is_made]
+        cut = [name for option in taken for name in option.cuts]
+        torn = any(len({name in cut for name in names}) > 1 for names in ties)
+        if len(cut) == len(set(cut)) and not torn:
+            yield taken
+
+
+def sums(taken: Sequence[Option]) -> tuple[float, float, float]:
+    """Less work, fewer bytes, what is sent: less of each is better."""
+    return (
+        -sum(option.spared_work for option in taken),
+        -sum(option.spared_bytes for option in taken),
+        sum(option.sent for option in taken),
+    )
+
+
+@given(options_of_few, st.booleans(), st.none() | st.integers(0, 40), st.sampled_from([1, 1e9]))
+def test_it_is_as_good_as_the_best_of_all(options: list[Option], tied: bool, needed: int | None, unit: float) -> None:
+    options = [Option(each.cuts, each.spared_work, each.spared_bytes * unit, each.sent) for each in options]
+    cut = {name for option in options for name in option.cuts}
+    ties = [["a", "b"]] if tied and {"a", "b"} <= cut else []
+    found = choose(options, ties, None if needed is None else needed * unit)
+    every = [sums(taken) for taken in legal(options, ties)]
+    assert -most_spared(options, ties) == min(spared for _, spared, _ in every)
+    if needed is None:
+        assert found is not None
+        assert sums([options[index] for index in found]) == min(every)
+        return
+    enough = [(sent, work, spared) for work, spared, sent in every if -spared >= needed * unit]
+    assert (found is None) == (not enough)
+    if found is not None:
+        work, spared, sent = sums([options[index] for index in found])
+        assert (sent, work, spared) == min(enough)
+
+
+class Chain(nn.Module):
+    """Layers one after another, each of which could go with the one before or the one after."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.relu(layer(x))
+        out: Tensor = self.layers[-1](x)
+        return out
+
+
+def derived(model: nn.Module, width: int, **bound: float) -> ModelLayout:
+    x = torch.randn(40, width, generator=torch.Generator().manual_seed(0))
+    return derive_layout(model, lambda model: model(x), 2, **bound)
+
+
+@pytest.mark.parametrize(
+    ("widths", "cut"),
+    [
+        ((8, 16, 64, 8), [1, 2]),  # the pair with more work
+        ((8, 64, 16, 8), [0, 1]),
+        ((8, 8, 32, 8, 8), [0, 1, 2, 3]),  # two pairs, and not the largest one alone
+    ],
+)
+def test_neighbours_that_exclude_each_other(widths: tuple[int, ...], cut: list[int]) -> None:
+    layout = derived(Chain(*widths), widths[0])
+    assert sorted(name for name in layout.rows if "weight" in name) == [f"layers.{index}.weight" for index in cut]
+    whole = set(range(len(widths) - 1)) - set(cut)
+    assert {each.name for each in layout.kept} == {f"layers.{index}.weight" for index in whole}
+    assert all("with another split" in each.reason for each in layout.kept)
+
+
+class Uneven(nn.Module):
+    """A pair of layers that is cheap to split, and one that spares more, for more that is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.between = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 48), nn.LayerNorm(48))
+        self.large = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.large(self.between(self.small(x)))
+        return out
+
+
+def num_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+SPARED_SMALL, SPARED_LARGE = ((2 * inner * width + inner) * 4 / 2 for inner, width in ((16, 8), (64, 48)))
+
+
+@pytest.mark.parametrize(
+    ("needed", "cut"),
+    [
+        (0, []),
+        (4, ["small"]),
+        (SPARED_SMALL, ["small"]),
+        (SPARED_SMALL + 4, ["large"]),  # both would spare more, and send more
+        (SPARED_LARGE + 4, ["large", "small"]),
+        (None, ["large", "small"]),
+    ],
+)
+def test_a_bound_on_memory_says_what_is_worth_sending_for(needed: float | None, cut: list[str]) -> None:
+    model = Uneven()
+    layout = derived(model, 8) if needed is None else derived(model, 8, parameter_bytes=num_bytes(model) - needed)
+    assert sorted({name.split(".")[0] for name in layout.rows}) == cut
+
+
+def held(rank: int, size: int) -> dict[str, Any]:
+    """A mixture of experts under a bound that its experts alone can meet, and under one that nothing can."""
+    model, x = make("mixtral"), batch("mixtral")
+    whole = num_bytes(model)
+    with pytest.raises(StrategyError) as caught:
+        tensor_parallel(model, lambda model: model(**x), mesh_of(size), parameter_bytes=whole / 3)
+    untouched = num_bytes(model) == whole
+    layout = tensor_parallel(
+        model, lambda model: model(**x), mesh_of(size), parameter_bytes=0.8 * whole, as_dtensors=False
+    )
+    return {
+        "told": str(caught.value),
+        "untouched": untouched,
+        "share": num_bytes(model) / whole,
+        "cut": sorted({name.rpartition(".")[2] for name in layout.rows}),
+        "reasons": {each.reason for each in layout.kept if "self_attn" in each.name},
+    }
+
+
+def test_experts_alone_where_that_is_enough(pool: Pool) -> None:
+    for seen in pool.run(held):
+        assert "parameter_bytes was given" in seen["told"]
+        assert "of MixtralForCausalLM; give at least so many" in seen["told"]
+        assert seen["untouched"]
+        assert seen["share"] <= 0.8
+        assert seen["cut"] == ["down_proj", "gate_up_proj"]
+        assert seen["reasons"] == {"a process holds no more than parameter_bytes without that"}
+
+
+def sent(rank: int, size: int, name: str) -> list[tuple[float, float]]:
+    """What the groups of each kind of block were counted to send, and what the split block did."""
+    model = make(name)
+    watched = Watched(model, lambda model: model(**batch(name)))
+    whole = {path: apart(watched.blocks[path]) for path in watched.calls}
+    layout = tensor_parallel(model, lambda model: model(**batch(name)), mesh_of(size), as_dtensors=False)
+    found = []
+    for path, call in watched.calls.items():
+        expected = sum(each.sent for each in counted(whole[path], layout.blocks[path], call).values())
+        (args, kwargs), asked = fresh(call)
+        for position in list(asked.values())[1:]:
+            position.requires_grad_(False)
+        with Messages() as messages:
+            outputs = tensors_of(model.get_submodule(path)(*args, **kwargs))
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        found.append((expected, sum(size for _, size in messages.counts.values()) / 4))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
+def test_what_was_counted_is_sent(pool: Pool, name: str) -> None:
+    for seen in pool.run(sent, name):
+        for expected, happened in seen:
+            assert expected == happened > 0
