@@ -121,13 +121,24 @@ def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[floa
 def _of_sequence(cost: Cost, segment: Segment, again: float) -> Comm:
     """Queries, keys, values and results change places: each an all-to-all of this rank's tokens."""
     groups = segment.num_kv_heads / segment.num_heads if segment.num_heads else 1.0
-    once = (2.0 + 2.0 * groups) * _scaled(cost, segment, segment.input_bytes) / cost.tensor
+    once = (2.0 + 2.0 * groups) * _of_queries(cost, segment)
     return Comm("all_to_all", ("sequence",), (2.0 + again) * once, count=4.0 * (2.0 + again))
 
 
 def _of_context(cost: Cost, segment: Segment, again: float) -> Comm:
     """Keys and values go round behind the attention they are needed for; in backward their gradients do, too."""
     groups = segment.num_kv_heads / segment.num_heads if segment.num_heads else 1.0
-    once = 2.0 * groups * _scaled(cost, segment, segment.input_bytes) / cost.tensor
+    once = 2.0 * groups * _of_queries(cost, segment)
     hops = cost.context - 1.0
     return Comm("send", ("context",), (3.0 + again) * hops * once, count=(3.0 + again) * hops, overlap=1.0)
+
+
+def _of_queries(cost: Cost, segment: Segment) -> float:
+    """Bytes of a device's queries: as many as what enters the block, in the dtype of products, also where that is not.
+
+    Autocast keeps the stream in fp32, and what products give of it comes in 16 bits.
+    """
+    if not segment.matmuls:
+        return _scaled(cost, segment, segment.input_bytes) / cost.tensor
+    first = segment.matmuls[0]
+    return itemsize(cost) * tokens_share(cost, segment) * first.rows * first.inner / cost.tensor

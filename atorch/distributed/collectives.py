@@ -21,9 +21,9 @@ def several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _nobody_else() -> bool:
+def nobody_else() -> bool:
     """Whether the other processes are torch's fake ones: they say what this one says."""
-    return dist.get_backend() == "fake"
+    return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 # The group of all processes that is used in this context, where that is not the default group.
@@ -52,7 +52,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     """
     if not several():
         return [value]
-    if _nobody_else():
+    if nobody_else():
         return [value] * dist.get_world_size()
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group or everyone())
@@ -61,7 +61,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 def from_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Rank 0's `value`, on every rank."""
-    if not several() or _nobody_else():
+    if not several() or nobody_else():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group or everyone())

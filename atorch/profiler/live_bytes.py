@@ -7,7 +7,7 @@ looked at before and after each operation, once they were found.
 
 The category of a result follows from when it was made: inside backward, what is computed with gradients recorded is a
 recomputed activation and the rest is working memory; elsewhere it is what `born` says. `label` says what is known
-better: parameters, gradients, optimizer states.
+better: parameters, gradients, optimizer states. What is ELSEWHERE, on processes that are only played, does not count.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from atorch.profiler.tensors import tensors_of
 
 PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS = "parameters", "gradients", "optimizer", "masters"
 BUFFERS, ACTIVATIONS, COMMUNICATION, OTHER = "buffers", "activations", "communication", "other"
+ELSEWHERE = "elsewhere"
 _SENDING = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"))
 
 
@@ -169,6 +170,8 @@ class LiveBytes(TorchDispatchMode):
             self._restart()
 
     def _count(self, label: str, num_bytes: float) -> None:
+        if label == ELSEWHERE:
+            return
         self.now[label] = self.now.get(label, 0.0) + num_bytes
         self._total += num_bytes
 

@@ -54,13 +54,16 @@ _OPERATIONS: Mapping[str, tuple[str, int]] = {  # name → (kind, the argument t
 }
 _NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
 
+Counts = dict[tuple[str, str], tuple[int, float]]
+"""(kind, group name) → (calls, bytes)."""
+
 
 class Messages(TorchDispatchMode):
-    """The collectives that were called inside: `counts[kind, group name]` is (calls, bytes)."""
+    """The collectives that were called inside, in `counts`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: dict[tuple[str, str], tuple[int, float]] = {}
+        self.counts: Counts = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -20,6 +20,7 @@ from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
+from atorch.cost.communication import boundary_bytes
 from atorch.cost.splits import accumulate, split_pipeline
 
 PER_STAGE = 4
@@ -82,10 +83,16 @@ class PipelineParallel(Method):
         return uneven(cost.size("pipeline"), self.schedule, self.micro_batches or cost.batch_size)
 
     def cost(self, cost: Cost) -> Cost:
-        """Stages and schedule; micro_batch, which comes later, sets another number of parts."""
+        """Stages and schedule; micro_batch, which comes later, sets another number of parts.
+
+        Torch keeps a place for all that a stage receives in a step, activations and gradients, of all micro-batches.
+        """
         cost = split_pipeline(cost, schedule=self.schedule, interleave=self.pieces)
         if cost.stages == 1 and self.micro_batches is None:
             return cost
+        neighbours = min(2, cost.stages - 1) if self.backend == "torch" else 0
+        received = neighbours * self.pieces * cost.num_micro_batches * boundary_bytes(cost)
+        cost = cost.but(bucket_bytes=cost.bucket_bytes + received)
         return accumulate(cost, self.micro_batches or self._most_parts(cost))
 
     def _most_parts(self, cost: Cost) -> int:

@@ -11,13 +11,16 @@ from torch import nn
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib import pipeline_deepspeed
 from atorch.auto.opt_lib.pipeline_cut import even_cut
+from atorch.auto.opt_lib.pipeline_export import cut_by_graph
 from atorch.auto.opt_lib.pipeline_parallel import uneven
+from atorch.auto.opt_lib.pipeline_understudy import understudy_of
 from atorch.blocks import repeated_blocks, units
 from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.loss_weight import tolerance_of
 from atorch.runtime.pipeline.engine import Engine
+from atorch.runtime.pipeline.exported import uninstall
 from atorch.runtime.pipeline.observing import route_of
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.pipeline.route import Route
@@ -44,11 +47,15 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     if method.backend == "deepspeed":
         together(lambda: pipeline_deepspeed.check(ctx, method))
     (model,) = ctx.parts
-    named = units(model)
-    route, starts = together(lambda: _planned(ctx, method, model, named, batches))
+    try:
+        named, route, starts = together(lambda: _planned(ctx, method, model, batches))
+    except BaseException:
+        uninstall(model)
+        raise
     shared = holders(model, named, route, starts)
     names = frozenset(model.state_dict())
     mine = stages_of(place, size, method.pieces)
+    understudy = understudy_of(ctx, model, named, route)
     parts = cut(model, named, route, starts, mine, ctx.device)
     together(lambda: _need_training(ctx, parts, mine))
     group = mesh.group("pipeline")
@@ -57,7 +64,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     def finish(built: Built) -> Built:
         if built.args["use_optim_backward"] or built.loss_func is None:
             raise StrategyError("a pipeline needs loss.backward(); a backend with its own backward cannot take it")
-        engine = Engine(built.parts, method.schedule, group, ctx.device)
+        engine = Engine(built.parts, method.schedule, group, ctx.device, understudy())
         pipeline = Pipeline(engine, Ties(shared, built.parts, group), names)
         if method.backend == "deepspeed":
             return pipeline_deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
@@ -126,10 +133,9 @@ def _planned(
     ctx: Context,
     method: PipelineParallel,
     model: nn.Module,
-    named: Mapping[str, nn.Module],
     batches: Batches,
-) -> tuple[Route, tuple[int, ...]]:
-    """The calls of the model, and where the stages begin. Nothing is changed."""
+) -> tuple[Mapping[str, nn.Module], Route, tuple[int, ...]]:
+    """The units of the model, their calls, and where the stages begin. A model that is cut by its graph is changed."""
     _need_company(ctx, method)
     if ctx.loss_func is None:
         raise StrategyError("pipeline_parallel runs forward and backward inside loss_func; give auto_accelerate one")
@@ -137,7 +143,7 @@ def _planned(
         raise ArgumentError("pipeline_parallel watches the model at work; give a dataset, or a sample_batch")
     stages = ctx.need_mesh().size("pipeline") * method.pieces
     blocks = repeated_blocks(model)
-    if stages > len(blocks):
+    if stages > len(blocks) > 1:
         raise StrategyError(
             f"a pipeline of {stages} stages needs as many repeated blocks, and {type(model).__name__} has "
             f"{len(blocks)}; make the axis pipeline smaller" + (", or interleave less" if method.pieces > 1 else "")
@@ -147,11 +153,26 @@ def _planned(
     batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
     rows = num_rows(batch=batch)
     few = take(batch, 0, min(rows, SEEN_ROWS), rows)
-    route = route_of(model, named, few, ctx.call_model)
+    named = units(model)
+    try:
+        route = route_of(model, named, few, ctx.call_model)
+        _need_calls(route, model, stages)
+    except StrategyError as error:
+        if method.split_points:
+            raise
+        return cut_by_graph(ctx, method, model, few, stages, error)
     if method.split_points:
-        return route, _given(route, method.split_points, stages)
+        return named, route, _given(route, method.split_points, stages)
     called = [call.unit for call in route.calls]
-    return route, even_cut(ctx, method, model, called, batch, batches.count(rows))
+    return named, route, even_cut(ctx, method, model, called, batch, batches.count(rows))
+
+
+def _need_calls(route: Route, model: nn.Module, stages: int) -> None:
+    if len(route.calls) < stages:
+        raise StrategyError(
+            f"a pipeline of {stages} stages is cut between as many calls of modules with parameters, and "
+            f"{type(model).__name__} has {len(route.calls)}; make the axis pipeline smaller"
+        )
 
 
 def _need_company(ctx: Context, method: PipelineParallel) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from atorch.blocks import repeated_blocks
-from atorch.profiler.live_bytes import Moment
+from atorch.profiler.live_bytes import ACTIVATIONS, Moment
 
 SHORT, LONG = 3, 4
 _NAMES_OF_DEPTH = ("layer", "depth", "block")
@@ -31,6 +31,24 @@ class Observed:
 
     moments: tuple[Moment, ...]
     sent: Sent
+    sent_each: Sent = field(default_factory=dict)
+    """From the start of the last but one forward pass to that of the last."""
+
+    def with_more(self, micro_batches: int) -> Observed:
+        """The step with so many micro-batches more, each of which sends what lay between the last two starts.
+
+        What a stage receives has a place for every micro-batch, from the first step on: torch's PipelineStage.
+        """
+        sent, received = dict(self.sent), 0.0
+        for key, (calls, size) in self.sent_each.items():
+            known, before = sent[key]
+            sent[key] = known + micro_batches * calls, before + micro_batches * size
+            received += micro_batches * size if key == ("receive", ("pipeline",)) else 0.0
+        moments = tuple(
+            replace(each, memory={**each.memory, ACTIVATIONS: each.memory.get(ACTIVATIONS, 0.0) + received})
+            for each in self.moments
+        )
+        return replace(self, moments=moments, sent=sent)
 
 
 class UnlikeError(Exception):
@@ -50,6 +68,11 @@ def num_repeats(model: nn.Module) -> int | None:
     parameters = [id(parameter) for block in blocks.values() for parameter in block.parameters()]
     alike = all(each == described[0] for each in described) and len(set(parameters)) == len(parameters)
     return len(blocks) if alike else None
+
+
+def block_names(model: nn.Module, repeats: int) -> list[str]:
+    """The names of the first `repeats` blocks of a model with `num_repeats`."""
+    return list(repeated_blocks(model))[:repeats]
 
 
 def shorten(model: nn.Module, repeats: int) -> None:

@@ -6,6 +6,7 @@ goes with the strategy as a saved one has it. Values do not matter to them: a mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.planner.depth import shorten
+from atorch.auto.planner.depth import block_names, shorten
 from atorch.auto.strategy import Phase, Strategy
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.world import World
@@ -23,8 +24,11 @@ from atorch.profiler.tensors import map_tensors
 _HERE = torch.device("cpu")
 
 
-def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None) -> Strategy:
-    """`strategy` with what its methods learn of the context's model, cut to `repeats` blocks, on `batch`."""
+def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, told_of: int | None = None) -> Strategy:
+    """`strategy` with what its methods learn of the context's model, cut to `repeats` blocks, on `batch`.
+
+    told_of: of how many blocks it is told, where the strategy is for more than were looked at.
+    """
     mode = strategy.get(ParallelMode)
     if mode is None or not any(each.needs_sample for each in strategy):
         return strategy
@@ -42,7 +46,18 @@ def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None) 
                 learnt.update(each.foresee(job, dict(mode.slices)))
             elif Phase.MESH < each.phase < Phase.TENSOR:
                 job = each.apply(job)
+    if repeats is not None and told_of is not None:
+        learnt = _of_more(learnt, block_names(ctx.root, repeats), block_names(ctx.root, told_of))
     return replace(strategy, metadata={**strategy.metadata, **learnt})
+
+
+def _of_more(learnt: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
+    """What was learnt of a few blocks, told of all: lists of these blocks' names are longer."""
+    if isinstance(learnt, Mapping):
+        return {key: _of_more(value, few, all_of_them) for key, value in learnt.items()}
+    if isinstance(learnt, (list, tuple)):
+        return list(all_of_them) if list(learnt) == list(few) else [_of_more(each, few, all_of_them) for each in learnt]
+    return learnt
 
 
 def _with_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,9 @@ The second of three levels of knowing. The estimate is arithmetic; here the meth
 steps are taken: forward, loss, backward, optimizer, zero_grad. Every storage and every collective is counted
 (profiler/live_bytes.py, profiler/messages.py), the same way that a real run can be. The user's model is not touched.
 
-Equal blocks are simulated at two small depths and carried to the full one (depth.py). Operations are the CPU's, also
-where the target is a GPU: other kernels may save other tensors, and what an allocator wastes is not seen.
+Equal blocks are simulated at two small depths and carried to the full one (depth.py). A rank of a pipeline has all
+blocks of its stage, and a copy of the model plays the other stages (runtime/pipeline/understudy.py). Operations are the
+CPU's, also where the target is a GPU: other kernels may save other tensors, and what an allocator wastes is not seen.
 
 torch has one default process group a process. Where a real one is there, `simulate_apart` takes a process of its own,
 which is started fresh: forking one that has run threads of gloo or of autograd is not safe.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from atorch.auto.opt_lib.completion import batch_place, complete
 from atorch.auto.opt_lib.tensor_parallel import TensorParallel
 from atorch.auto.planner.depth import LONG, SHORT, Observed, Sent, UnlikeError, extend, num_repeats, shorten
 from atorch.auto.planner.foresight import foreseen
+from atorch.auto.planner.stages import num_stages, with_fewer_micro_batches
 from atorch.auto.strategy import Strategy
 from atorch.blocks import repeated_blocks
 from atorch.distributed.fake import Pretending, fake_world
@@ -39,6 +41,7 @@ from atorch.logs import logger
 from atorch.profiler.copying import copy_structure
 from atorch.profiler.live_bytes import (
     BUFFERS,
+    ELSEWHERE,
     GRADIENTS,
     MASTERS,
     OPTIMIZER,
@@ -47,8 +50,9 @@ from atorch.profiler.live_bytes import (
     LiveBytes,
     Moment,
 )
-from atorch.profiler.messages import Messages
+from atorch.profiler.messages import Counts, Messages
 from atorch.profiler.tensors import batch_size, map_tensors, tensors_of
+from atorch.runtime.pipeline.pipeline import Pipeline
 
 STEPS = 3  # the first makes the optimizer's state, the second what DistributedDataParallel learnt from it
 _ACROSS_BLOCKS: Set[str] = frozenset(("ddp", "zero1"))  # fill buckets, or deal out parameters, over the whole model
@@ -128,6 +132,8 @@ def simulate(
         with fake_world(world_size, rank) as world:
             return _on_fakes(ctx, knowing, batch, samples, world, repeats)
 
+    if num_stages(strategy) > 1:
+        return _stage(ctx, strategy, batch, samples, notes, fake_world(world_size, rank))
     repeats = num_repeats(ctx.root)
     why = _why_whole(strategy, repeats)
     if why is None and repeats is not None:
@@ -144,6 +150,26 @@ def simulate(
     logger.info("all blocks are simulated: %s", why)
     seen = at(None)
     return Simulated(moments=seen.moments, collectives=seen.sent, notes=(*notes, f"all blocks were simulated: {why}"))
+
+
+def _stage(
+    ctx: Context,
+    strategy: Strategy,
+    batch: Any,
+    samples: int,
+    notes: tuple[str, ...],
+    world_of_fakes: AbstractContextManager[World],
+) -> Simulated:
+    """What a rank of a pipeline does, with all blocks of its stage."""
+    repeats = num_repeats(ctx.root)
+    looked_at = SHORT if repeats is not None and repeats > SHORT else None
+    fewer = with_fewer_micro_batches(foreseen(ctx, strategy, batch, looked_at, told_of=repeats), samples)
+    with world_of_fakes as world:
+        seen = _on_fakes(ctx, fewer.strategy, batch, fewer.samples, world, None)
+    if fewer.left_out:
+        seen = seen.with_more(fewer.left_out)
+        notes += (f"{fewer.left_out} more micro-batches do as the last that was simulated",)
+    return Simulated(moments=seen.moments, collectives=seen.sent, notes=notes)
 
 
 def simulate_apart(make_ctx: Callable[[], Context], strategy: Strategy, batch: Any, **more: Any) -> Simulated:
@@ -175,14 +201,15 @@ def observe(ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending
         applied = strategy.apply(ctx)
         result = applied.build()
         with sent, live, nullcontext() if pretending is None else pretending.stepping():
-            _Watch(result.model, live)
+            watch = _Watch(result.model, applied.parts, live, sent)
             for _ in range(STEPS):
                 gc.collect()  # building leaves whole parameters behind, in cycles
                 _label(result, live)
                 live.forget()
                 sent.counts.clear()
                 _step(result, applied, batch, live)
-    return Observed(tuple(live.moments), _by_axes(sent, applied.mesh))
+    by_axes = partial(_by_axes, mesh=applied.mesh)
+    return Observed(tuple(live.moments), by_axes(sent.counts), by_axes(watch.sent_between_starts()))
 
 
 def _on_fakes(
@@ -235,18 +262,30 @@ def _called(ctx: Context, result: AccelerateResult, batch: Any, live: LiveBytes)
 class _Watch:
     """Ends a moment whenever a block's forward is through, and whenever a gradient has left a block."""
 
-    def __init__(self, model: nn.Module, live: LiveBytes) -> None:
-        self._model, self._live = model, live
+    def __init__(self, model: nn.Module, parts: Iterable[nn.Module], live: LiveBytes, sent: Messages) -> None:
+        self._model, self._live, self._sent = model, live, sent
+        self._at_starts: list[Counts] = [{}, {}]
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda each: live.label(_gradient(each), GRADIENTS))
-        blocks = list(repeated_blocks(model).values())
+        blocks = [block for part in parts for block in repeated_blocks(part).values()]
         for index, block in enumerate(blocks):
             if index == 0:
                 block.register_forward_pre_hook(self._start, with_kwargs=True)
             block.register_forward_hook(partial(self._end, index, index + 1 == len(blocks)))
 
+    def sent_between_starts(self) -> Counts:
+        """What was sent between the last two starts of a forward pass."""
+        before, after = self._at_starts[-2:]
+        between = {}
+        for key, (calls, size) in after.items():
+            known, num_bytes = before.get(key, (0, 0.0))
+            between[key] = calls - known, size - num_bytes
+        return between
+
     def _start(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._at_starts = [self._at_starts[-1], dict(self._sent.counts)]
         self._live.mark("start")
         self._at_gradient((args, kwargs), partial(self._left, 0))
 
@@ -261,9 +300,16 @@ class _Watch:
         self._live.mark("loss backward" if index is None else "backward", index)
 
     def _at_gradient(self, data: Any, then: Callable[[torch.Tensor], None]) -> None:
-        computed = next((tensor for tensor in tensors_of(data) if tensor.grad_fn is not None), None)
-        if computed is not None:
-            computed.register_hook(then)
+        tensors = [tensor for tensor in tensors_of(data) if tensor.requires_grad]
+        computed = next((tensor for tensor in tensors if tensor.grad_fn is not None), next(iter(tensors), None))
+        if computed is None:
+            return
+
+        def once(gradient: torch.Tensor) -> None:
+            handle.remove()  # what a stage receives is one tensor in every step
+            then(gradient)
+
+        handle = computed.register_hook(once)
 
 
 def _label(result: AccelerateResult, live: LiveBytes) -> None:
@@ -271,6 +317,8 @@ def _label(result: AccelerateResult, live: LiveBytes) -> None:
     live.label(result.model.parameters(), PARAMETERS)
     live.label(result.model.buffers(), BUFFERS)
     live.label(_gradients(result.model), GRADIENTS)
+    if isinstance(result.model, Pipeline) and result.model.engine.understudy is not None:
+        live.label(result.model.engine.understudy.tensors, ELSEWHERE)
     for state in result.optim.state_dict().get("state", {}).values():
         for name, value in state.items() if isinstance(state, Mapping) else ():
             live.label(tensors_of(value), MASTERS if name == "master" else OPTIMIZER)
@@ -284,10 +332,10 @@ def _gradient(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return () if parameter.grad is None else (parameter.grad,)
 
 
-def _by_axes(sent: Messages, mesh: Mesh | None) -> Sent:
+def _by_axes(sent: Counts, mesh: Mesh | None) -> Sent:
     """The counts by the axes of the mesh that each group lies along; the group of all ranks lies along all."""
     counts: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-    for (kind, group), (calls, size) in sent.counts.items():
+    for (kind, group), (calls, size) in sent.items():
         key = kind, () if mesh is None else mesh.axes_of(group)
         known, before = counts.get(key, (0, 0.0))
         counts[key] = known + calls, before + size

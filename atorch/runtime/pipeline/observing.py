@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ def route_of(
     """
     device = next(model.parameters()).device
     batch = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+    # What is written to a real buffer is written, also among fakes.
+    as_it_was = nullcontext() if device.type == "meta" else untouched(model)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
+        with as_it_was, FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
             fake = map_leaves(_faked, batch)
             return observe(model, units, lambda: call_model(model, fake))
     except AtorchError:

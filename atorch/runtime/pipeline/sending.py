@@ -7,12 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from atorch.distributed.collectives import nobody_else
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.shapes import Shape, shape_of
 
 
 def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What `place` of the group gives as `data`, on every process of it; its tensors are detached."""
+    """What `place` of the group gives as `data`, on every process of it; its tensors are detached.
+
+    In a world of fakes it is what this process gives.
+    """
     is_source = group.rank() == place
     tensors: list[torch.Tensor] = []
 
@@ -22,8 +26,9 @@ def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.de
         tensors.append(leaf.detach().contiguous())
         return _Place(shape_of(leaf))
 
-    box = [map_leaves(leave_out, data) if is_source else None]
-    dist.broadcast_object_list(box, group=group, group_src=place, device=_for_objects(device, group))
+    box = [map_leaves(leave_out, data)]
+    if not nobody_else():
+        dist.broadcast_object_list(box, group=group, group_src=place, device=_for_objects(device, group))
     waiting = iter(tensors)
 
     def receive(leaf: Any, where: str) -> Any:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.runtime.tensor_parallel import whole_state
+from tests.runtime.pipeline.unmodular import UNMODULAR
 
 VOCAB, WIDTH, SEQ, ROWS = 64, 16, 12, 8
 
@@ -119,7 +120,7 @@ def make_model(name: str) -> nn.Module:
     return _language(name)
 
 
-OWN: dict[str, Callable[[], nn.Module]] = {"twice": TwiceUsed, "frozen": Frozen, "inplace": InPlace}
+OWN: dict[str, Callable[[], nn.Module]] = {"twice": TwiceUsed, "frozen": Frozen, "inplace": InPlace, **UNMODULAR}
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
