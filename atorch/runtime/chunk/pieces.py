@@ -2,8 +2,11 @@
 
 torch's element-wise optimizers make a dozen passes over a parameter unless they are fused. Cut into pieces that stay
 in the cache they are several times as fast, and not a bit different: each element is computed by itself. (Only fused
-ones treat the last few elements of a tensor differently; so a piece is a multiple of any vector.) Where gradients are
-widened to fp32, that is done for the pieces that are stepped, not for all.
+ones treat the last few elements of a tensor differently; so a piece is a multiple of any vector.)
+
+A call of an optimizer costs about a millisecond of Python where the kernels have emptied the caches, so pieces are
+stepped together, all at once where nothing else needs room. Gradients that are widened to fp32 do, for the pieces that
+are stepped together, and so do states when they are made, until they have moved to their place.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
     from atorch.runtime.chunk.tier import Tier
 
 NUMEL = 2**18  # elements of a piece: 1 MiB each of parameter, gradient and every state
-RUN_NUMEL = 2**22  # elements stepped in one call: enough that it costs nothing beside its work
+FUSED_NUMEL = 2**19  # of a piece for a fused optimizer, which makes one pass
+RUN_NUMEL = 2**24  # at most, of what needs room beside it
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
 
@@ -74,7 +78,7 @@ class WideGradients:
         for piece in run:
             assert piece.chunk.gradient is not None
             kept = piece.of(piece.chunk.gradient)
-            if self._factor != 1.0 or kept.dtype != piece.view.dtype:
+            if self.widens(piece):
                 room = self._room(piece, total)[used : used + piece.numel]
                 used += piece.numel
                 kept = piece.like(room).copy_(kept)
@@ -82,6 +86,10 @@ class WideGradients:
                     kept.mul_(self._factor)
             gradients.append(kept)
         return gradients
+
+    def widens(self, piece: Piece) -> bool:
+        """Whether a piece's gradient is copied."""
+        return self._factor != 1.0 or piece.chunk.dtype != piece.view.dtype
 
     def free(self) -> None:
         """Strike what it took off the ledgers."""
@@ -115,21 +123,22 @@ def uncut(chunk: ChunkMemory, slot: Slot, group: int, view: nn.Parameter) -> Pie
     return Piece(chunk, slot, slice(slot.offset, slot.offset + slot.numel), chunk.forms[slot.name], group, view)
 
 
-def cut(chunk: ChunkMemory, slot: Slot, group: int) -> list[Piece]:
+def cut(chunk: ChunkMemory, slot: Slot, group: int, fused: bool) -> list[Piece]:
     """What lies here of a parameter, in 1-D pieces; a parameter without dimensions stays as it is."""
+    numel = FUSED_NUMEL if fused else NUMEL
     held, shift, form = chunk.within(slot), slot.offset - chunk.share.start, chunk.forms[slot.name]
     kept = None if form.shape else form  # a state of one number is told from a number of steps by its shape alone
     pieces = []
-    for start in range(held.start, held.stop, NUMEL):
-        where = slice(shift + start, shift + min(start + NUMEL, held.stop))
+    for start in range(held.start, held.stop, numel):
+        where = slice(shift + start, shift + min(start + numel, held.stop))
         view = nn.Parameter(_shaped(chunk.master[where], kept))
         pieces.append(Piece(chunk, slot, where, kept, group, view))
     return pieces
 
 
-def runs(pieces: Sequence[Piece], total: int) -> list[list[Piece]]:
-    """The pieces in their order, in lists to step together: of a 32nd of `total` elements, or the least that pays."""
-    limit = min(RUN_NUMEL, max(NUMEL, total // 32))
+def runs(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:
+    """The pieces in their order, in lists to step together: of at most `limit` elements, or what pays anyhow."""
+    limit = max(limit, NUMEL)
     lists: list[list[Piece]] = []
     filled = limit
     for piece in pieces:

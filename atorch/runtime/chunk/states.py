@@ -44,6 +44,10 @@ class FlatStates:
                     mine[key].copy_(value)
             self._settled[piece] = len(mine)
 
+    def __contains__(self, piece: Piece) -> bool:
+        """Whether a piece's states are in place."""
+        return piece in self._settled
+
     def forget(self) -> None:
         """The optimizer has other states now, wherever they are."""
         self._settled.clear()

@@ -46,6 +46,7 @@ def make_net():
 def _small_pieces(monkeypatch):
     """Parameters of several pieces, and several calls a step, whose lengths are those of vectors all the same."""
     monkeypatch.setattr(pieces, "NUMEL", 64)
+    monkeypatch.setattr(pieces, "FUSED_NUMEL", 128)
 
 
 def train(make, groups_of=lambda net: net.parameters(), missing=(), steps=STEPS, capacity=150, **settings):
@@ -380,6 +381,7 @@ def test_states_are_entered_in_the_ledger():
 @pytest.mark.parametrize("way", [{}, {"fused": True}], ids=str)
 def test_host_bytes_in_mixed_precision(way, in_place, most, monkeypatch):
     monkeypatch.setattr(pieces, "NUMEL", 2**14)
+    monkeypatch.setattr(pieces, "FUSED_NUMEL", 2**14)
     with LiveBytes() as live:
         net = nn.Sequential(nn.Embedding(2000, 128), *(nn.Linear(256, 512) for _ in range(8)))
         count = sum(parameter.numel() for parameter in net.parameters())
