@@ -82,6 +82,7 @@ class _Waiting(NamedTuple):
     param_offload: float
     optim_offload: float
     activation_offload: float
+    activations_ahead: float
     budget_bytes: float
 
 
@@ -179,6 +180,8 @@ def _peaks_of(cost: Cost, courses: Sequence[Course]) -> list[tuple[Moment, Held]
 def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) -> tuple[Moment, Held]:
     """Of moments that fill a budget the one counts that most makes way for."""
     *passes, step = course.moments
+    if waiting.activation_offload and course.in_backward is not None:
+        passes.append(course.in_backward)  # when blocks' activations are back that were away before
     step = step._replace(transient=step.transient * (1.0 - waiting.optim_offload))
     shared = [(moment, _with_host(course, moment, buffer_bytes, waiting)) for moment in (*passes, step)]
     return max(shared, key=lambda each: (round(each[1].total), each[1].on_host))
@@ -199,7 +202,7 @@ def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
 
 def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting) -> Held:
     """What is left when shares made way to the host, or what is beyond a budget."""
-    saved = shares.activation_offload * moment.in_blocks
+    saved = _saved_away(course, moment, shares)
     if shares.budget_bytes < math.inf:
         return _under_budget(course, moment, buffer_bytes, shares, saved)
     waiting, stepped = shares.param_offload, shares.optim_offload
@@ -218,6 +221,17 @@ def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Wai
         on_host=moved + copies + shares.activation_offload * course.in_blocks,
         stepped=stepped,
     )
+
+
+def _saved_away(course: Course, moment: Moment, shares: _Waiting) -> float:
+    """Of what blocks saved, what the host has: all that goes there at the loss, and less what is back afterwards.
+
+    At the end of a run of blocks more is back than the last one has, which stands for those just before it.
+    """
+    if not (shares.activation_offload and moment.in_blocks):
+        return 0.0
+    away = min(shares.activation_offload * course.in_blocks, moment.in_blocks)
+    return away if moment.in_blocks == course.in_blocks else away - shares.activations_ahead * course.in_blocks
 
 
 def _under_budget(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting, saved: float) -> Held:

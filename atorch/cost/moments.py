@@ -51,6 +51,7 @@ class Course:
     copied: float  # parameters and gradients of what this device steps
     moments: tuple[Moment, ...]
     peak: Moment
+    in_backward: Moment | None  # the largest while some blocks have gone backward and others have not
 
     @property
     def gradients(self) -> float:
@@ -136,6 +137,8 @@ def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
         trained += number * each.trained
     *passes, step = _moments(terms, copies, stage.in_flight, appear)
     moments = (*_uncovered(passes), step)
+    most = max(moment.in_blocks for moment in passes)
+    in_backward = [moment for moment in passes if 0 < moment.in_blocks < most]
     return Course(
         parameters=params * terms.param_itemsize,
         optimizer=state * terms.optim_itemsize,
@@ -144,6 +147,7 @@ def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
         copied=state * (terms.param_itemsize + terms.grad_itemsize),
         moments=moments,
         peak=max(moments, key=attrgetter("total")),
+        in_backward=max(in_backward, key=attrgetter("total"), default=None),
     )
 
 

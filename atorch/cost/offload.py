@@ -53,4 +53,3 @@ def _seconds(cost: Cost, stage: Stage, computing_s: float, course: Course, held:
     forward = max(fetched, saved) / rate - forward_s
     backward = max(saved + again, down) / rate - (computing_s - forward_s)
     return max(0.0, forward) + max(0.0, backward) + (alone + step) / rate
-

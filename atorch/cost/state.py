@@ -71,7 +71,8 @@ class Cost:
     held_gathers: float = 0.0  # inputs of a block that are kept gathered along the sequence, not gathered again
     param_offload: float = 0.0  # shares that wait in host memory
     optim_offload: float = 0.0
-    activation_offload: float = 0.0
+    activation_offload: float = 0.0  # of what blocks save, that of the first ones
+    activations_ahead: float = 0.0  # of it, what is on the device while they go backward
     budget_bytes: float = math.inf  # of a device; states and gradients make way on the host, and then parameters
     fetches_ahead: bool = True  # what waits is on its way while something else computes
 

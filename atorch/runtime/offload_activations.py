@@ -192,7 +192,7 @@ class _Memory:
     def fetch(self) -> None:
         """Begin to bring it up."""
         if self._back is None:
-            self._back = torch.empty_like(self._kept, device=self._device, pin_memory=False)
+            self._back = torch.empty(self._kept.shape, dtype=self._kept.dtype, device=self._device)
             self._copy(self._back, self._kept, "up")
 
     def on_device(self) -> Tensor:

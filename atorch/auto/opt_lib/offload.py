@@ -69,13 +69,14 @@ class Offload(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """The shares; what moves follows from them. Two blocks' activations stay: one computes, one is on its way."""
+        """The shares; what moves follows from them. Backward has two blocks' activations: one computes, one comes."""
         blocks = cost.num_blocks / cost.stages
-        away = max(0.0, min(_num_moved(self.activations, blocks), blocks - 2.0))
+        away = _num_moved(self.activations, blocks) if blocks > 1 else 0.0
         return cost.but(
             param_offload=self.parameters,
             optim_offload=self.optimizer,
-            activation_offload=away / blocks if blocks else 0.0,
+            activation_offload=away / blocks if away else 0.0,
+            activations_ahead=min(2.0, away) / blocks if away else 0.0,
         )
 
     @classmethod

@@ -23,12 +23,21 @@ def test_shares_wait_on_the_host():
     block = 8 / 2 * 5000
     assert held(optimizer=0.0, activations=0.5) == (54_400, 54_400, 108_800, ACTIVATIONS - 4 * block, 4 * block)
     assert held(optimizer=0.0, activations=0.49) == (54_400, 54_400, 108_800, ACTIVATIONS - 3 * block, 3 * block)
-    assert held(optimizer=0.0, activations=1.0)[-1] == 6 * block  # one computes, and one is on its way
+    assert held(optimizer=0.0, activations=1.0)[-1] == 7 * block  # the last keeps its own
 
 
-def test_a_stage_of_two_blocks_has_no_activations_to_spare():
+def test_the_blocks_of_a_stage_count():
     cost = cost_of({"pipeline": 4}, "pipeline_parallel", ("offload", {"activations": 1.0}))
-    assert cost.activation_offload == 0
+    assert (cost.activation_offload, cost.activations_ahead) == (0.5, 0.5)  # one of two goes, and comes back
+    alone = cost_of({"pipeline": 8}, "pipeline_parallel", ("offload", {"activations": 1.0}))
+    assert alone.activation_offload == 0, "a lone block's are back at once, but for those of other micro-batches"
+
+
+def test_in_backward_two_blocks_are_on_the_device():
+    # With gradients of their own place, the last block's backward has as much of all else as that of the first.
+    cost = cost_of({}, ("offload", {"optimizer": 0.0, "activations": 1.0})).but(grads_persist=True, step_itemsize=0.0)
+    block = 16 / 2 * 5000
+    assert peak_memory(cost).activations == 16 / 2 * 800 + 2 * block
 
 
 def test_shards_wait_as_shards():
