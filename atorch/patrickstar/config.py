@@ -170,9 +170,9 @@ class EngineConfig(Section):
     release_after_init: Annotated[
         bool, NoEffect("a process has the whole model on the host until its first batch, which suits `from_pretrained`")
     ] = Field(False, description="kept other processes' parameters until the model was made; here they always are")
-    use_cpu_embedding: Annotated[
-        bool, NoEffect("embeddings come to the device when they are needed, as other parameters do")
-    ] = Field(True, description="looked embeddings up on the host; here they come to the device for their operations")
+    use_cpu_embedding: bool = Field(
+        True, description="embeddings whose table nothing else uses stay on the host in fp32 and are looked up there"
+    )
     client: ClientSection = Field(default_factory=ClientSection, description="memory, and how chunks move")
 
     @property

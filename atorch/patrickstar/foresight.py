@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.distributed.collectives import gather_objects, together
 from atorch.errors import ArgumentError
+from atorch.patrickstar.embeddings import foresee_lookups
 from atorch.profiler.tensors import tensors_of
 from atorch.runtime.chunk.course import Course, Pass
 
@@ -29,6 +30,7 @@ class Foresight:
         self, model: nn.Module, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         self._model, self._dtype, self._device, self._group = model, dtype, device, group
+        self.on_host: set[str] = set()  # names of embeddings that the device does not see
         self._batch: Any = None
         self._largest = 0
         self._known: dict[Hashable, Course] = {}
@@ -70,7 +72,11 @@ class Foresight:
         return sum(tensor.numel() for tensor in tensors_of(self._batch))
 
     def _foreseen(self) -> Pass:
-        return foreseen(self._model, self._batch, _loss, device_type=self._device.type, dtype=self._dtype)
+        def loss(duplicate: nn.Module, batch: Any) -> Tensor:
+            foresee_lookups(duplicate, self.on_host, self._dtype)
+            return _loss(duplicate, batch)
+
+        return foreseen(self._model, self._batch, loss, device_type=self._device.type, dtype=self._dtype)
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

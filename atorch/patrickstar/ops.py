@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from atorch.patrickstar.config import Fp16Section
 from atorch.patrickstar.profiler import profiler
@@ -16,6 +18,8 @@ from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from atorch.runtime.clip import clip_grads
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
+
+SLICE_NUMEL = 2**20
 
 
 class FP16Adam(WrappedOptimizer):
@@ -89,8 +93,10 @@ class FP16Adam(WrappedOptimizer):
         """
         self._refuse(closure)
         self._tell("optimizer")
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self._chunks is not None:
+            average_alone(self._chunks, parameters)
         if self._chunks is not None and self.gradient_clipping > 0:
-            parameters = (parameter for group in self.param_groups for parameter in group["params"])
             norm = float(clip_grads(parameters, math.inf)) / self._scale()
             self._excess = max(1.0, (norm + 1e-6) / self.gradient_clipping)
         result = self.inner.step()
@@ -121,3 +127,25 @@ def loss_scale_of(section: Fp16Section | None) -> LossScale | None:
 
 def _is_dynamic(scale: LossScale) -> bool:
     return (scale.growth, scale.backoff) != (1.0, 1.0)
+
+
+@torch.no_grad()
+def average_alone(chunks: ChunkSet, parameters: Iterable[Tensor]) -> None:
+    """Average the gradients of parameters that are in no chunk, over the processes that share the chunks.
+
+    They are sent a slice at a time, so that a device which has no room for them can be what links the processes.
+    """
+    alone = [each for each in parameters if each.requires_grad and chunks.place(each) is None]
+    if chunks.group is None or not alone:
+        return
+    having = torch.tensor([float(each.grad is not None) for each in alone], device=chunks.device)
+    dist.all_reduce(having, group=chunks.group)
+    for parameter, count in zip(alone, having.tolist(), strict=True):
+        if count and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if count and parameter.grad is not None:
+            parameter.grad = parameter.grad.contiguous()
+            for piece in parameter.grad.view(-1).split(SLICE_NUMEL):
+                sent = piece.to(chunks.device)
+                dist.all_reduce(sent, group=chunks.group)
+                piece.copy_(sent / chunks.num_shares)

@@ -41,6 +41,8 @@ def own_part(state: dict[str, Any], operations: Operations) -> dict[str, Any]:
             part[name] = value
         elif value in mine:
             part[name] = mine[value]
+        elif isinstance(value, nn.Parameter) and value not in managed:
+            part[name] = value.detach()  # the same on all
         elif value not in managed:
             part[name] = _sent(value.detach(), 0, chunks.device)
     return part

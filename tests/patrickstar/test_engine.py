@@ -20,6 +20,7 @@ from atorch.patrickstar.profiler import profiler
 from atorch.patrickstar.runtime import PatrickStarEngine, initialize_engine
 from tests.pool import Pool
 
+SMOOTH = {"params": {"lr": 1.0, "eps": 1.0}}
 SCALED = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}
 BUDGET = 16_000  # activations of a batch, and half of the model
 Batches = list[tuple[Tensor, Tensor]]
@@ -87,20 +88,26 @@ def train(model: PatrickStarEngine, optimizer: FP16Adam, data: Batches) -> list[
 
 
 def plainly(
-    model: nn.Module, data: Batches, scale: float = 1.0, limit: float = math.inf, kind: Any = torch.optim.Adam
+    model: nn.Module,
+    data: Batches,
+    scale: float = 1.0,
+    limit: float = math.inf,
+    kind: Any = torch.optim.Adam,
+    **settings: Any,
 ) -> list[float]:
     """The same on one fp16 copy and its fp32 masters, which `model` is."""
     half = copy.deepcopy(model).half()
     pairs = [pair for pair in zip(model.parameters(), half.parameters(), strict=True) if pair[0].requires_grad]
-    optimizer = kind([master for master, _ in pairs], lr=1e-2, fused=True)
+    optimizer = kind([master for master, _ in pairs], **{"lr": 1e-2, **settings}, fused=True)
     losses = []
     for tokens, labels in data:
         loss = half(tokens, labels=labels)
         (loss.float() * scale).backward()
-        norm = float(torch.linalg.vector_norm(torch.cat([rounded.grad.float().flatten() for _, rounded in pairs])))
+        gradients = [rounded.grad.float().flatten() for _, rounded in pairs if rounded.grad is not None]
+        norm = float(torch.linalg.vector_norm(torch.cat(gradients)))
         excess = max(1.0, (norm / scale + 1e-6) / limit)
         for master, rounded in pairs:
-            master.grad = rounded.grad.float() / (scale * excess)
+            master.grad = None if rounded.grad is None else rounded.grad.float() / (scale * excess)
             rounded.grad = None
         optimizer.step()
         with torch.no_grad():
@@ -352,10 +359,47 @@ def test_too_little_host_memory_is_told() -> None:
         train(model, optimizer, batches(1))
 
 
+class Untied(Net):
+    """A table of its own, larger than the budget, and one that the forward pass takes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 16)
+        self.places = nn.Embedding(3, 16)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.table(tokens) + self.places(torch.arange(3, device=tokens.device))
+        logits = self.head(x + self.block(x)) + self.places.weight.sum()
+        return logits if labels is None else loss_of(logits, labels)
+
+
+def make_untied() -> Untied:
+    torch.manual_seed(0)
+    return Untied()
+
+
+def test_embeddings_stay_on_the_host() -> None:
+    whole, before = make_untied(), make_untied()
+    given = config(optimizer=SMOOTH, fp16=SCALED)
+    model, optimizer = initialize_engine(make_untied, 0, given)
+    losses = train(model, optimizer, batches(3))
+    assert losses == pytest.approx(plainly(whole, batches(3), 2.0**8, lr=1.0, eps=1.0), rel=1e-3)
+    assert type(model.module.table.weight) is nn.Parameter
+    assert model.module.table.weight.dtype == torch.float32
+    chunked = set(model.residency.chunks.layout.chunk_of)
+    assert "table.weight" not in chunked
+    assert "places.weight" in chunked
+    update, expected = (each.table.weight.detach() - before.table.weight for each in (model.module, whole))
+    assert expected.norm() > 1e-3
+    assert (update - expected).norm() <= 1e-2 * expected.norm()
+    given["use_cpu_embedding"] = False
+    with pytest.raises(OutOfBudgetError):  # 32,000 bytes of a table
+        train(*initialize_engine(make_untied, 0, given), batches(1))
+
+
 # Several processes. At an epsilon of 1 a step of Adam is nearly one along the gradient, and does not enlarge rounding.
 
 SHARED = 20_000  # gradients are put together on the device
-SMOOTH = {"params": {"lr": 1.0, "eps": 1.0}}
 
 
 def of_rank(rank: int, data: Batches) -> Batches:
@@ -401,6 +445,27 @@ def test_two_processes_train_as_one_and_save_their_parts(pool: Pool, tmp_path: P
     losses = [sum(pair) / 2 for pair in zip(*(losses for losses, _, _ in results), strict=True)]
     assert losses == pytest.approx(train(model, optimizer, batches(2)), rel=1e-2)
     assert all(peak <= SHARED for _, _, peak in results)
+
+
+def two_unseeded(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Models that begin differently; a table that nobody's chunks have."""
+    torch.manual_seed(rank)
+    model, optimizer = initialize_engine(lambda: Untied(), 0, config(optimizer=SMOOTH, client=small(SHARED)))
+    train(model, optimizer, of_rank(rank, batches(2)))
+    return model.module.table.weight.detach().clone(), model.state_dict()["table.weight"]
+
+
+def test_processes_begin_alike_and_average_what_is_in_no_chunk(pool: Pool) -> None:
+    (one, saved), (other, _) = pool.run(two_unseeded)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(one, saved, rtol=0, atol=0)
+    torch.manual_seed(0)
+    model, optimizer = initialize_engine(lambda: Untied(), 0, config(optimizer=SMOOTH))
+    before = model.module.table.weight.detach().clone()
+    train(model, optimizer, batches(2))
+    expected, update = model.module.table.weight.detach() - before, one - before
+    assert expected.norm() > 1e-3
+    assert (update - expected).norm() <= 1e-2 * expected.norm()
 
 
 def two_disagree(rank: int, size: int) -> list[bool]:

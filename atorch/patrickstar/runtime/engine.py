@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import gather_objects, together
+from atorch.distributed.collectives import gather_objects, synchronise, together
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
 from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
+from atorch.patrickstar.embeddings import host_embeddings, look_up_on_host, table_of
 from atorch.patrickstar.foresight import Foresight
 from atorch.patrickstar.ops import FP16Adam, loss_scale_of
 from atorch.patrickstar.parts import load_parts, own_part
 from atorch.patrickstar.recorder import Recorder
 from atorch.runtime.amp import LossScale
 from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.course import Pass
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.nested import map_leaves
@@ -128,7 +130,9 @@ class PatrickStarEngine(Wrapper):
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(DTYPE)
         self._check_host()
-        first, budget = self._foresight.agreed(), min(gather_objects(client.budget_bytes))
+        synchronise([*self.module.parameters(), *self.module.buffers()])
+        first, budget = self._foreseen(), min(gather_objects(client.budget_bytes))
+        on_host = self._foresight.on_host
         prefetch = 1 if client.config.opts.with_async_move else 0
         self._operations = together(
             lambda: chunk(
@@ -138,11 +142,14 @@ class PatrickStarEngine(Wrapper):
                 device=client.device,
                 dtype=DTYPE,
                 group=client.group,
+                leave=[table_of(name) for name in on_host],
                 chunk_size=client.chunk_size,
                 state_bytes=MOMENT_BYTES if self.config.optimizer.params.use_hybrid_adam else None,
                 prefetch=prefetch,
             )
         )
+        for name in on_host:
+            look_up_on_host(self.module.get_submodule(name), DTYPE)
         chunks = self._operations.chunks
         self._operations.course_for = self._foresight.courses(
             self._operations.residency.course, self._operations.course_of
@@ -150,6 +157,18 @@ class PatrickStarEngine(Wrapper):
         recorder = Recorder(self._operations)
         self.optimizer.live_in(chunks, recorder.phase)
         return recorder
+
+    def _foreseen(self) -> Pass:
+        """The first pass, and in it which embeddings can stay on the host."""
+        if self.config.use_cpu_embedding:
+            self._foresight.on_host = host_embeddings(self.module)
+        first = self._foresight.agreed()
+        used = {name for access in first.accesses for name in access.parameters}
+        elsewhere = {name for name in self._foresight.on_host if table_of(name) in used}
+        if elsewhere:  # a head that takes the table by hand
+            self._foresight.on_host -= elsewhere
+            first = self._foresight.agreed()
+        return first
 
     def _check_host(self) -> None:
         """Refuse what the host has no room for, before anything moves."""

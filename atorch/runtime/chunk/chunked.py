@@ -7,7 +7,7 @@ anything is moved: it fits, or by how many bytes it does not, and in which opera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,6 +39,7 @@ def chunk(
     dtype: torch.dtype | None = None,
     values: Any = None,
     group: dist.ProcessGroup | None = None,
+    leave: Collection[str] = (),
     chunk_size: int | None = None,
     state_bytes: float | None = None,
     prefetch: int = 1,
@@ -52,6 +53,7 @@ def chunk(
         dtype: of floating-point parameters as operations see them; None for their own.
         values: what parameters were before they were rounded to 16 bits, by parameter.
         group: processes that share every chunk; None for this one alone.
+        leave: names of parameters that stay as they are; no operation on the device may take them.
         chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
         state_bytes: of the optimizer's states for an element; chunks for which the budget has room then live on the
             device for good and are stepped there, where processes do not share them. None: the host steps all.
@@ -60,7 +62,7 @@ def chunk(
     Raises:
         OutOfBudgetError: no order of fetching keeps the budget; the model is as it was.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {name: each for name, each in model.named_parameters() if name not in leave}
     shards = 1 if group is None else group.size()
     if chunk_size is None:
         layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards)
