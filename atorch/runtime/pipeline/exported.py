@@ -6,8 +6,8 @@ becomes a run of these segments, which are modules: so route and stages are foun
 stay where they are, under the user's names, and are given to the segments that use them. What no parameter has a part
 in, such as masks, every stage computes for itself.
 
-A graph holds for one shape of the inputs, and for training or evaluation. Others are exported when they first come, on
-a copy without memory, and have to do the same operations: they are cut at the same places.
+A graph holds for one shape of the inputs, and for modules that train or do not. Others are exported when they first
+come, on a copy without memory, and have to do the same operations: they are cut at the same places.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ class Exported:
             StrategyError: the model cannot be exported, or has too few operations, or others than before.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        key = (model.training, spec, tuple(map(_kind, leaves)))
+        modes = tuple(each.training for _, each in zip(self._source.modules(), model.modules(), strict=False))
+        key = (modes, spec, tuple(map(_kind, leaves)))
         if key not in self._programs:
-            self._programs[key] = self._make(model.training, args, kwargs)
+            self._programs[key] = self._make(modes, args, kwargs)
         return self._programs[key]
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,8 +117,9 @@ class Exported:
         found = [values[each] if isinstance(each, _Name) else each for each in program.outputs]
         return tree_unflatten(found, program.out_spec)
 
-    def _make(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        self._source.train(training)
+    def _make(self, modes: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        for module, training in zip(self._source.modules(), modes, strict=True):
+            module.training = training
         with _disable_current_modes(), torch.enable_grad():
             graph = _Graph(_export(self._source, self._mode, args, kwargs))
             if not self._programs:

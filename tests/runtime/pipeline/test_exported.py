@@ -112,6 +112,29 @@ def test_boundaries_are_where_little_crosses() -> None:
     assert program.free.gives
 
 
+class Dropping(nn.Module):
+    """Dropout in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.eye(4)) for _ in range(4))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = self.dropout(x @ weight)
+        return x
+
+
+def test_each_module_trains_or_not() -> None:
+    model, x = Dropping(), torch.ones(64, 4)
+    install(model, exported(model, 2), 2)
+    assert 0 < float((model(x) == 0).float().mean()) < 1
+    model.dropout.eval()
+    assert model(x).equal(x)
+    assert model.eval()(x).equal(x)
+
+
 class Lengthy(nn.Module):
     """It does more for longer inputs."""
 
