@@ -15,6 +15,8 @@ from atorch.errors import ArgumentError, AtorchError, shown
 
 T = TypeVar("T")
 
+_PIECE = 2**20  # elements, a sum of which takes a few MiB
+
 
 def several() -> bool:
     """Whether this job has more than one process."""
@@ -110,13 +112,19 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
     known = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     agree([(tuple(tensor.shape), str(tensor.dtype)) for tensor in known], "the model", ArgumentError)
     real = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in known]
-    sums = [float(torch.sum(tensor, dtype=torch.float64)) for tensor in real]
+    sums = [_sum(tensor) for tensor in real]
     if len({tuple(values) for values in gather_objects(sums)}) == 1:
         return
     for tensor in known:
         value = tensor.contiguous()  # collectives take no other; a copy where it was not
         dist.broadcast(value, src=0, group=everyone())
         tensor.copy_(value)
+
+
+def _sum(tensor: torch.Tensor) -> float:
+    """The sum in fp64, piece by piece: torch makes a copy in fp64 of what it sums."""
+    pieces = [torch.sum(piece, dtype=torch.float64) for piece in tensor.reshape(-1).split(_PIECE)]
+    return float(torch.stack(pieces).sum())
 
 
 def _kind(error: Exception) -> str:
