@@ -67,9 +67,11 @@ def _sizes(segments: tuple[Segment, ...], tensor: int, experts: float) -> tuple[
 
 
 def _of_copy(segment: Segment, tensor: int, experts: float) -> list[float]:
-    """Weights of products as they are; of the rest, norms and biases, only the sum is known: vectors of the model's
-    width. Without products it is a table.
+    """Parameters as they are. Of a shape, and of what is split, weights of products are known, and of the rest, norms and
+    biases, the sum: vectors of the model's width. Without products it is a table.
     """
+    if segment.trainable_sizes and tensor == experts == 1:
+        return list(segment.trainable_sizes)
     left, sizes, width = segment.num_trainable, [], 0
     for product in reversed(segment.matmuls):
         weight = float(product.inner * product.columns)

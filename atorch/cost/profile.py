@@ -54,6 +54,9 @@ class Segment:
 
     num_params: float
     num_trainable: float
+    trainable_sizes: tuple[
+        float, ...
+    ] = ()  # elements of each trainable parameter, the last one first; empty: not known
     split_params: float = 0.0  # of num_params, those that tensor parallelism divides
     expert_params: float = 0.0  # of num_params, those that expert parallelism divides
     tied_params: float = 0.0  # used here and counted by another segment: a head that is the embedding

@@ -40,6 +40,10 @@ class Ownership:
         """Of all these parameters."""
         return float(sum(self.parameters[number].numel() for number in numbers))
 
+    def sizes(self, numbers: AbstractSet[int]) -> tuple[float, ...]:
+        """Elements of each, the last one first."""
+        return tuple(float(self.parameters[number].numel()) for number in sorted(numbers, reverse=True))
+
     def trainable(self, numbers: AbstractSet[int]) -> frozenset[int]:
         """Those that get gradients."""
         return frozenset(number for number in numbers if self.parameters[number].requires_grad)
@@ -125,6 +129,7 @@ class _Assembly:
             is_block=bool(stretch.block),
             num_params=ownership.elements(fresh),
             num_trainable=ownership.elements(ownership.trainable(fresh)),
+            trainable_sizes=ownership.sizes(ownership.trainable(fresh)),
             split_params=ownership.elements(figures.split & counted),
             expert_params=ownership.elements(figures.experts & counted),
             tied_params=ownership.elements(tied),
@@ -331,6 +336,7 @@ def _with_share(segment: Segment, other: Segment, share: float) -> Segment:
         segment,
         num_params=both("num_params"),
         num_trainable=both("num_trainable"),
+        trainable_sizes=() if other.num_trainable else segment.trainable_sizes,
         split_params=both("split_params"),
         tied_params=both("tied_params"),
         matmuls=segment.matmuls + tuple(replace(each, count=share * each.count) for each in other.matmuls),

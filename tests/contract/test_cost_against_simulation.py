@@ -36,6 +36,9 @@ HYBRID = "hybrid"  # shards over four ranks, replicas over the others
 TENSOR, SEQUENCE, CONTEXT = "tensor", "sequence", "context"  # a model split over four ranks, replicas over the others
 SPLIT = frozenset((TENSOR, SEQUENCE, CONTEXT))
 
+ON_HOST = ("offload", {"parameters": 1.0})
+AWAY = ("offload", {"optimizer": 0.0, "activations": 1.0})
+
 Composition = tuple[Any, ...]
 ALONE: tuple[Composition, ...] = (("ddp",), ("zero1",), ("zero2",), ("fsdp",))
 TOGETHER: tuple[Composition, ...] = (
@@ -59,6 +62,12 @@ TOGETHER: tuple[Composition, ...] = (
     ("fsdp", AMP, "checkpoint"),
     ("ddp", MICRO),
     ("zero1", HALF, MICRO),
+    ("ddp", "offload"),
+    ("zero1", "offload"),
+    ("ddp", ("offload", {"optimizer": 0.5})),
+    ("ddp", AWAY),
+    ("ddp", "checkpoint", AWAY),
+    ("fsdp", ON_HOST, "checkpoint"),
     ("zero2", AMP, MICRO),
     ("fsdp", MICRO),
     ("fsdp", AMP, "checkpoint", MICRO),
@@ -73,15 +82,29 @@ TOGETHER: tuple[Composition, ...] = (
 KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
     (
         frozenset(("half",)),
-        -0.22,
+        -0.23,
         0.1,
         "norms and losses stay in fp32 inside of a 16-bit model; traced in fp32, the profile has no copies of that",
     ),
     (
         frozenset(("fsdp", "checkpoint")),
         -0.1,
-        0.2,
+        0.22,
         "a block's whole gradients are there when what it recomputed is gone; the estimate adds them, to be safe",
+    ),
+    *(
+        (
+            frozenset(methods),
+            -0.1,
+            0.17,
+            "the estimate has the most that any operation works with at the peak; what runs then works with less",
+        )
+        for methods in (
+            ("fsdp", "amp_native"),
+            ("zero2", "amp_native"),
+            ("fsdp", "module_replace"),
+            ("fsdp", "micro_batch"),
+        )
     ),
     (
         frozenset(("tensor_parallel", "fsdp")),
@@ -91,6 +114,9 @@ KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
     ),
 )
 """Methods together, how far the estimated peak may be below and above the simulated one, and why."""
+STEPPING = 2.0 * VOCAB * WIDTH * 4 + 4096
+"""A CPU's optimizer steps parameters one by one, with two temporaries as large as the largest that are not estimated;
+and it counts its steps."""
 DEALT = 0.03
 """zero1 deals out whole parameters: the estimate is of the rank that has the most, the simulation of the first."""
 
@@ -195,6 +221,7 @@ def check(make: Callable[[int], nn.Module], composition: Composition, ranks: int
     for state in STATES:
         expected = pytest.approx(happened.memory.get(state, 0.0), rel=DEALT if "zero1" in names else 0.01, abs=4096)
         assert getattr(memory, state) == expected, state
+    assert memory.on_host == pytest.approx(happened.on_host_bytes, rel=0.1, abs=STEPPING)
     low, high = band(names)
     error = memory.total / happened.peak_bytes - 1
     assert low <= error <= high, (error, memory.by_category(), dict(happened.memory))
@@ -208,7 +235,9 @@ def _same_messages(expected: Mapping[tuple[str, frozenset[str]], tuple[float, fl
         assert size == pytest.approx(sent[key][1], rel=0.1), key
 
 
-@pytest.mark.parametrize("composition", [("zero1",), ("fsdp",), ("ddp", ("amp_native", "fp16"))], ids=named)
+@pytest.mark.parametrize(
+    "composition", [("zero1",), ("fsdp",), ("ddp", ("amp_native", "fp16")), ("fsdp", ON_HOST)], ids=named
+)
 def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> None:
     check(llama, composition, ranks=8, layers=4)
 
@@ -227,8 +256,7 @@ def test_every_method_that_can_be_applied_is_held_to_it() -> None:
     held = {part if isinstance(part, str) else part[0] for each in (*ALONE, *TOGETHER) for part in each}
     # Compilers take no fakes; fp8 needs a library, and changes neither bytes nor calls; stages of a pipeline are held
     # one by one. Splitting norms as Megatron-LM does adds sums for gradients of norms, which the estimate leaves out.
-    left_out = {"compile", "fp8", "pipeline_parallel"}
+    # Chunks are scheduled by a trace of their own, and kept to a budget.
+    left_out = {"compile", "fp8", "pipeline_parallel", "chunk"}
     splits = {"parallel_mode", "tensor_parallel", "sequence_parallel", "context_parallel"}
-    assert held - {HYBRID, *SPLIT} | splits | left_out == {
-        name for name in METHODS if METHODS[name].can_apply()
-    }
+    assert held - {HYBRID, *SPLIT} | splits | left_out == {name for name in METHODS if METHODS[name].can_apply()}
