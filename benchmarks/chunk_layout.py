@@ -1,8 +1,8 @@
 """How much of what chunks allocate parameters take: GPT-2, BERT, Llama and ViT at two sizes each.
 
 Chunks are laid out as they are for training in bfloat16, under a budget of what activations take at their peak and half
-of the parameters' bytes, for one process and for 64 that share each chunk. The rows without a bar are of PatrickStar's
-rule with its guide's default: chunks of 64 Mi elements, each allocated whole; a larger parameter has several.
+of the parameters' bytes, for one process and for 64 that share each chunk. Rows without a bar are of chunks that are
+all allocated whole, 64 Mi elements each (the default of PatrickStar's guide), where a larger parameter has several.
 
     python benchmarks/chunk_layout.py
 """
