@@ -15,6 +15,7 @@ Chunks lie on the host, or for good on the device where that one steps them itse
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSpec, Layout, Slot
 
 HALVES = (torch.float16, torch.bfloat16)
+PAGE = mmap.PAGESIZE
 
 
 class Form(NamedTuple):
@@ -246,10 +248,10 @@ class ChunkMemory:
         self._seen = self.master._version, self.compute._version
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
-        flat = torch.empty(self.share.stop - self.share.start, dtype=dtype, device=self.device)
-        if self._pinned and flat.numel():
-            _lock(flat, self)
-        return flat
+        numel = self.share.stop - self.share.start
+        if self._pinned and numel:
+            return _locked(numel, dtype, self)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
 
 class ChunkSet:
@@ -360,16 +362,23 @@ def stand_in(shape: Collection[int], dtype: torch.dtype, device: torch.device) -
     return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
 
 
-def _lock(flat: Tensor, owner: object) -> None:
-    """Lock a host tensor in memory for as long as `owner` lives.
+def _locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:
+    """A tensor on the host that is locked in memory for as long as `owner` lives.
 
-    torch's own allocator of locked memory rounds every size up to a power of two.
+    torch's own allocator of locked memory rounds every size up to a power of two. Whole pages, since a page that two
+    tensors share cannot be locked twice.
     """
-    runtime, address = torch.cuda.cudart(), flat.data_ptr()
-    status = runtime.cudaHostRegister(address, flat.numel() * flat.element_size(), 0)
-    if int(status):
+    num_bytes = numel * dtype.itemsize
+    rounded = -(-num_bytes // PAGE) * PAGE
+    memory = torch.empty(rounded + PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    pages = memory[start : start + rounded]
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(pages.data_ptr(), rounded, 0))
+    if status:
         raise CapabilityError(
-            f"CUDA refused to lock {format_bytes(flat.numel() * flat.element_size())} of host memory (error "
-            f"{int(status)}); raise the limit of locked memory (ulimit -l) or give the process more memory"
+            f"CUDA refused to lock {format_bytes(rounded)} of host memory (error {status}); raise the limit of locked "
+            "memory (ulimit -l) or give the process more memory"
         )
-    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+    weakref.finalize(owner, runtime.cudaHostUnregister, pages.data_ptr()).atexit = False
+    return pages[:num_bytes].view(dtype)

@@ -1,13 +1,15 @@
 """What a process keeps of chunks, and the ledger of the memory that it takes."""
 
+import gc
 import itertools
+import mmap
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.errors import ArgumentError, OutOfBudgetError
+from atorch.errors import ArgumentError, CapabilityError, OutOfBudgetError
 from atorch.profiler.live_bytes import LiveBytes
 from atorch.runtime.chunk.layout import Item, pack
 from atorch.runtime.chunk.memory import ChunkMemory, Form, stand_in
@@ -219,6 +221,57 @@ def test_chunks_take_no_more_than_the_model_and_one_chunk():
         assert len(chunks.chunks) == 8
 
 
+class Runtime:
+    """What CUDA knows of locked memory; it refuses pages that are locked already, and too many."""
+
+    def __init__(self, most=10**9):
+        self.locked, self.most = {}, most
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        assert address % mmap.PAGESIZE == num_bytes % mmap.PAGESIZE == flags == 0
+        if sum(self.locked.values()) + num_bytes > self.most:
+            return 2
+        if any(address < start + size and start < address + num_bytes for start, size in self.locked.items()):
+            return 712
+        self.locked[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+
+    def holds(self, tensor):
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(start <= first and last <= start + size for start, size in self.locked.items())
+
+
+def pinned(monkeypatch, runtime):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    spec = pack([Item("a", 5, "bfloat16", True)], 9).chunks[0]
+    forms = {"a": Form((5,), (1,))}
+    return [ChunkMemory(spec, forms, torch.bfloat16, CPU, wide=True, pinned=True) for _ in range(3)]
+
+
+def test_what_travels_is_locked_page_by_page(monkeypatch):
+    runtime = Runtime()
+    memories = pinned(monkeypatch, runtime)
+    for memory in memories:
+        memory.write(memory.spec.slots[0], torch.arange(5.0))
+        memory.accumulate(memory.spec.slots[0], torch.ones(5))
+        assert runtime.holds(memory.compute)
+        assert runtime.holds(memory.gradient)
+        assert not runtime.holds(memory.master)
+        assert memory.part(memory.compute, memory.spec.slots[0]).tolist() == [0, 1, 2, 3, 4]
+    assert len(runtime.locked) == 6
+    del memory, memories
+    gc.collect()
+    assert not runtime.locked
+
+
+def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
+    with pytest.raises(CapabilityError, match=r"refused to lock 4 KiB of host memory \(error 2\); raise the limit"):
+        pinned(monkeypatch, Runtime(most=mmap.PAGESIZE))
+
+
 def test_the_ledgers_know_where_chunks_lie():
     host, device = Tier("host"), Tier("device")
     net = make_net()
@@ -250,3 +303,15 @@ def test_stand_ins_hold_one_element():
     assert away.shape == (3, 4)
     assert away.isnan().all()
     assert away.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.gpu
+def test_cuda_copies_from_locked_memory():
+    chunks = chunks_of(make_net(), 60, dtype=torch.bfloat16, device="cuda")
+    for memory in chunks.chunks:
+        assert memory.compute.is_pinned()
+        assert torch.equal(memory.compute.to("cuda", non_blocking=True).cpu(), memory.compute)
+    compute = memory.compute
+    del memory, chunks
+    gc.collect()
+    assert not compute.is_pinned()
