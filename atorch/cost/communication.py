@@ -9,10 +9,11 @@ scattered and gathered again, once more in backward for the weights' gradients (
 
 from __future__ import annotations
 
-from atorch.cost.moments import micro_batch_share
+from atorch.cost.moments import is_gathered, micro_batch_share
 from atorch.cost.profile import Segment
 from atorch.cost.state import Comm, Cost
 
+LOSS_BYTES = 8.0  # in fp32 a row's log of the sum of exponentials, and its target's logit
 EXPERT_AXIS = "expert"  # no axis of the mesh: neighbours among the ranks that see different samples
 
 
@@ -89,10 +90,13 @@ def _of_tensor(cost: Cost, segment: Segment, again: float) -> list[Comm]:
 
 
 def _of_logits(cost: Cost, segment: Segment) -> list[Comm]:
-    """What a head split by columns gives is gathered, for a loss that takes it whole."""
-    share = itemsize(cost) * tokens_share(cost, segment)
+    """What a head split by columns gives is gathered, or for each loss two numbers a row, from every rank."""
+    axis, share = ("tensor",), tokens_share(cost, segment)
     heads = [each for each in segment.matmuls if each.split == "columns"]
-    return [Comm("all_gather", ("tensor",), share * each.rows * each.columns) for each in heads]
+    if is_gathered(cost, segment):
+        return [Comm("all_gather", axis, itemsize(cost) * share * each.rows * each.columns) for each in heads]
+    count, of_row = float(segment.num_losses), LOSS_BYTES * cost.tensor
+    return [Comm("all_gather", axis, count * of_row * share * each.rows, count=count) for each in heads]
 
 
 def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[float, float]]:

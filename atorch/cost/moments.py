@@ -91,6 +91,7 @@ class Terms(NamedTuple):
     recompute: float
     recompute_keeps: Literal["inputs", "selective", "results", "nothing"]
     whole_outside: bool
+    gathers_logits: bool
     scale: float  # bytes of a micro-batch's activations on one device against the traced ones, outside tensor splits
     scale_outside: float  # of blocks
 
@@ -226,6 +227,11 @@ def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[flo
     return terms.gathered_itemsize * around, terms.gathered_itemsize * within
 
 
+def is_gathered(cost: Cost | Terms, segment: Segment) -> bool:
+    """Whether a head's results are brought together from the tensor ranks, as for a loss that is no cross entropy."""
+    return cost.whole_outside and not segment.is_block and (cost.gathers_logits or not segment.num_losses)
+
+
 @lru_cache(maxsize=REMEMBERED)
 def _copy(terms: Terms, segment: Segment) -> _Copy:
     """What a device has of one copy.
@@ -242,7 +248,7 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     if not segment.is_block:
         is_whole, scale = terms.whole_outside, terms.scale_outside
     outside = scale / terms.tensor if terms.splits_norms and not is_whole else scale
-    inside = scale if is_whole else scale / terms.tensor
+    inside = scale if is_gathered(terms, segment) else scale / terms.tensor
     kept = inside * segment.inside.saved_bytes + outside * segment.outside.saved_bytes
     kept += terms.held_gathers * segment.input_bytes * (scale - outside)
     working = segment.working_bytes * (inside if segment.split_working else scale)

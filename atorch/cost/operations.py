@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from atorch.cluster import DeviceSpec
 from atorch.cost.communication import is_whole, itemsize, tokens_share
+from atorch.cost.moments import is_gathered
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.state import Cost
 
@@ -88,8 +89,9 @@ def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:
 
     A norm or an activation reads one tensor and writes one, and in backward reads two and writes one.
     """
-    split = 1 if is_whole(cost, segment) else cost.tensor
-    forward = segment.inside.traffic_bytes / split + segment.outside.traffic_bytes / (split if cost.splits_norms else 1)
+    inside = 1 if is_gathered(cost, segment) else cost.tensor
+    outside = cost.tensor if cost.splits_norms and not is_whole(cost, segment) else 1
+    forward = segment.inside.traffic_bytes / inside + segment.outside.traffic_bytes / outside
     return cost.traffic_scale * forward * (2.5 + again)
 
 

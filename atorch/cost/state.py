@@ -81,7 +81,8 @@ class Cost:
     splits_norms: bool = False  # what is outside of tensor-split regions is split along the sequence
     sequence: int = 1  # tokens outside of attention, heads inside
     context: int = 1  # tokens everywhere, keys and values passed around
-    whole_outside: bool = False  # outside of blocks every rank has all tokens and logits, whatever splits the blocks
+    whole_outside: bool = False  # outside of blocks every rank has all tokens, whatever splits the blocks
+    gathers_logits: bool = False  # those of tensor ranks, for a loss that is taken of whole ones
     expert: int = 1
     stages: int = 1
     scatters_sends: bool = False  # stages send a tensor rank's share each, gathered on arrival: arXiv 2104.04473, 4.1

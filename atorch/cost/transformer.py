@@ -191,6 +191,7 @@ class _Build:
             working_bytes=keep.loss_bytes * logits,
             split_working=True,
             num_ops=norm.num_ops + 8.0,
+            num_losses=1,
             sequence_length=shape.seq_len,
         )
 

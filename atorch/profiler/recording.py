@@ -43,6 +43,7 @@ class Operation:
     num_heads: int = 0  # 0 where they are one dimension with the batch, of so many
     num_kv_heads: int = 0
     batch: int = 0
+    is_log_softmax: bool = False  # as a cross entropy takes one
 
 
 @dataclass(slots=True)
@@ -149,6 +150,7 @@ class Recorder:
             self.activations.update(value for value, each in writes.items() if each.is_floating_point())
         floats = {value: each for value, each in (reads | writes).items() if each.is_floating_point()}
         operation = Operation(node=node, working_bytes=sum(map(_touched_bytes, floats.values())))
+        operation.is_log_softmax = packet is torch.ops.aten._log_softmax
         here.operations.append(operation)
         found = attention_of(func, args, kwargs) or product_of(packet, args, out, self._is_weight)
         if isinstance(found, Product):

@@ -190,6 +190,7 @@ class _Assembly:
             inside=_region(stretch, layout, is_inside=True),
             outside=_region(stretch, layout, is_inside=False),
             num_ops=float(sum(each.is_launched for each in operations)),
+            num_losses=sum(operations[place].is_log_softmax for place in layout.inside),
             dispatched_bytes=_dispatched_bytes(operations, layout),
         )
         largest = max(range(len(operations)), key=lambda index: operations[index].working_bytes, default=None)

@@ -34,7 +34,8 @@ AMP, HALF = ("amp_native", "bf16"), ("half", "bf16")
 SELECTIVE, MICRO = ("checkpoint", {"selective": True}), ("micro_batch", {"size": 2})
 HYBRID = "hybrid"  # shards over four ranks, replicas over the others
 TENSOR, SEQUENCE, CONTEXT = "tensor", "sequence", "context"  # a model split over four ranks, replicas over the others
-SPLIT = frozenset((TENSOR, SEQUENCE, CONTEXT))
+GATHERED = "tensor, logits gathered"
+SPLIT = frozenset((TENSOR, SEQUENCE, CONTEXT, GATHERED))
 
 ON_HOST = ("offload", {"parameters": 1.0})
 AWAY = ("offload", {"optimizer": 0.0, "activations": 1.0})
@@ -72,6 +73,7 @@ TOGETHER: tuple[Composition, ...] = (
     ("fsdp", MICRO),
     ("fsdp", AMP, "checkpoint", MICRO),
     (TENSOR, "ddp"),
+    (GATHERED, "ddp"),
     (TENSOR, "fsdp"),
     (SEQUENCE, "ddp"),
     (SEQUENCE, "fsdp", "checkpoint"),
@@ -105,12 +107,6 @@ KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
             ("fsdp", "module_replace"),
             ("fsdp", "micro_batch"),
         )
-    ),
-    (
-        frozenset(("tensor_parallel", "fsdp")),
-        -0.1,
-        0.12,
-        "10.2 % too much for a small Llama on 8 ranks; what of it does not meet at one moment is not known",
     ),
 )
 """Methods together, how far the estimated peak may be below and above the simulated one, and why."""
@@ -181,6 +177,10 @@ def strategy_of(composition: Composition, ranks: int) -> Strategy:
     meant: Mapping[Any, list[Any]] = {
         HYBRID: [("parallel_mode", ([("zero", 4), data], None))],
         TENSOR: [("parallel_mode", ([("tensor", 4), data], None)), "tensor_parallel"],
+        GATHERED: [
+            ("parallel_mode", ([("tensor", 4), data], None)),
+            ("tensor_parallel", {"loss_parallel": False}),
+        ],
         SEQUENCE: [("parallel_mode", ([("sequence", 4), data], None)), "sequence_parallel"],
         CONTEXT: [("parallel_mode", ([("context", 4), data], None)), "context_parallel"],
     }

@@ -47,6 +47,9 @@ class TensorParallel(Method):
     parameter_bytes: Annotated[float, Field(gt=0)] | None = None
     """The most bytes of parameters that a process holds; the layout that sends least for that is taken. None: as little
     as can be."""
+    loss_parallel: bool = True
+    """Logits stay split over their vocabulary for a cross entropy, and are gathered once something else reads them;
+    False: they are gathered where they are made."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -66,8 +69,9 @@ class TensorParallel(Method):
         return indivisible(cost.segments, cost.size("tensor"), "tensor", experts=True)
 
     def cost(self, cost: Cost) -> Cost:
-        """The split; what it sends follows from the products. Blocks get whole embeddings, the loss whole logits."""
-        return split_tensor(cost, splits_norms=cost.splits_norms).but(whole_outside=True)
+        """The split; what it sends follows from the products. Blocks get whole embeddings."""
+        split = split_tensor(cost, splits_norms=cost.splits_norms)
+        return split.but(whole_outside=True, gathers_logits=not self.loss_parallel)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -90,12 +94,14 @@ class TensorParallel(Method):
         _check_neighbours(strategy)
         (model,) = ctx.parts  # stages are cut later
         tensor, spreads = mesh.device_mesh("tensor"), fills_meta(strategy)
+        is_compiled = hasattr(ctx.loss_func, "_torchdynamo_orig_callable")  # compilers take no split logits
+        splits = self.loss_parallel and not is_compiled
         layout = self._known(model, from_rank_zero(strategy.metadata.get(KEY)), mesh.size("tensor"))
         if layout is not None:
-            apply_layout(model, layout, tensor, as_dtensors=spreads)
+            apply_layout(model, layout, tensor, as_dtensors=spreads, loss_parallel=splits)
         else:
             run = on_few_tokens(ctx, self.name)
-            layout = tensor_parallel(model, run, tensor, **self._asked, as_dtensors=spreads)
+            layout = tensor_parallel(model, run, tensor, **self._asked, as_dtensors=spreads, loss_parallel=splits)
             _tell(model, layout, ctx.world.rank == 0)
         for each in strategy:
             if isinstance(each, SequenceParallel):

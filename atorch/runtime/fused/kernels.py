@@ -73,6 +73,7 @@ class FlatCrossEntropy(nn.Module):
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         flat = input.is_cuda and input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+        flat = flat and type(input) is torch.Tensor  # not one that is split over processes
         loss: torch.Tensor = (self.kernel if flat else self.source)(input, target)
         return loss
 

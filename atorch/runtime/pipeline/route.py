@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -157,7 +157,8 @@ class _Watch(TorchDispatchMode):
 
         def slot(leaf: Any, place: str) -> Any:
             if isinstance(leaf, Tensor):
-                self._marks[leaf] = {Value(number, call.num_tensors)}
+                for each in (leaf, *_parts(leaf)):
+                    self._marks[each] = {Value(number, call.num_tensors)}
                 call.num_tensors += 1
                 return Slot(call.num_tensors - 1)
             if not isinstance(leaf, _PLAIN):
@@ -218,6 +219,13 @@ def _written(func: Any, args: Any) -> Iterator[Tensor]:
     for described, given in zip(func._schema.arguments, args, strict=False):
         if described.alias_info is not None and described.alias_info.is_write:
             yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """What a tensor that is made of others computes with."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def _tensors(data: Any) -> list[Tensor]:

@@ -12,6 +12,7 @@ Shoeybi et al. 2019 (arXiv 1909.08053) call the first two f and g.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,13 +59,10 @@ class _Share(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         rank = dist.get_rank(group)
         ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
-        padded = torch.nn.functional.pad(x, (0, max(counts) - x.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], -1)
+        return join(x, counts, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -89,7 +87,15 @@ def share(x: Tensor, size: int) -> Tensor:
     return part
 
 
-def gather(x: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The group's `x` side by side along the last dim, of which rank r gives `counts[r]`."""
+def join(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The group's `x` side by side along the last dim, of which rank r gives `counts[r]`. Without gradients."""
+    padded = torch.nn.functional.pad(x, (0, max(counts) - x.shape[-1])).contiguous()
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], -1)
+
+
+def gather(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """`join`, and in backward the rank's own part of the gradient."""
     whole: Tensor = _Gather.apply(x, counts, group)  # type: ignore[no-untyped-call]
     return whole

@@ -44,6 +44,7 @@ def tensor_parallel(
     *,
     parameter_bytes: float | None = None,
     as_dtensors: bool = True,
+    loss_parallel: bool = True,
 ) -> ModelLayout:
     """Split `model` in place over `mesh`, of one axis; returns how.
 
@@ -51,7 +52,7 @@ def tensor_parallel(
         run: calls the model on a small batch, the same on all ranks of the mesh: a few samples, a few tokens.
         plan: what is split, by hand; None: as much as can be.
         parameter_bytes: the most that a rank may hold of the parameters; what is sent for that is as little as can be.
-        as_dtensors: as for `apply_layout`.
+        as_dtensors, loss_parallel: as for `apply_layout`.
 
     Raises:
         StrategyError: the number of ranks does not divide a layer's heads, or the plan names what is not there or
@@ -72,7 +73,7 @@ def tensor_parallel(
             "and the same batch before the model is split"
         )
     layout = _derive(model, watched, ranks, plan, parameter_bytes)
-    apply_layout(model, layout, mesh, as_dtensors=as_dtensors)
+    apply_layout(model, layout, mesh, as_dtensors=as_dtensors, loss_parallel=loss_parallel)
     watched.check(model, run)
     return layout
 
@@ -91,7 +92,14 @@ def derive_layout(
     return _derive(model, Watched(model, run), Ranks.alone(degree), plan, parameter_bytes)
 
 
-def apply_layout(model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, as_dtensors: bool = True) -> None:
+def apply_layout(
+    model: nn.Module,
+    layout: ModelLayout,
+    mesh: DeviceMesh,
+    *,
+    as_dtensors: bool = True,
+    loss_parallel: bool = True,
+) -> None:
     """Split `model` in place as `layout` says. No communication.
 
     Args:
@@ -108,7 +116,7 @@ def apply_layout(model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, as_
     cut = Cut(mesh, as_dtensors=as_dtensors)
     for path, block in layout.blocks.items():
         split_block(model.get_submodule(path), block, cut)
-    split_vocabulary(model, layout.vocabulary, cut)
+    split_vocabulary(model, layout.vocabulary, cut, loss_parallel=loss_parallel)
     if mesh.device_type != "cpu" and any(parameter.device.type == "cpu" for parameter in model.parameters()):
         model.to(mesh.device_type)  # DTensors are there already
 

@@ -1,8 +1,8 @@
 """Embedding tables and logits split over the vocabulary.
 
 Each rank looks up the tokens whose rows it has, and zeros for the others; the sum is what the whole table gives. Logits
-are computed for the rank's tokens and gathered, so that whoever reads them sees them whole. A table that embedding and
-logits share is cut once and stays one parameter.
+are computed for the rank's tokens and are `SplitLogits`: whoever reads them sees them whole, and the usual losses are
+taken of them as they are. A table that embedding and logits share is cut once and stays one parameter.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from atorch.runtime.override import override
 from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, RowsOfWhole, SharedHook, Sum, this_part
 from atorch.runtime.tensor_parallel.collectives import gather
+from atorch.runtime.tensor_parallel.columns import Columns
 from atorch.runtime.tensor_parallel.layout import Kept, Rows
 from atorch.runtime.tensor_parallel.presented import present
 from atorch.runtime.tensor_parallel.products import Product
+from atorch.runtime.tensor_parallel.split_logits import split_logits
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ def _why_kept(holders: list[nn.Module], rows: Rows, gives_logits: bool) -> str |
     return None
 
 
-def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut) -> None:
-    """Split the tables in place."""
+def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut, *, loss_parallel: bool = True) -> None:
+    """Split the tables in place. Without `loss_parallel` logits are gathered where they are made."""
     for name, rows in vocabulary.lookups.items():
         module = _cut_table(model, name, rows, cut)
         ((start, stop),) = rows.by_rank[cut.rank]
@@ -90,7 +93,7 @@ def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut) -> None
     for name, rows in vocabulary.logits.items():
         module = _cut_table(model, name, rows, cut)
         module.register_forward_pre_hook(ForkArguments(cut.group, 1), with_kwargs=True)
-        module.register_forward_hook(_Gather(rows, cut))
+        module.register_forward_hook(_Logits(rows, cut, loss_parallel))
     for name, rows in vocabulary.biases.items():
         read = RowsOfWhole(rows, cut.rank, cut.group)
         bias = model.get_parameter(name)
@@ -123,11 +126,14 @@ def _look_up(theirs: Callable[..., Tensor], start: int, count: int, total: Sum) 
     return forward
 
 
-class _Gather(SharedHook):
-    """After logits: those of all ranks."""
+class _Logits(SharedHook):
+    """After this rank's logits: those of all ranks, gathered once somebody needs them together."""
 
-    def __init__(self, rows: Rows, cut: Cut) -> None:
-        self._counts, self._group = [rows.count(rank) for rank in range(cut.degree)], cut.group
+    def __init__(self, rows: Rows, cut: Cut, loss_parallel: bool) -> None:
+        counts = tuple(rows.count(rank) for rank in range(cut.degree))
+        self._columns, self._loss_parallel = Columns(counts, cut.rank, cut.group), loss_parallel
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return gather(output, self._counts, self._group)
+        if self._loss_parallel and not torch.compiler.is_compiling():  # compilers take no such tensors
+            return split_logits(output, self._columns)
+        return gather(output, self._columns.counts, self._columns.group)

@@ -1,0 +1,65 @@
+"""The columns of logits that each rank of a group has: contiguous runs, one rank's after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atorch.runtime.tensor_parallel.collectives import join
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rank r has `counts[r]` of them, behind those of the ranks before; this process is `rank`."""
+
+    counts: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Columns:
+        return self  # process groups cannot be copied
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return sum(self.counts)
+
+    @property
+    def count(self) -> int:
+        """How many this rank has."""
+        return self.counts[self.rank]
+
+    @property
+    def start(self) -> int:
+        """This rank's first."""
+        return sum(self.counts[: self.rank])
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole tensor, as a view."""
+        return whole.narrow(dim, self.start, self.count)
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """The ranks' parts side by side along `dim`. Without gradients."""
+        return join(part.movedim(dim, -1), self.counts, self.group).movedim(-1, dim)
+
+    def meet(self, values: Tensor) -> Tensor:
+        """What every rank found, stacked along a new first dim. Without gradients."""
+        met = [torch.empty_like(values) for _ in self.counts]
+        dist.all_gather(met, values.contiguous(), group=self.group)
+        return torch.stack(met)
+
+    def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Where tokens are among this rank's columns, 0 for those of other ranks; and which those are.
+
+        Raises:
+            RuntimeError: a token is no column of any rank (on CUDA, the device's assertion).
+        """
+        known = ((tokens >= 0) & (tokens < self.total)).all()
+        torch._assert_async(known, f"a target is out of bounds: logits have {self.total} classes")
+        own = tokens - self.start
+        others = (own < 0) | (own >= self.count)
+        return own.masked_fill(others, 0), others

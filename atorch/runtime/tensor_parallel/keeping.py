@@ -1,0 +1,173 @@
+"""Operations that leave one dim of a tensor alone, so that a part along that dim can go through them by itself.
+
+Casts and copies, scaling and capping by plain numbers, and views and indices of the other dims. `apart` says how such
+an operation on the whole is called on the part, and where the dim is afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Parted(NamedTuple):
+    """A tensor of such sizes, of which there is a part as long as `width` along the dim `axis`."""
+
+    sizes: tuple[int, ...]
+    axis: int
+    width: int
+
+
+class Call(NamedTuple):
+    """Arguments for the part, after the part itself, and the dim's place in the result."""
+
+    args: tuple[Any, ...]
+    axis: int
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+
+def apart(function: Callable[..., Any], parted: Parted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The `Call` of `function` on a part of its first argument; None where that is not known to give a part."""
+    if function in _CASTS:
+        return Call(args, parted.axis, kwargs) if not any(map(_is_tensor, (*args, *kwargs.values()))) else None
+    rule = _RULES.get(function)
+    if rule is None or not has_parameters(rule, parted, *args, **kwargs):
+        return None
+    return rule(parted, *args, **kwargs)
+
+
+def has_parameters(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a rule is made for such arguments: torch's functions take some by other names and numbers."""
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _scaled(parted: Parted, other: Any) -> Call | None:
+    """By a number, or a tensor that is one and learns nothing: its gradient would be of all parts."""
+    is_number = isinstance(other, (int, float)) or (_is_tensor(other) and other.dim() == 0 and not other.requires_grad)
+    return Call((other,), parted.axis) if is_number else None
+
+
+def _capped(parted: Parted) -> Call:
+    return Call((), parted.axis)
+
+
+def _viewed(parted: Parted, *sizes: Any) -> Call | None:
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = tuple(sizes[0])
+    if not sizes or not all(isinstance(size, int) for size in sizes) or parted.axis != len(parted.sizes) - 1:
+        return None
+    known = -math.prod(sizes) if -1 in sizes else 1
+    last = sizes[-1] if sizes[-1] != -1 else math.prod(parted.sizes) // known if known > 0 else -1
+    return Call(((*sizes[:-1], parted.width),), len(sizes) - 1) if last == parted.sizes[-1] else None
+
+
+def _flattened(parted: Parted, start_dim: int = 0, end_dim: int = -1) -> Call | None:
+    start, end = start_dim % len(parted.sizes), end_dim % len(parted.sizes)
+    if start <= parted.axis <= end and start != end:
+        return None
+    return Call((start_dim, end_dim), parted.axis - (end - start if parted.axis > end else 0))
+
+
+def _squeezed(parted: Parted, dim: int) -> Call | None:
+    dim %= len(parted.sizes)
+    if dim == parted.axis:
+        return None
+    goes = parted.sizes[dim] == 1 and dim < parted.axis
+    return Call((dim,), parted.axis - goes)
+
+
+def _unsqueezed(parted: Parted, dim: int) -> Call:
+    dim %= len(parted.sizes) + 1
+    return Call((dim,), parted.axis + (dim <= parted.axis))
+
+
+def _transposed(parted: Parted, dim0: int, dim1: int) -> Call:
+    first, second = dim0 % len(parted.sizes), dim1 % len(parted.sizes)
+    return Call((dim0, dim1), {first: second, second: first}.get(parted.axis, parted.axis))
+
+
+def _permuted(parted: Parted, *dims: Any) -> Call:
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = tuple(dims[0])
+    return Call((dims,), [dim % len(parted.sizes) for dim in dims].index(parted.axis))
+
+
+def _indexed(parted: Parted, index: Any) -> Call | None:
+    """The last dim, where nothing but `:` is said of it, stays the last."""
+    index = list(index) if isinstance(index, tuple) else [index]
+    if not all(map(_is_index, index)) or parted.axis != len(parted.sizes) - 1:
+        return None
+    taken = sum(_num_indexed(each) for each in index)
+    if taken == len(parted.sizes) or (index[-1] is not ... and any(each is ... for each in index)):
+        last = index[-1]
+        if not isinstance(last, slice) or last.indices(parted.sizes[-1]) != (0, parted.sizes[-1], 1):
+            return None
+        index[-1] = slice(None)
+    return Call((tuple(index),), _num_dims(parted, index, taken) - 1)
+
+
+def _is_index(each: Any) -> bool:
+    """Whether an item of an index is one whose meaning is plain."""
+    if _is_tensor(each):
+        return each.dtype in (torch.bool, torch.int64)
+    return each is None or each is ... or isinstance(each, slice) or type(each) is int
+
+
+def _num_indexed(each: Any) -> int:
+    """Dims that one item of an index is for."""
+    if each is None or each is ...:
+        return 0
+    return int(each.dim()) if _is_tensor(each) and each.dtype == torch.bool else 1
+
+
+def _num_dims(parted: Parted, index: list[Any], taken: int) -> int:
+    """Dims of what the index gives."""
+    tensors = [each for each in index if _is_tensor(each)]
+    gathered = max((1 if each.dtype == torch.bool else each.dim() for each in tensors), default=0)
+    kept = sum(each is None or isinstance(each, slice) for each in index)
+    return len(parted.sizes) - taken + kept + gathered
+
+
+_CASTS = frozenset(
+    (
+        Tensor.to,
+        Tensor.type,
+        Tensor.float,
+        Tensor.double,
+        Tensor.half,
+        Tensor.bfloat16,
+        Tensor.contiguous,
+        Tensor.clone,
+        torch.clone,
+        Tensor.detach,
+        torch.detach,
+        Tensor.cpu,
+        Tensor.cuda,
+    )
+)
+
+_RULES: Mapping[Callable[..., Any], Callable[..., Call | None]] = {
+    **dict.fromkeys((Tensor.mul, torch.mul, Tensor.div, torch.div, Tensor.true_divide), _scaled),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _capped),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _viewed),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
+    **dict.fromkeys((Tensor.squeeze, torch.squeeze), _squeezed),
+    **dict.fromkeys((Tensor.unsqueeze, torch.unsqueeze), _unsqueezed),
+    **dict.fromkeys((Tensor.transpose, torch.transpose), _transposed),
+    **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
+    Tensor.__getitem__: _indexed,
+}

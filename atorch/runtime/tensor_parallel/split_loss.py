@@ -1,0 +1,169 @@
+"""Cross entropy and its kin of logits whose columns are on several ranks, without bringing the logits together.
+
+Of its columns each rank makes a few numbers a row: the log of the sum of their exponentials, the target's logit where
+it has that, and the sum of the logits where labels are smoothed. One all-gather of these, as long as there are rows,
+tells every rank the loss; backward needs nothing of the others. (Shoeybi et al. 2019, arXiv 1909.08053, section 3, send
+as little by three all-reduces. torch's `loss_parallel` is of DTensors, which take no plain tensor beside them.)
+
+What each function returns is whole on every rank, but for `log_softmax`. NotImplemented: it has no way of its own for
+these arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from atorch.runtime.tensor_parallel.collectives import fork, reduce
+from atorch.runtime.tensor_parallel.columns import Columns
+
+
+class _Rows(torch.autograd.Function):
+    """Of every row the log of the sum of exponentials, the target's logit, the (weighted) sum of all logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Tensor, columns: Columns, target: Tensor | None, sums: bool, weight: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(part.dtype, torch.float32)
+        top = part.amax(-1, keepdim=True).to(dtype)
+        top = top.masked_fill(top.isinf(), 0.0)
+        numbers = [(part - top).exp_().sum(-1).log_() + top.squeeze(-1)]
+        own = others = None
+        if target is not None:
+            own, others = columns.find(target)
+            found = part.gather(-1, own.unsqueeze(-1)).squeeze(-1)
+            numbers.append(found.masked_fill(others, 0.0).to(dtype))
+        if sums:
+            numbers.append(part.sum(-1, dtype=dtype) if weight is None else (part * weight).sum(-1, dtype=dtype))
+        met = columns.meet(torch.stack(numbers))
+        total = met[:, 0].logsumexp(0)
+        ctx.save_for_backward(part, total, own, others, weight)
+        ctx.sums = sums
+        return total, *met[:, 1:].sum(0).unbind()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        part, total, own, others, weight = ctx.saved_tensors
+        of_total, *rest = (each.unsqueeze(-1) for each in grads)
+        grad = (part - total.unsqueeze(-1)).exp_().mul_(of_total)
+        if own is not None:
+            at = own.unsqueeze(-1)
+            grad.scatter_(-1, at, grad.gather(-1, at) + rest.pop(0).masked_fill(others.unsqueeze(-1), 0.0))
+        if ctx.sums:
+            grad.add_(rest.pop() if weight is None else rest.pop() * weight)
+        return grad.to(part.dtype), None, None, None, None
+
+
+def _rows(
+    part: Tensor, columns: Columns, target: Tensor | None = None, sums: bool = False, weight: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    rows: tuple[Tensor, ...] = _Rows.apply(part, columns, target, sums, weight)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def cross_entropy(
+    part: Tensor,
+    columns: Columns,
+    axis: int,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`torch.nn.functional.cross_entropy` of targets that are classes."""
+    if not (size_average is None and reduce is None and _are_classes_of(part, axis, target, weight)):
+        return NotImplemented
+    kept = target != ignore_index
+    known = target.masked_fill(~kept, 0)
+    own_weight = columns.take(weight, 0) if weight is not None else None
+    total, picked, *sums = _rows(part.movedim(axis, -1), columns, known, label_smoothing > 0.0, own_weight)
+    shares = kept.to(total.dtype) if weight is None else weight.to(total.dtype)[known].masked_fill(~kept, 0.0)
+    losses = (total - picked) * shares
+    if sums:
+        all_weights = float(columns.total) if weight is None else weight.sum()
+        smooth = (all_weights * total - sums[0]) * (label_smoothing / columns.total)
+        losses = (1.0 - label_smoothing) * losses + smooth
+    return _reduced(losses, kept, shares, reduction, _loss_dtype(part))
+
+
+def nll_loss(
+    part: Tensor,
+    columns: Columns,
+    axis: int,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """`torch.nn.functional.nll_loss`, of log-probabilities."""
+    if not (size_average is None and reduce is None and _are_classes_of(part, axis, target, weight)):
+        return NotImplemented
+    kept = target != ignore_index
+    known = target.masked_fill(~kept, 0)
+    picked = gather(part, columns, axis, axis, known.unsqueeze(axis)).squeeze(axis)
+    shares = kept.to(part.dtype) if weight is None else weight.to(part.dtype)[known].masked_fill(~kept, 0.0)
+    return _reduced(-picked * shares, kept, shares, reduction, _loss_dtype(part))
+
+
+def logsumexp(part: Tensor, columns: Columns, axis: int, dim: int | tuple[int, ...], keepdim: bool = False) -> Any:
+    """`torch.logsumexp` over the vocabulary."""
+    if not isinstance(dim, int) or dim % part.dim() != axis:
+        return NotImplemented
+    (total,) = _rows(part.movedim(axis, -1), columns)
+    return (total.unsqueeze(axis) if keepdim else total).to(part.dtype)
+
+
+def log_softmax(
+    part: Tensor,
+    columns: Columns,
+    axis: int,
+    dim: int | None,
+    dtype: torch.dtype | None = None,
+    _stacklevel: int = 3,
+) -> Any:
+    """This rank's columns of `torch.nn.functional.log_softmax` over the vocabulary."""
+    if dim is None or dim % part.dim() != axis:
+        return NotImplemented
+    part = part if dtype is None else part.to(dtype)
+    (total,) = _rows(part.movedim(axis, -1), columns)
+    return (part - fork(total, columns.group).unsqueeze(axis)).to(_loss_dtype(part))
+
+
+def gather(part: Tensor, columns: Columns, axis: int, dim: int, index: Tensor) -> Any:
+    """`torch.gather` along the vocabulary."""
+    if dim % part.dim() != axis:
+        return NotImplemented
+    own, others = columns.find(index)
+    return reduce(part.gather(axis, own).masked_fill(others, 0.0), columns.group)
+
+
+def _are_classes_of(part: Tensor, axis: int, target: Tensor, weight: Tensor | None) -> bool:
+    """Whether targets are one class for each row of logits, and nothing else is to be learnt from the loss."""
+    rows = (*part.shape[:axis], *part.shape[axis + 1 :])
+    is_constant = weight is None or not weight.requires_grad
+    return axis == min(part.dim() - 1, 1) and target.dtype == torch.int64 and target.shape == rows and is_constant
+
+
+def _loss_dtype(part: Tensor) -> torch.dtype:
+    """torch's losses of 16-bit logits are in 16 bits, and in 32 under autocast."""
+    is_autocast = torch.is_autocast_enabled(part.device.type)
+    return torch.promote_types(part.dtype, torch.float32) if is_autocast else part.dtype
+
+
+def _reduced(losses: Tensor, kept: Tensor, shares: Tensor, reduction: str, dtype: torch.dtype) -> Any:
+    losses = losses.masked_fill(~kept, 0.0)  # also those that are not finite
+    if reduction == "none":
+        return losses.to(dtype)
+    if reduction == "sum":
+        return losses.sum().to(dtype)
+    return (losses.sum() / shares.sum()).to(dtype) if reduction == "mean" else NotImplemented
