@@ -8,6 +8,7 @@ looked at before and after each operation, once they were found.
 The category of a result follows from when it was made: inside backward, what is computed with gradients recorded is a
 recomputed activation and the rest is working memory; elsewhere it is what `born` says. `label` says what is known
 better: parameters, gradients, optimizer states. What is ELSEWHERE, on processes that are only played, does not count.
+What is on the HOST is told apart: what was labelled so stays there, and so does what is computed of it alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.profiler.tensors import tensors_of
 
+HOST = "host"
 PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS = "parameters", "gradients", "optimizer", "masters"
 BUFFERS, ACTIVATIONS, COMMUNICATION, OTHER = "buffers", "activations", "communication", "other"
 ELSEWHERE = "elsewhere"
@@ -39,8 +41,8 @@ class Moment:
 
     @property
     def total_bytes(self) -> float:
-        """All categories together."""
-        return sum(self.memory.values())
+        """All categories together but what is on the host."""
+        return sum(size for name, size in self.memory.items() if name != HOST)
 
 
 class _Held:
@@ -59,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.moments: list[Moment] = []
         self.now: dict[str, float] = {}
-        self._total = self._most = 0.0
+        self._total = self._most = self._most_on_host = 0.0
         self._at_most: dict[str, float] = {}
         self._born = ACTIVATIONS
         self._held: dict[int, _Held] = {}
@@ -81,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
                 held = self._held.get(id(storage))
                 if held is None:
                     self._hold(storage, label)
-                elif held.label != label:
+                elif held.label not in (label, HOST):
                     self._count(held.label, -held.num_bytes)
                     held.label = label
                     self._count(label, held.num_bytes)
@@ -90,13 +92,15 @@ class LiveBytes(TorchDispatchMode):
     def mark(self, name: str, index: int | None = None) -> None:
         """End a moment: it was the time since the last mark."""
         self._look()
-        self.moments.append(Moment(name, index, self._at_most))
+        on_host = {HOST: self._most_on_host} if self._most_on_host else {}
+        self.moments.append(Moment(name, index, {**self._at_most, **on_host}))
+        self._most_on_host = self.now.get(HOST, 0.0)
         self._restart()
 
     def forget(self) -> None:
         """Begin anew: no moment is over yet. Storages that were resized without a sign are found here."""
         self._find_resized()
-        self.moments = []
+        self.moments, self._most_on_host = [], self.now.get(HOST, 0.0)
         self._restart()
 
     def _restart(self) -> None:
@@ -113,6 +117,8 @@ class LiveBytes(TorchDispatchMode):
             self._label_sent(args)
         out = func(*args, **(kwargs or {}))
         label = COMMUNICATION if func.namespace in _SENDING else self._category()
+        if self._are_on_host((args, kwargs)):
+            label = HOST
         for tensor in tensors_of(out):
             for storage in _storages(tensor):
                 if id(storage) not in self._held:
@@ -123,6 +129,12 @@ class LiveBytes(TorchDispatchMode):
     def _category(self) -> str:
         in_backward = torch._C._current_graph_task_id() != -1
         return OTHER if in_backward and not torch.is_grad_enabled() else (ACTIVATIONS if in_backward else self._born)
+
+    def _are_on_host(self, inputs: Any) -> bool:
+        """Whether an operation's inputs are on the host, but for numbers, which are anywhere."""
+        storages = [storage for each in tensors_of(inputs) if each.dim() for storage in _storages(each)]
+        held = (self._held.get(id(storage)) for storage in storages)
+        return bool(storages) and all(each is not None and each.label == HOST for each in held)
 
     def _label_sent(self, args: Any) -> None:
         """Working memory that is sent is a buffer for that."""
@@ -173,7 +185,9 @@ class LiveBytes(TorchDispatchMode):
         if label == ELSEWHERE:
             return
         self.now[label] = self.now.get(label, 0.0) + num_bytes
-        self._total += num_bytes
+        if label != HOST:
+            self._total += num_bytes
+        self._most_on_host = max(self._most_on_host, self.now.get(HOST, 0.0))
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:

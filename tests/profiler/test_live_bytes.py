@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from atorch.profiler.live_bytes import ACTIVATIONS, COMMUNICATION, OTHER, PARAMETERS, LiveBytes
+from atorch.profiler.live_bytes import ACTIVATIONS, COMMUNICATION, HOST, OPTIMIZER, OTHER, PARAMETERS, LiveBytes
 
 KIB = 256  # floats in 1,024 bytes
 
@@ -108,3 +108,20 @@ def test_sparse_tensors_are_counted_by_their_parts() -> None:
         )
         assert total(live) >= 2 * 1024 + 16
     assert sparse.is_sparse
+
+
+def test_what_is_on_the_host_is_told_apart_with_what_is_computed_of_it() -> None:
+    there, here = torch.zeros(100), torch.zeros(50)
+    with LiveBytes() as live:
+        live.label([there], HOST)
+        live.label([here], PARAMETERS)
+        states = torch.zeros_like(there) + 1.0
+        there.copy_(here.repeat(2))
+        live.label([states], OPTIMIZER)  # it stays where it is
+        live.mark("first")
+        del states
+        live.mark("second")
+    first, second = live.moments
+    assert first.memory[HOST] == 400 + 2 * 400, "of two results one after the other both are there for a moment"
+    assert first.total_bytes == 200 + 400
+    assert (second.memory[HOST], second.total_bytes) == (400 + 400, 200)

@@ -27,6 +27,7 @@ from torch import nn
 
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.opt_lib.completion import batch_place, complete
+from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.tensor_parallel import TensorParallel
 from atorch.auto.planner.depth import LONG, SHORT, Observed, Sent, UnlikeError, extend, num_repeats, shorten
 from atorch.auto.planner.foresight import foreseen
@@ -43,6 +44,7 @@ from atorch.profiler.live_bytes import (
     BUFFERS,
     ELSEWHERE,
     GRADIENTS,
+    HOST,
     MASTERS,
     OPTIMIZER,
     OTHER,
@@ -52,6 +54,7 @@ from atorch.profiler.live_bytes import (
 )
 from atorch.profiler.messages import Counts, Messages
 from atorch.profiler.tensors import batch_size, map_tensors, tensors_of
+from atorch.runtime.offload import on_host
 from atorch.runtime.pipeline.pipeline import Pipeline
 
 STEPS = 3  # the first makes the optimizer's state, the second what DistributedDataParallel learnt from it
@@ -79,6 +82,11 @@ class Simulated:
     def peak_bytes(self) -> float:
         """The most bytes of live tensors."""
         return self.peak.total_bytes
+
+    @property
+    def on_host_bytes(self) -> float:
+        """The most that is in host memory."""
+        return max(moment.memory.get(HOST, 0.0) for moment in self.moments)
 
     @property
     def memory(self) -> Mapping[str, float]:
@@ -201,9 +209,10 @@ def observe(ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending
         applied = strategy.apply(ctx)
         result = applied.build()
         with sent, live, nullcontext() if pretending is None else pretending.stepping():
-            watch = _Watch(result.model, applied.parts, live, sent)
+            watch = _Watch(result.model, applied.parts, live, sent, set(applied.on_host))
             for _ in range(STEPS):
                 gc.collect()  # building leaves whole parameters behind, in cycles
+                live.label((*applied.on_host, *on_host(result.optim)), HOST)
                 _label(result, live)
                 live.forget()
                 sent.counts.clear()
@@ -262,12 +271,20 @@ def _called(ctx: Context, result: AccelerateResult, batch: Any, live: LiveBytes)
 class _Watch:
     """Ends a moment whenever a block's forward is through, and whenever a gradient has left a block."""
 
-    def __init__(self, model: nn.Module, parts: Iterable[nn.Module], live: LiveBytes, sent: Messages) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Iterable[nn.Module],
+        live: LiveBytes,
+        sent: Messages,
+        waiting: Set[torch.Tensor],
+    ) -> None:
         self._model, self._live, self._sent = model, live, sent
         self._at_starts: list[Counts] = [{}, {}]
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda each: live.label(_gradient(each), GRADIENTS))
+                label = HOST if parameter in waiting else GRADIENTS
+                parameter.register_post_accumulate_grad_hook(partial(_label_gradient, live, label))
         blocks = [block for part in parts for block in repeated_blocks(part).values()]
         for index, block in enumerate(blocks):
             if index == 0:
@@ -324,6 +341,10 @@ def _label(result: AccelerateResult, live: LiveBytes) -> None:
             live.label(tensors_of(value), MASTERS if name == "master" else OPTIMIZER)
 
 
+def _label_gradient(live: LiveBytes, label: str, parameter: torch.Tensor) -> None:
+    live.label(_gradient(parameter), label)
+
+
 def _gradients(model: nn.Module) -> Iterable[torch.Tensor]:
     return (gradient for parameter in model.parameters() for gradient in _gradient(parameter))
 
@@ -348,6 +369,9 @@ def _why_whole(strategy: Strategy, repeats: int | None) -> str | None:
         return "the model has no single list of blocks that are all alike"
     if repeats <= LONG:
         return f"there are {repeats}"
+    offload = strategy.get(Offload)
+    if offload is not None and not {offload.parameters, offload.optimizer, offload.activations} <= {0.0, 1.0}:
+        return "offload chooses what is a share of all of them"
     across = [name for name in strategy.names() if name in _ACROSS_BLOCKS]
     tensor = strategy.get(TensorParallel)
     if tensor is not None and tensor.parameter_bytes is not None:
