@@ -96,7 +96,7 @@ def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
     count = sum(parameter.numel() for parameter in make_model(quick).parameters())
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    rounds = 3 if quick else 15
+    rounds = 3 if quick else 31
     half = torch.bfloat16
     variants = {
         "chunks, fused": in_chunks(quick, fused=True),
