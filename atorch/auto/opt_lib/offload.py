@@ -89,9 +89,31 @@ class Offload(Method):
         yield cls(optimizer=0.0, activations=1.0)
         yield cls(parameters=1.0, activations=1.0)
 
+    def check(self, strategy: Strategy) -> None:
+        """Parameters need fsdp; optimizers that step themselves, or decide themselves where, cannot be stepped here."""
+        if self.parameters and "fsdp" not in strategy.names():
+            raise StrategyError(
+                f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
+                "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"
+            )
+        if self.optimizer and "chunk" in strategy.names():
+            raise StrategyError(
+                "offload was given optimizer beside chunk, which decides itself which states wait in host memory; give "
+                'it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
+            )
+        for each in strategy if self.optimizer else ():
+            backend = getattr(each, "backend", None)
+            if backend in ("deepspeed", "fairscale"):
+                raise StrategyError(
+                    f"offload was given optimizer beside {each.name} with the {backend} backend, which steps itself; "
+                    f"leave the backend of {each.name} out"
+                )
+
     def apply(self, ctx: Context) -> Context:
         """Let blocks keep what they save on the host, and the optimizer step there; parameters fsdp has placed."""
-        self._check(ctx)
+        inner, away, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
+        if self.optimizer and inner is None:
+            raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
         if self.activations:
             blocks = [block for part in ctx.parts for block in repeated_blocks(part).values()]
             try:
@@ -99,37 +121,12 @@ class Offload(Method):
             except ArgumentError as error:
                 raise StrategyError(f"offload: {error}") from None
             ctx = replace(ctx, on_host=(*ctx.on_host, origin))
-        inner = ctx.make_optimizer
         if inner is None or self.optimizer == self.parameters:
             return replace(ctx)
-        away, values = ctx.on_host, ctx.unrounded
         return replace(
             ctx,
             make_optimizer=lambda groups: HostOptimizer(inner, groups, self.optimizer, away=away, values=values),
         )
-
-    def _check(self, ctx: Context) -> None:
-        others = () if ctx.strategy is None else ctx.strategy.methods
-        names = {each.name for each in others}
-        if self.parameters and "fsdp" not in names:
-            raise StrategyError(
-                f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
-                "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"
-            )
-        if "chunk" in names and self.optimizer:
-            raise StrategyError(
-                "offload was given optimizer beside chunk, which decides itself which states wait in host memory; give "
-                'it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
-            )
-        for each in others:
-            backend = getattr(each, "backend", None)
-            if self.optimizer and backend in ("deepspeed", "fairscale"):
-                raise StrategyError(
-                    f"offload was given optimizer beside {each.name} with the {backend} backend, which steps itself; "
-                    f"leave the backend of {each.name} out"
-                )
-        if self.optimizer and ctx.make_optimizer is None:
-            raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
 
 
 def parameters_on_host(strategy: Strategy | None) -> float:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from atorch.auto.context import Context
+    from atorch.auto.strategy.strategy import Strategy
     from atorch.cluster import ClusterSpec
     from atorch.cost import Cost, ModelProfile
 
@@ -138,6 +139,9 @@ class Method(BaseModel):
     def unfit(self, cost: Cost) -> str | None:
         """Why this model, batch and mesh cannot have this method, or None; `cost` is of the methods before this one."""
         return None
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise StrategyError where it cannot be beside the others of a strategy; asked before any is applied."""
 
     def cost(self, cost: Cost) -> Cost:
         """The step's cost once this method is on."""

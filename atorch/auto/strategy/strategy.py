@@ -148,8 +148,11 @@ class Strategy(Sequence[Method]):
 
         Raises:
             CapabilityError: a method can be planned for and not applied yet; nothing was touched.
+            StrategyError: methods that cannot be beside each other; where they know it by name, nothing was touched.
         """
         self.need_applicable()
+        for each in self.methods:
+            each.check(self)
         return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
 
     def __str__(self) -> str:

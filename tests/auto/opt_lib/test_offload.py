@@ -1,11 +1,17 @@
-"""offload: what it leaves on the device, worked by hand, and what does not hold."""
+"""offload: trained bit for bit as without, what it leaves on the device, worked by hand, and what does not hold."""
 
 import pytest
+import torch
 
+from atorch import auto_accelerate, clip_grad_norm
+from atorch.auto.job import make_context
 from atorch.auto.opt_lib.offload import Offload
+from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory
+from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
+from tests.contract.job import arguments, distance, make_model, snapshot, updates
 
 
 def held(**shares):
@@ -88,3 +94,79 @@ def test_it_is_tried_where_the_host_has_memory_of_its_own():
     shares = [(each.parameters, each.optimizer, each.activations) for each in Offload.choices(PROFILE, cluster())]
     assert shares == [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)]
     assert not list(Offload.choices(PROFILE, cluster(kind="cpu")))
+
+
+def trained(strategy):
+    """Updates and the optimizer's state of AdamW, clipped and scheduled."""
+    model = make_model()
+    before = snapshot(model)
+    _, result, _ = auto_accelerate(
+        model,
+        load_strategy=strategy,
+        lr_scheduler_cls=torch.optim.lr_scheduler.StepLR,
+        lr_scheduler_args={"step_size": 1, "gamma": 0.5},
+        **arguments(optim_func=torch.optim.AdamW, optim_args={"lr": 1e-2}),
+    )
+    device, norms = next(result.model.parameters()).device, []
+    for batch in result.dataloader:
+        batch = result.prepare_input(batch, device)
+        result.loss_func(batch, result.model(**batch)).backward()
+        norms.append(float(clip_grad_norm(result.model, 0.5)))
+        result.optim.step()
+        result.optim.zero_grad()
+        result.lr_scheduler.step()
+    return updates(before, snapshot(result.model)), norms, result.optim.state_dict()
+
+
+def as_without(rank, size, beside, shares):
+    (got, norms, saved), (expected, expected_norms, expected_saved) = (
+        trained(strategy) for strategy in ([*beside, ("offload", shares)], [*beside])
+    )
+    same_state = [entry.keys() for entry in saved["state"].values()] == [
+        entry.keys() for entry in expected_saved["state"].values()
+    ]
+    return distance(got, expected), norms == expected_norms, same_state
+
+
+@pytest.mark.parametrize(
+    ("beside", "shares"),
+    [
+        (["ddp"], {"optimizer": 0.6, "activations": 1.0}),
+        (["zero1", ("half", "bf16")], {}),
+        (["fsdp", ("half", "bf16")], {"parameters": 0.5}),
+    ],
+)
+def test_training_with_adam_clipping_and_a_schedule_is_the_same_bit_for_bit(pool, beside, shares):
+    for error, same_norms, same_state in pool.run(as_without, beside, shares):
+        assert error == 0
+        assert same_norms
+        assert same_state
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (["half", ("offload", {"parameters": 1.0})], "add fsdp, or take chunk"),
+        (["half", "zero2", ("offload", {"parameters": 1.0})], "add fsdp, or take chunk"),
+        (["chunk", "offload"], "give it activations alone"),
+        ([("zero1", {"backend": "fairscale"}), "offload"], "leave the backend of zero1 out"),
+    ],
+)
+def test_what_cannot_be_beside_it_is_refused_with_the_model_as_it_was(strategy, message):
+    model = make_model()
+    with pytest.raises(StrategyError, match=message):
+        Strategy.of(strategy).apply(make_context(model, **arguments(), world=init(), cluster=cluster(kind="cpu")))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_activations_of_a_model_that_repeats_nothing_are_refused():
+    ctx = make_context(torch.nn.Linear(2, 2), **arguments(), world=init(), cluster=cluster(kind="cpu"))
+    with pytest.raises(StrategyError, match="0 repeated blocks .* give a model that repeats blocks"):
+        Offload(activations=1.0).apply(ctx)
+
+
+def test_there_must_be_an_optimizer_to_step():
+    ctx = make_context(make_model(), **arguments(optim_func=None, optim_args=None), world=init(), cluster=cluster())
+    with pytest.raises(StrategyError, match="give optim_func"):
+        Offload().apply(ctx)
