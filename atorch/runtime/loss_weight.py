@@ -39,12 +39,13 @@ class LossWeight:
     """The weights of micro-batches' losses, batch by batch.
 
     tolerance: how far rounding may bring the loss of two micro-batches from that of the two as one, relatively.
+    group: the processes that have other batches, which decide together; None for all of the job.
     """
 
-    def __init__(self, rule: Rule = "auto", tolerance: float = 1e-4) -> None:
+    def __init__(self, rule: Rule = "auto", tolerance: float = 1e-4, group: dist.ProcessGroup | None = None) -> None:
         self._rules: tuple[Rule, ...] = RULES if rule == "auto" else (rule,)
         self._is_checked = rule != "auto"
-        self._tolerance = tolerance
+        self._tolerance, self._group = tolerance, group
 
     def weights(self, parts: Sequence[Any], rows: Sequence[int], pair_losses: PairLosses) -> Weights:
         """The weights of the micro-batches `parts`, which have `rows` rows. All processes must ask together.
@@ -59,7 +60,7 @@ class LossWeight:
         counts = _counts(self._rules, parts, rows)
         tables = [_normalised(rule, counted) for rule, counted in zip(self._rules, counts, strict=True)]
         best = 0
-        if not self._is_checked or (len(tables) > 1 and any_process(any(table != tables[0] for table in tables))):
+        if not self._is_checked or (len(tables) > 1 and self._anywhere([_differ(tables)])[0]):
             best = self._check(counts, pair_losses)
         return tables[best]
 
@@ -75,7 +76,7 @@ class LossWeight:
         best = min(range(len(errors)), key=errors.__getitem__)
         # Nothing is learnt from two micro-batches without labels, or from a model that has diverged.
         tells = math.isfinite(losses[2])
-        fails, *drops = any_processes(
+        fails, *drops = self._anywhere(
             [tells and errors[best] > self._tolerance]
             + [tells and error > errors[best] + self._tolerance for error in errors]
         )
@@ -90,19 +91,22 @@ class LossWeight:
         logger.info("losses of micro-batches are weighted by %s", " or ".join(map(str, self._rules)))
         return best
 
+    def _anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        return any_processes(flags, self._group)
+
 
 def any_process(flag: bool) -> bool:
     """Whether `flag` holds on any process of the job."""
     return any_processes([flag])[0]
 
 
-def any_processes(flags: Sequence[bool]) -> list[bool]:
-    """For each of `flags`, whether it holds on any process of the job."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+def any_processes(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[bool]:
+    """For each of `flags`, whether it holds on any process of the group, or of the job."""
+    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         return list(flags)
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     held = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(held, dist.ReduceOp.MAX, group=everyone())
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group or everyone())
     return [bool(flag) for flag in held.tolist()]
 
 
@@ -115,6 +119,10 @@ def _counts(rules: Sequence[Rule], parts: Sequence[Any], rows: Sequence[int]) ->
 
 
 _BY_ROWS = ("rows", "sum")
+
+
+def _differ(tables: Sequence[Weights]) -> bool:
+    return any(table != tables[0] for table in tables)
 
 
 def _normalised(rule: Rule, counted: Sequence[float]) -> Weights:

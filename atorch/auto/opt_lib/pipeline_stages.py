@@ -16,6 +16,7 @@ from atorch.auto.opt_lib.pipeline_parallel import uneven
 from atorch.auto.opt_lib.pipeline_understudy import understudy_of
 from atorch.blocks import repeated_blocks, units
 from atorch.distributed.collectives import together
+from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.loss_weight import tolerance_of
@@ -68,7 +69,9 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         pipeline = Pipeline(engine, Ties(shared, built.parts, group), names)
         if method.backend == "deepspeed":
             return pipeline_deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
-        loss_func = PipelinedLoss(pipeline, built.loss_func, batches.count, batches.loss_weight, tolerance)
+        loss_func = PipelinedLoss(
+            pipeline, built.loss_func, batches.count, batches.loss_weight, tolerance, mesh.group(*BATCH_AXES)
+        )
         sample = ctx.prepare_input(ctx.sample_batch, ctx.device)
         loss_func.settle(sample, ctx.call_model(pipeline, sample))
         return replace(built, model=pipeline, loss_func=loss_func)
@@ -212,8 +215,6 @@ def _given(route: Route, points: tuple[str, ...], stages: int) -> tuple[int, ...
 
 
 def rows_of_a_process(ctx: Context) -> int:
-    from atorch.distributed.mesh import BATCH_AXES
-
     mesh = ctx.need_mesh()
     assert ctx.make_loader is not None
     loader = ctx.make_loader(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES))

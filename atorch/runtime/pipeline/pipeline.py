@@ -94,8 +94,8 @@ class PipelinedLoss:
     """The loss function that runs a pipeline.
 
     count_of: how many micro-batches to make of so many rows; it divides them.
-    loss_weight, tolerance: see `LossWeight`. Where no rule explains the loss, the last stage runs it once on the
-        outputs of all micro-batches, which are then all held until the first backward.
+    loss_weight, tolerance, replicas (its group): see `LossWeight`. Where no rule explains the loss, the last stage runs
+        it once on the outputs of all micro-batches, which are then all held until the first backward.
     """
 
     def __init__(
@@ -105,10 +105,11 @@ class PipelinedLoss:
         count_of: Callable[[int], int],
         loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self._model, self._engine = model, model.engine
         self._loss_func, self._count_of = loss_func, count_of
-        self._weight: LossWeight | None = LossWeight(loss_weight, tolerance)
+        self._weight: LossWeight | None = LossWeight(loss_weight, tolerance, replicas)
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
         parameters = list(dict.fromkeys(model.parameters()))  # now: FSDP2 shows others while it is unsharded
         self._apart = Apart(parameters, self._engine.reductions)
