@@ -38,6 +38,7 @@ def chunk(
     device: torch.device,
     dtype: torch.dtype | None = None,
     values: Any = None,
+    in_place: bool = False,
     group: dist.ProcessGroup | None = None,
     leave: Collection[str] = (),
     chunk_size: int | None = None,
@@ -52,6 +53,7 @@ def chunk(
         budget_bytes: of the device, for chunks and everything else that lives in forward and backward passes.
         dtype: of floating-point parameters as operations see them; None for their own.
         values: what parameters were before they were rounded to 16 bits, by parameter.
+        in_place: let gradients lie in the place of 16-bit parameters that have masters; a step after every pass.
         group: processes that share every chunk; None for this one alone.
         leave: names of parameters that stay as they are; no operation on the device may take them.
         chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
@@ -82,7 +84,16 @@ def chunk(
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     managed = {name: parameters[name] for name in layout.chunk_of}
-    chunks = ChunkSet(layout, managed, dtype=dtype, values=values, group=group, device=device, on_device=pinned)
+    chunks = ChunkSet(
+        layout,
+        managed,
+        dtype=dtype,
+        values=values,
+        in_place=in_place,
+        group=group,
+        device=device,
+        on_device=pinned,
+    )
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
     gradients = Gradients(chunks, slots) if group is None else SharedGradients(chunks, slots, names)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,37 +9,25 @@ import torch
 
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk import chunked
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, fresh, needed, train
 
 HALF = torch.bfloat16
 
 
-Prepared = Callable[[str, bool], Any]
-
-
-@pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
+def prepared(family: str, in_place: bool) -> Any:
     """What trains a model of a family in chunks, under a budget that brings most of them twice a pass."""
-
-    def prepare(family: str, in_place: bool) -> Any:
-        make, data, loss = FAMILIES[family]
-        model = fresh(make)
-        passed = foreseen(model, data(0), loss, device_type="cpu", dtype=HALF)
-        others, parameters = needed(passed, model)
-        with monkeypatch.context() as patch:
-            patch.setattr(chunked, "ChunkSet", partial(ChunkSet, in_place=in_place))
-            operations = chunk(model, passed, others + parameters // 4, device=CPU, dtype=HALF)
-        return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), data, loss, operations
-
-    return prepare
+    make, data, loss = FAMILIES[family]
+    model = fresh(make)
+    passed = foreseen(model, data(0), loss, device_type="cpu", dtype=HALF)
+    others, parameters = needed(passed, model)
+    operations = chunk(model, passed, others + parameters // 4, device=CPU, dtype=HALF, in_place=in_place)
+    return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), data, loss, operations
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "recurrent"])
-def test_same_bits_as_beside(prepared: Prepared, family: str) -> None:
+def test_same_bits_as_beside(family: str) -> None:
     model, optim, data, loss, _ = prepared(family, False)
     expected = train(model, optim, data, loss)
     mine, optim, data, loss, operations = prepared(family, True)
@@ -52,7 +38,7 @@ def test_same_bits_as_beside(prepared: Prepared, family: str) -> None:
     assert all(torch.equal(theirs[name], value) for name, value in mine.state_dict().items())
 
 
-def test_one_pass_a_step(prepared: Prepared) -> None:
+def test_one_pass_a_step() -> None:
     model, optim, data, loss, _ = prepared("llama", True)
     loss(model, data(0)).backward()
     with pytest.raises(ArgumentError, match="another pass began before they were stepped on or cleared"):
@@ -63,7 +49,7 @@ def test_one_pass_a_step(prepared: Prepared) -> None:
     assert loss(model, data(0)).isfinite()
 
 
-def test_two_backward_passes_of_one_forward(prepared: Prepared) -> None:
+def test_two_backward_passes_of_one_forward() -> None:
     model, _, data, loss, _ = prepared("llama", True)
     value = loss(model, data(0))
     value.backward(retain_graph=True)
