@@ -20,12 +20,14 @@ EVERYTHING = [*PACKAGE, *modules("benchmarks", "examples", "tests")]
 # `except Exception` and `except BaseException`: whatever a stranger's code raises must be caught here.
 BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/opt_lib/chunk_trace.py:foreseen": "a forward may fail on fakes in any way; then the method is refused",
+    "atorch/auto/opt_lib/pipeline_stages.py:split": "raised again, once the model is as it was",
     "atorch/auto/planner/trial.py:Crew.led": "raised again on rank 0, and told to the others, who would wait for ever",
     "atorch/auto/planner/trial.py:Trial._together": "a candidate that raises is rejected, on all ranks together",
     "atorch/auto/verify.py:_outcome": "a model may fail on fake tensors in any way; the plan stands, and says why not",
     "atorch/distributed/collectives.py:together": "raised again here, and told to the others, who would wait for ever",
     "atorch/profiler/trace.py:optimizer_state_per_param": "a user's optimizer need not be able to step alone",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
+    "atorch/runtime/pipeline/exported.py:_export": "a model may resist export in any way; the error says both reasons",
     "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
 }
 
