@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DEVICE, HOST = "#cf3a3a", "#3f77bd"
 _MANY = 4000  # rectangles, above which a page would be slow to draw: they become dots
-_DISTINCT_ROWS = 120  # above which there is no room for a line between rows
+_DISTINCT_ROWS = 160  # above which there is no room for a line between rows
 
 
 class Bar(NamedTuple):
@@ -66,7 +66,7 @@ def _draw(axes: Axes, sections: Mapping[str, Sequence[Bar]], scale: Scale) -> No
     many = sum(map(len, corners.values())) > _MANY
     for on_device, rectangles in corners.items():
         colour = DEVICE if on_device else HOST
-        axes.add_collection(PolyCollection(rectangles, facecolors=colour, linewidths=0, rasterized=many))
+        axes.add_collection(PolyCollection(rectangles, facecolors=colour, linewidths=0, snap=False, rasterized=many))
     axes.set_ylim(0, max(base - gap, 1.0))
     axes.set_yticks(middles, names)
     axes.tick_params(axis="y", length=0)

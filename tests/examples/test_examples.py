@@ -68,6 +68,17 @@ def test_chunk_offload_learns_within_a_quarter_of_its_states(processes: int) -> 
     assert float(peak[1]) <= float(budget[1])
 
 
+def test_patrickstar_gpt2_learns_and_records_where_its_memory_goes(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    sizes = ("--steps", "6", "--layers", "2", "--width", "128", "--budget-mib", "8")
+    printed = run("patrickstar_gpt2.py", *sizes, "--profile", str(profile), processes=2)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert losses[-1] < losses[0] - 0.5
+    recorded = json.loads(profile.read_text())
+    assert [name for _, _, name in recorded["phases"]].count("optimizer") == 6
+    assert max(total for _, _, tier, total, _ in recorded["memory"] if tier == "GPU") <= 8 * 2**20
+
+
 def test_digits_cnn_reads_digits() -> None:
     printed = run("digits_cnn.py", "--epochs", "3", "--time-limit", "5")
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)%", printed)]
