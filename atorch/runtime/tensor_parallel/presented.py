@@ -7,6 +7,7 @@ tensors runs as it is.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,11 +69,26 @@ _MARK = "__presented__"
 
 def _subclass(base: type[nn.Module], mark: tuple[Inside, dict[str, Read]]) -> type[nn.Module]:
     inside, reads = mark
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        rebuild, args, *state = reduced
+        if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (rebuild, args, *state)  # of this class
+        return (_as_class, (rebuild, args, subclass), *state)  # what `override` makes anew knows nothing of it
+
     namespace: dict[str, Any] = {name: _property(name, read, inside) for name, read in reads.items()}
+    namespace["__reduce_ex__"] = reduce
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, _MARK: mark}
     metaclass: Any = type(base)
     subclass: type[nn.Module] = metaclass(base.__name__, (base,), {**names, **namespace})
     return subclass
+
+
+def _as_class(rebuild: Callable[..., nn.Module], args: Any, presented: type[nn.Module]) -> nn.Module:
+    module = rebuild(*args)
+    module.__class__ = presented
+    return module
 
 
 def _property(name: str, read: Read, inside: Inside) -> property:
