@@ -116,6 +116,19 @@ def test_selective_recomputation(pool: Pool, beside: tuple[str, ...]) -> None:
         assert update_error <= band(*beside)
 
 
+@pytest.mark.parametrize(
+    ("names", "shares"),
+    [
+        (("fsdp",), {"parameters": 0.5}),
+        pytest.param(("fsdp", "half", "checkpoint"), {"parameters": 1.0, "activations": 1.0}, marks=pytest.mark.matrix),
+        (("chunk",), {"optimizer": 0.0, "activations": 1.0}),
+    ],
+)
+def test_offloading_beside_what_gathers(pool: Pool, names: tuple[str, ...], shares: dict[str, float]) -> None:
+    for update_error, _ in pool.run(deviation, [*strategy_of(*names), ("offload", shares)], ranks=2):
+        assert update_error <= band(*names)
+
+
 SAMPLE = 4
 """`make test` runs every SAMPLE-th pair and triple, `make test-all` all of them."""
 
