@@ -39,10 +39,10 @@ def foreseen(
     fakes = Fakes()
     duplicate = copy_structure(model, fakes.fake)
     parameters = dict(duplicate.named_parameters())
-    if dtype is not None:
-        for parameter in parameters.values():
-            if parameter.is_floating_point():
-                parameter.data = fakes.fake(parameter.to("meta", dtype))
+    for parameter in parameters.values():
+        cast = dtype if parameter.is_floating_point() else None
+        # One that is away in a chunk has one element for all of its shape: gradients would be laid out otherwise.
+        parameter.data = fakes.fake(torch.empty_like(parameter, dtype=cast, device="meta"))
     fake_batch = map_tensors(fakes.fake_unless_known, batch)
     live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(fake_batch)])
     with preserved_rng(), as_on(device_type):

@@ -1,0 +1,46 @@
+"""What a pass needs is foreseen alike before a model is in chunks and after."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.course import Course, Pass
+
+
+class Net(nn.Module):
+    """Weights that are read twice, a bias, and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden: Tensor = self.first(self.second(torch.tanh(self.first(batch))) * self.scale)
+        return hidden
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    value: Tensor = model(batch).float().square().mean()
+    return value
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_model_in_chunks_is_foreseen_as_it_was(dtype: torch.dtype | None) -> None:
+    model, batch = Net(), torch.randn(4, 32).to(dtype or torch.float32)
+    before = foreseen(model, batch, loss, device_type="cpu", dtype=dtype)
+    operations = chunk(model, before, 10**6, device=torch.device("cpu"), dtype=dtype)
+    seen: list[Pass] = []
+
+    def again() -> Course:
+        seen.append(foreseen(model, batch, loss, device_type="cpu", dtype=dtype))
+        return operations.residency.course
+
+    operations.course_for = again
+    loss(model, batch).backward()
+    assert seen == [before]
+    assert before.accesses
