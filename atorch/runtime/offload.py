@@ -110,6 +110,7 @@ class HostOptimizer(StandIns):
         if parameter not in self._chosen:
             return None
         copy = nn.Parameter(_down(parameter.detach()), requires_grad=parameter.requires_grad)
+        _wait([parameter])  # masters inside start from what has arrived
         if parameter in self._values:
             self._values[copy] = self._values.pop(parameter)
         return copy
