@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr as _keystr
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 PERIOD = 1_000_003
-"""After so many numbers a weight repeats itself, which takes a tenth of the time. A prime: no two rows are the same."""
+"""After so many numbers a weight repeats itself, which takes a sixth of the time. A prime: no two rows are the same."""
 
 
 class Call(NamedTuple):
