@@ -116,7 +116,7 @@ class ChunkOptimizer(StandIns):
             if place is None:
                 if parameter.grad is not None:
                     parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
-            elif set_to_none:
+            elif set_to_none or place[0].gradient is place[0].compute:  # a parameter is to come back there
                 place[0].has_gradient.discard(place[1].name)
             elif (kept := place[0].gradient_of(place[1])) is not None:
                 kept.zero_()

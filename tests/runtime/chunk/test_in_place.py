@@ -6,23 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from tests.pool import Pool
 from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, fresh, needed, train
 
 HALF = torch.bfloat16
 
 
-def prepared(family: str, in_place: bool) -> Any:
+def prepared(family: str, in_place: bool, group: dist.ProcessGroup | None = None) -> Any:
     """What trains a model of a family in chunks, under a budget that brings most of them twice a pass."""
     make, data, loss = FAMILIES[family]
     model = fresh(make)
     passed = foreseen(model, data(0), loss, device_type="cpu", dtype=HALF)
     others, parameters = needed(passed, model)
-    operations = chunk(model, passed, others + parameters // 4, device=CPU, dtype=HALF, in_place=in_place)
+    operations = chunk(model, passed, others + parameters // 4, device=CPU, dtype=HALF, in_place=in_place, group=group)
     return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), data, loss, operations
 
 
@@ -38,12 +40,27 @@ def test_same_bits_as_beside(family: str) -> None:
     assert all(torch.equal(theirs[name], value) for name, value in mine.state_dict().items())
 
 
+def shared(rank: int, size: int) -> bool:
+    """Whether losses and parameters of processes that share chunks are those of gradients beside parameters."""
+    trained = []
+    for in_place in (False, True):
+        model, optim, data, loss, _ = prepared("gpt2", in_place, dist.group.WORLD)
+        losses = train(model, optim, lambda number, data=data: data(size * number + rank), loss)
+        trained.append((losses, model.state_dict()))
+    (expected, theirs), (losses, mine) = trained
+    return losses == expected and all(torch.equal(theirs[name], value) for name, value in mine.items())
+
+
+def test_same_bits_where_processes_share_chunks(pool: Pool) -> None:
+    assert pool.run(shared) == [True, True]
+
+
 def test_one_pass_a_step() -> None:
     model, optim, data, loss, _ = prepared("llama", True)
     loss(model, data(0)).backward()
     with pytest.raises(ArgumentError, match="another pass began before they were stepped on or cleared"):
         loss(model, data(1))
-    optim.zero_grad()
+    optim.zero_grad(set_to_none=False)
     loss(model, data(1)).backward()
     optim.step()
     assert loss(model, data(0)).isfinite()
