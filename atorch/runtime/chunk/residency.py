@@ -72,8 +72,7 @@ class Residency:
     def _keep(self, chunk: int, beside: int) -> None:
         memory = self.chunks.chunks[chunk]
         self.tier.take(self._num_bytes(chunk) + beside, f"chunk {chunk}, which stays")
-        for slot in memory.spec.slots:
-            point(self._parameters[slot.name], memory.whole(memory.compute, slot))
+        self._show(chunk, memory.compute)
 
     def begin(self) -> None:
         """A pass begins: drop what an earlier one has left, and follow what was written on the host."""
@@ -119,9 +118,9 @@ class Residency:
         memory.follow()
 
     def _bring_on_demand(self, chunks: frozenset[int]) -> None:
-        missing = [chunk for chunk in chunks if chunk not in self._here and chunk not in self._stays]
+        missing = [chunk for chunk in chunks if chunk not in self._here]
         needed = sum(self._num_bytes(chunk) for chunk in missing)
-        for chunk in [each for each in self._here if each not in chunks]:
+        for chunk in [each for each in self._here if each not in chunks and each not in self._stays]:
             if self._room() >= needed:
                 break
             self._drop(chunk)
@@ -137,7 +136,7 @@ class Residency:
         return self.tier.budget_bytes - self.tier.used_bytes - self.course.other_bytes
 
     def _fetch(self, chunk: int) -> None:
-        if chunk in self._here or chunk in self._stays:
+        if chunk in self._here:
             return
         memory, num_bytes = self.chunks.chunks[chunk], self._num_bytes(chunk)
         if num_bytes > self._room():
@@ -145,10 +144,7 @@ class Residency:
         self.tier.take(num_bytes, f"chunk {chunk}")
         buffer = torch.empty(memory.spec.numel, dtype=memory.dtype, device=self.chunks.device)
         self._coming[chunk] = self._bring(buffer, memory)
-        self._here[chunk] = buffer
-        self._at[buffer.untyped_storage()._cdata] = chunk
-        for slot in memory.spec.slots:
-            point(self._parameters[slot.name], memory.whole(buffer, slot))
+        self._show(chunk, buffer)
         self.fetched_bytes += num_bytes
         if self.observer is not None:
             self.observer.moved(chunk, True, num_bytes)
@@ -165,13 +161,21 @@ class Residency:
         wait: Wait = work.wait
         return wait
 
+    def _show(self, chunk: int, buffer: Tensor) -> None:
+        """A chunk's parameters have their values in `buffer`."""
+        memory = self.chunks.chunks[chunk]
+        self._here[chunk] = buffer
+        self._at[buffer.untyped_storage()._cdata] = chunk
+        for slot in memory.spec.slots:
+            point(self._parameters[slot.name], memory.whole(buffer, slot))
+
     def _arrive(self, chunk: int) -> None:
         wait = self._coming.pop(chunk, None)
         if wait is not None:
             wait()
 
     def _drop(self, chunk: int) -> None:
-        buffer = self._here.pop(chunk, None)
+        buffer = None if chunk in self._stays else self._here.pop(chunk, None)
         if buffer is None:
             return
         self._arrive(chunk)

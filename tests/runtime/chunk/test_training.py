@@ -286,6 +286,7 @@ def test_chunks_for_which_there_is_room_stay_with_their_states_and_are_stepped_o
     assert 0 < course.schedule.num_fetches < 2 * len(operations.chunks.chunks), "some stay, and not all"
     optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
     assert train(model, optimizer, data, loss) == expected
+    assert operations.residency.course.on_course
     assert operations.residency.fetched_bytes < STEPS * parameters
     assert operations.residency.peak_bytes <= others + 3 * parameters
     trained = model.state_dict()
