@@ -76,6 +76,14 @@ def test_every_kind_beside_data_parallelism(pool: Pool, name: str, knobs: dict[s
     check(pool, name, [*stages(data=2, micro_batches=2, **knobs), *beside], ranks=4, steps=2, even=True)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_in_three_dimensions(pool: Pool, name: str) -> None:
+    mesh = ("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))
+    strategy = [mesh, "tensor_parallel", ("pipeline_parallel", {"micro_batches": 2}), "ddp"]
+    check(pool, name, strategy, ranks=8, steps=2, even=True)
+
+
 def test_zero_bubble_is_reduced_over_data(pool: Pool) -> None:
     check(pool, "llama", [*stages(data=2, micro_batches=2, schedule="zero_bubble"), "ddp"], ranks=4, steps=2, even=True)
 
