@@ -1,8 +1,7 @@
 """A pass of training as operations that need chunks, in order: as it was foreseen, and as it goes.
 
 While a pass goes as foreseen, its steps are those that were scheduled. Where it takes another path, chunks are fetched
-as they are needed and the least recently used make way, until the pass ends; the next one is scheduled after what was
-seen.
+as they are needed and the least recently used make way, until the pass ends.
 """
 
 from __future__ import annotations
@@ -106,8 +105,9 @@ class Course:
         """What to do before an operation that needs these chunks; None off course."""
         position = len(self.seen)
         self.seen.append((operation, needs))
-        if self.on_course:
-            self.on_course = position < len(self.moments) and self.moments[position].needs == needs
+        if position >= len(self.moments):
+            return None  # the pass is over, and somebody looks at a parameter
+        self.on_course = self.on_course and self.moments[position].needs == needs
         if not self.on_course:
             return None
         assert self.schedule is not None
@@ -116,11 +116,6 @@ class Course:
     @property
     def other_bytes(self) -> int:
         """What else lives at the operation under way: as foreseen there, or anywhere."""
-        if self.on_course and self.seen:
+        if self.on_course and 0 < len(self.seen) <= len(self.moments):
             return self.moments[len(self.seen) - 1].other_bytes
         return max((each.other_bytes for each in self.moments), default=0)
-
-    def as_seen(self) -> list[Moment]:
-        """The pass that is over, for another like it; what else lived then is not known, and taken for the most."""
-        most = max((each.other_bytes for each in self.moments), default=0)
-        return [Moment(operation, needs, most) for operation, needs in self.seen]
