@@ -20,6 +20,10 @@ from atorch.patrickstar.profiler import profiler
 from atorch.patrickstar.runtime import PatrickStarEngine, initialize_engine
 from tests.pool import Pool
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="these bits and bytes are a CPU's; tests/gpu has the engine on a GPU"
+)
+
 SMOOTH = {"params": {"lr": 1.0, "eps": 1.0}}
 SCALED = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}
 BUDGET = 16_000  # activations of a batch, and half of the model
@@ -176,6 +180,31 @@ def test_the_guides_snippet_trains_a_pretrained_model(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
         torch.testing.assert_close(again(input_ids=tokens).logits, expected, rtol=0, atol=0)
+
+
+def test_the_introductions_configuration_trains() -> None:
+    given = {
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True},
+        },
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 2**3,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
+        "default_chunk_size": 64 * 1024 * 1024,
+        "release_after_init": True,
+        "use_cpu_embedding": False,
+        "client": {"mem_tracer": {"use_async_mem_monitor": True}},
+    }
+    model, optimizer = initialize_engine(model_func=make, local_rank=0, config=given)
+    losses = train(model, optimizer, batches(1) * 4)
+    assert losses[-1] < losses[0]
+    assert len(model.residency.chunks.chunks) == 2  # what is frozen is apart
 
 
 def test_a_loaded_state_goes_on_as_if_nothing_had_been() -> None:

@@ -129,7 +129,7 @@ class PatrickStarEngine(Wrapper):
         for buffer in self.module.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(DTYPE)
-        self._check_host()
+        together(self._check_host)
         synchronise([*self.module.parameters(), *self.module.buffers()])
         first, budget = self._foreseen(), min(gather_objects(client.budget_bytes))
         on_host = self._foresight.on_host
