@@ -76,13 +76,15 @@ def fresh(call: Call) -> tuple[Call, dict[str, Tensor]]:
     args, kwargs = copy.deepcopy(call)
     leaves, spec = tree_flatten_with_path((args, kwargs))
     known: dict[int, Tensor] = {}
+    given: dict[int, Tensor] = {}
     asked: dict[str, Tensor] = {}
     values = []
     for path, leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             if id(leaf) not in known:
                 known[id(leaf)] = leaf.detach().float().clone().requires_grad_()
-            leaf = asked[_keystr(path)] = known[id(leaf)]
+                given[id(leaf)] = known[id(leaf)].clone()  # a leaf must not be changed in place, and blocks do that
+            asked[_keystr(path)], leaf = known[id(leaf)], given[id(leaf)]
         values.append(leaf)
     return Call(*tree_unflatten(values, spec)), asked
 
