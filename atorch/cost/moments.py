@@ -186,7 +186,8 @@ def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: fl
         else:
             outside = max(outside, each.working)
     all_grads = terms.grad_itemsize * grads
-    always = terms.cast_itemsize * params + terms.placeholder_itemsize * weights
+    casts = 1.0 + max(0.0, in_flight - 1.0) * (1.0 - terms.recompute)  # autocast's, which backward keeps
+    always = casts * terms.cast_itemsize * params + terms.placeholder_itemsize * weights
     around, within = _gathered(terms, parts)
     alive, saved = in_flight * kept, in_flight * in_blocks
     yield Moment(0.0 if appear else all_grads, alive, always + around, outside, saved)

@@ -31,6 +31,7 @@ EAGER = ("compile",)
 HYBRID = ("parallel_mode", ([("zero", 4), ("data", 2)], None))
 TENSOR = ("parallel_mode", ([("tensor", 2)], None))
 SEQUENCE = ("parallel_mode", ([("sequence", 2)], None))
+CONTEXT = ("parallel_mode", ([("context", 2)], None))
 
 COMPOSITIONS: tuple[tuple[Any, ...], ...] = (
     *((name,) for name in METHODS if METHODS[name].can_apply() and name not in EAGER),
@@ -44,6 +45,7 @@ COMPOSITIONS: tuple[tuple[Any, ...], ...] = (
     ("fsdp", "half", "checkpoint"),
     ("fsdp", "amp_native", "micro_batch"),
     ("fsdp", "checkpoint", "module_replace"),
+    (CONTEXT, "module_replace", "context_parallel"),
 )
 
 

@@ -1,4 +1,4 @@
-"""What becomes of sharded gradients while micro-batches add to them."""
+"""What becomes of gradients while micro-batches add to them."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def reduce_once(cost: Cost) -> Cost:
         return cost
     comm = (each if each.kind == "all_gather" else replace(each, each_micro_batch=False) for each in cost.comm)
     return cost.but(grad_itemsize=4.0, grad_shards=1.0, comm=tuple(comm))
+
+
+def add_beside_buckets(cost: Cost) -> Cost:
+    """In a pipeline gradients are added up beside the buckets that DistributedDataParallel reduces them in."""
+    if cost.stages == 1:
+        return cost
+    return cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)

@@ -82,7 +82,8 @@ class MicroBatch(Method):
         cost = cost.but(num_micro_batches=count, batch_size=count * rows)
         if count > 1 and cost.stages == 1 and self.loss_weight == "auto":
             cost = Precision.agree(cost)  # on what the losses are weighted by, where several rules explain them
-        if count > 1 and cost.grads_persist and cost.grad_shards == 1 and not cost.gathered_itemsize:
+        beside = cost.grads_persist and cost.grad_shards == 1 and not cost.gathered_itemsize
+        if count > 1 and cost.stages == 1 and beside:
             # They are added up beside the buckets that ddp reduces them in.
             cost = cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)
         return cost if self.reduce == "each" else reduce_once(cost)

@@ -53,11 +53,12 @@ def _need_company(ctx: Context) -> None:
 
 
 def _exported(ctx: Context, method: PipelineParallel, model: nn.Module, stages: int) -> Exported:
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=ctx.device)
-
     mode, device = FakeTensorMode(allow_non_fake_inputs=True), ctx.cluster.device
-    with mode:
-        source = copy_structure(model, fake)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=ctx.device)
+
+    source = copy_structure(model, fake)
     reached = peak_flops(device, "float32"), device.memory_bandwidth * device.efficiency.traffic
     return Exported(source, mode, stages, Speeds(*reached))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.accumulation import add_beside_buckets
 from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, in_pipeline, named, need
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -44,7 +45,7 @@ class Zero1(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """The optimizer's share of this device; ddp's all-reduce, and every parameter once from its owner."""
-        cost = share_buffers(cost.but(grads_persist=True))
+        cost = add_beside_buckets(share_buffers(cost.but(grads_persist=True)))
         return shard_optimizer(cost, reduces="all_reduce", gathers="broadcast")
 
     @classmethod

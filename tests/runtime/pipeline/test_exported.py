@@ -78,9 +78,12 @@ def test_both_reasons_are_told(pool: Pool, name: str, beside: list[Any], message
 
 def exported(model: nn.Module, segments: int) -> Exported:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        source = copy_structure(model, torch.empty_like)
-    return Exported(source, mode, segments, Speeds(1e11, 1e10))
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    return Exported(copy_structure(model, fake), mode, segments, Speeds(1e11, 1e10))
 
 
 def tokens(rows: int = 4, length: int = SEQ) -> torch.Tensor:
