@@ -99,7 +99,7 @@ def _tables(model: nn.Module, vocabulary: Vocabulary) -> list[tuple[str, ...]]:
 
 
 def _of_table(model: nn.Module, names: Sequence[str], vocabulary: Vocabulary, watched: Watched) -> Option:
-    """A table: rows that are looked up are summed; logits are gathered, and the gradient at their input summed."""
+    """A table: rows that are looked up are summed, and the gradient at logits' input; logits stay split for a loss."""
     table = model.get_parameter(names[0])
     rows = {**vocabulary.lookups, **vocabulary.logits}[names[0]]
     share = spared_share(rows, table.shape[rows.dim])
@@ -108,8 +108,7 @@ def _of_table(model: nn.Module, names: Sequence[str], vocabulary: Vocabulary, wa
     elements = sum(each.numel() for each in inputs)
     num_rows = table.shape[rows.dim]
     looked_up = sum(count for name, count in watched.tables.items() if parameters[name] is table)
-    logits = sum(each.numel() // each.shape[-1] for each in inputs) * num_rows
-    sent = looked_up * (table.numel() // num_rows) + logits + elements
+    sent = looked_up * (table.numel() // num_rows) + elements
     return Option(frozenset(names), 2.0 * elements * num_rows * share, table.nbytes * share, sent)
 
 

@@ -17,7 +17,7 @@ from atorch.profiler.messages import Messages
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.choice import Option, choose, most_spared
 from atorch.runtime.tensor_parallel.counted import counted
-from atorch.runtime.tensor_parallel.recorded import apart, fresh, tensors_of
+from atorch.runtime.tensor_parallel.recorded import apart, fresh, map_arguments, tensors_of
 from atorch.runtime.tensor_parallel.watched import Watched
 from tests.pool import Pool
 from tests.runtime.tensor_parallel.models import batch, make
@@ -182,8 +182,8 @@ def sent(rank: int, size: int, name: str) -> list[tuple[float, float]]:
     for path, call in watched.calls.items():
         expected = sum(each.sent for each in counted(whole[path], layout.blocks[path], call).values())
         (args, kwargs), asked = fresh(call)
-        for position in list(asked.values())[1:]:
-            position.requires_grad_(False)
+        first = next(iter(asked))  # the others, such as positions, have no gradient in a model
+        args, kwargs = map_arguments(lambda at, each, kept=first: each if at == kept else each.detach(), args, kwargs)
         with Messages() as messages:
             outputs = tensors_of(model.get_submodule(path)(*args, **kwargs))
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
