@@ -22,6 +22,7 @@ CLAIMS = (
     "search_regret",
     "pipeline_cut",
     "tensor_parallel_step",
+    "pipeline_step",
     "ring_attention",
     "gpu_methods",
 )
