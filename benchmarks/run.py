@@ -24,6 +24,10 @@ CLAIMS = (
     "tensor_parallel_step",
     "pipeline_step",
     "ring_attention",
+    "chunk_adam",
+    "chunk_layout",
+    "chunk_traffic",
+    "chunk_step",
     "gpu_methods",
 )
 

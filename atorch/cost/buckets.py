@@ -67,8 +67,8 @@ def _sizes(segments: tuple[Segment, ...], tensor: int, experts: float) -> tuple[
 
 
 def _of_copy(segment: Segment, tensor: int, experts: float) -> list[float]:
-    """Parameters as they are. Of a shape, and of what is split, weights of products are known, and of the rest, norms and
-    biases, the sum: vectors of the model's width. Without products it is a table.
+    """Parameters as they are. Of a shape, and of what is split, weights of products are known, and of the rest, norms
+    and biases, the sum: vectors of the model's width. Without products it is a table.
     """
     if segment.trainable_sizes and tensor == experts == 1:
         return list(segment.trainable_sizes)

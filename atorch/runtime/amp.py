@@ -59,8 +59,8 @@ class LossScale:
     """What gradients are multiplied by: `scale()`. Dynamic, or constant where growth and backoff are 1.
 
     init: the first scale. growth: factor after `interval` good steps in a row. backoff: factor after a skipped step.
-    hysteresis: skipped steps after which it backs off; they are counted anew once it has grown. smallest: it never falls
-        below.
+    hysteresis: skipped steps after which it backs off; they are counted anew once it has grown.
+    smallest: it never falls below.
     """
 
     def __init__(

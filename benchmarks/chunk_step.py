@@ -1,0 +1,149 @@
+"""A training step in chunks against a plain one: with room for everything, and with half of the parameters away.
+
+A Llama on one process, AdamW in its fused form. With room for everything nothing waits, and what is seen is what the
+bookkeeping costs. With a budget of all activations and half of the parameters, chunks come over a link of a given speed
+(a thread copies, and waits as long as the link would): the step is held to the longer of the two, computing and moving.
+Steps run interleaved in a shuffled order; the plain step runs twice, and the ratio of the two is the noise floor.
+
+    python benchmarks/chunk_step.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from compare import Row, interleave
+
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.transfer import Paced, Transfer
+
+VOCAB, SEQ = 1024, 128
+LINK_BYTES_PER_S = 16e9
+IDLE_BAR, MOVING_BAR = 1.03, 1.05
+
+Step = Callable[[], object]
+
+
+def make_model(width: int, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=SEQ, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_batch(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=batch).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), batch[:, 1:].reshape(-1))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Step:
+    def step() -> None:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def passes_of(model: nn.Module, batch: torch.Tensor) -> Step:
+    """Forward and backward alone: what moving has to hide behind."""
+
+    def step() -> None:
+        loss_of(model, batch).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return step
+
+
+def in_chunks(
+    width: int, layers: int, batch: torch.Tensor, share: float, transfer: Transfer | None
+) -> tuple[nn.Module, ChunkOptimizer, int]:
+    """A model with room for its activations and a share of its parameters; the bytes that a pass fetches."""
+    model = make_model(width, layers)
+    foreseen_pass = foreseen(model, batch, loss_of, device_type="cpu")
+    most = max(access.other_bytes for access in foreseen_pass.accesses)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    operations = chunk(
+        model, foreseen_pass, most + int(share * size), device=torch.device("cpu"), prefetch=4, transfer=transfer
+    )
+    fetched = operations.residency.course.schedule
+    assert fetched is not None
+    return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), fetched.fetched_bytes
+
+
+def measure_idle(quick: bool) -> Row:
+    """With room for everything."""
+    width, layers, batch = (64, 2, make_batch(2, 32)) if quick else (512, 4, make_batch(4, SEQ))
+    plain, again = make_model(width, layers), make_model(width, layers)
+    model, optimizer, _ = in_chunks(width, layers, batch, 1.1, None)
+    steps = {
+        "plain": step_of(plain, adam(plain.parameters()), batch),
+        "again": step_of(again, adam(again.parameters()), batch),
+        "chunks": step_of(model, optimizer, batch),
+    }
+    samples = interleave(steps, rounds=3 if quick else 40, warmup=1 if quick else 3)
+    ratio, noise = samples.ratio("chunks", "plain"), samples.ratio("again", "plain")
+    return Row(
+        f"chunk with room for everything, width {width}: step ÷ plain step",
+        f"{ratio:.3f} (plain against itself {noise.value:.3f})",
+        f"≤ {IDLE_BAR}",
+        ratio.value <= IDLE_BAR,
+    )
+
+
+def measure_moving(quick: bool, length: int) -> Row:
+    """With half of the parameters away, over a link; `length` tokens set how much there is to compute."""
+    width, layers = (64, 2) if quick else (768, 4)
+    batch = make_batch(1, length)
+    plain = make_model(width, layers)
+    link = Paced(LINK_BYTES_PER_S)
+    model, _, fetched = in_chunks(width, layers, batch, 0.5, link)
+    try:
+        steps = {"compute": passes_of(plain, batch), "chunks": passes_of(model, batch)}
+        samples = interleave(steps, rounds=3 if quick else 40, warmup=1 if quick else 3)
+    finally:
+        link.close()
+    compute_s, moving_s = samples.median_ms("compute") / 1e3, fetched / LINK_BYTES_PER_S
+    longer = max(compute_s, moving_s)
+    ratio = samples.median_ms("chunks") / 1e3 / longer
+    return Row(
+        f"chunk, half of the parameters away, {LINK_BYTES_PER_S / 1e9:.0f} GB/s, {length} tokens: "
+        "forward and backward ÷ max(compute, transfer)",
+        f"{ratio:.3f} (transfer ÷ compute {moving_s / compute_s:.2f})",
+        f"≤ {MOVING_BAR}",
+        ratio <= MOVING_BAR,
+    )
+
+
+def measure(quick: bool = False) -> list[Row]:
+    torch.set_num_threads(1)
+    return [measure_idle(quick), *(measure_moving(quick, length) for length in ((8, 16) if quick else (16, 128)))]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    for row in measure(parser.parse_args().quick):
+        print(f"{row.claim}: {row.measured} ({row.bar}) {row.holds}")
