@@ -8,13 +8,12 @@ backward, gradients go back, and the host steps what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from pydantic import Field, model_validator
 from torch import nn
 from typing_extensions import Self
@@ -31,6 +30,7 @@ from atorch.profiler.tensors import batch_size, tensors_of
 from atorch.profiler.trace import optimizer_state_per_param
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.course import Course, Pass
+from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from atorch.runtime.losses import value_of
@@ -107,11 +107,11 @@ class Chunk(Method):
         group = mesh.group(*REPLICA_AXES) if shards > 1 else None
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
-        passes = _Passes(ctx, part, group)
-        first = passes.foreseen(ctx.sample_batch)
+        courses = Courses(_foresee(ctx, part), group, ctx.device)
+        courses.expect(ctx.sample_batch, tensors_of(ctx.sample_batch))
         operations = chunk(
             part,
-            first,
+            courses.first(),
             budget,
             device=ctx.device,
             dtype=ctx.compute_dtype,
@@ -120,14 +120,21 @@ class Chunk(Method):
             state_bytes=_state_bytes(ctx) if self.hybrid else None,
             prefetch=self.prefetch,
         )
-        operations.course_for = passes.courses(operations.course_of)
-        ctx = replace(ctx, learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.course)})
+        courses.begin(operations.residency.course)
+        operations.course_for = partial(courses.next, operations.course_of)
+        inner_prepare = ctx.prepare_input
+
+        def prepare_input(batch: Any, device: Any) -> Any:
+            courses.expect(batch, tensors_of(batch))
+            return inner_prepare(batch, device)
+
+        figures = _figures(operations.chunks, operations.residency.course)
+        ctx = replace(ctx, prepare_input=prepare_input, learnt={**ctx.learnt, self.name: figures})
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
-            return replace(ctx, prepare_input=passes.prepare_input)
+            return ctx
         return replace(
             ctx,
-            prepare_input=passes.prepare_input,
             make_optimizer=lambda groups: ChunkOptimizer(
                 inner, groups, operations.chunks, loss_scale=ctx.loss_scale, disk=disk
             ),
@@ -157,63 +164,23 @@ def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:
     }
 
 
-class _Passes:
-    """Foresees passes of a model: a batch of another shape keeps another amount for backward.
+def _foresee(ctx: Context, part: nn.Module) -> Callable[[Any], Pass]:
+    """A function that foresees a pass on a batch of the loader, or on the largest of its micro-batches."""
 
-    Processes that share chunks must fetch the same ones in the same order: they go by the largest batch that any of
-    them has had.
-    """
+    def loss(model: nn.Module, batch: Any) -> Any:
+        output = ctx.call_model(model, batch)
+        if ctx.loss_func is not None:
+            return value_of(ctx.loss_func(batch, output))
+        return sum(tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad)
 
-    def __init__(self, ctx: Context, part: nn.Module, group: dist.ProcessGroup | None) -> None:
-        self._ctx, self._part, self._group = ctx, part, group
-        self._batch: Any = ctx.sample_batch
-        self._largest = 0
-        self._known: dict[Hashable, Course] = {}
-
-    def prepare_input(self, batch: Any, device: Any) -> Any:
-        """The context's, which remembers the batch: the next pass is its."""
-        self._batch = batch
-        return self._ctx.prepare_input(batch, device)
-
-    def courses(self, make: Callable[[Pass], Course]) -> Callable[[], Course]:
-        """A function that gives the course of the next pass."""
-
-        def of_next() -> Course:
-            shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(self._batch))
-            if shapes not in self._known:
-                self._known[shapes] = make(self.foreseen(self._batch))
-            return self._known[shapes]
-
-        def of_largest() -> Course:
-            assert self._group is not None
-            numel = sum(tensor.numel() for tensor in tensors_of(self._batch))
-            most = torch.tensor(numel, device=self._ctx.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-            if int(most) > self._largest:
-                self._largest = int(most)
-                every: list[Any] = [None] * self._group.size()
-                mine = self.foreseen(self._batch) if numel == self._largest else None
-                dist.all_gather_object(every, mine, group=self._group)
-                self._known["largest"] = make(next(each for each in every if each is not None))
-            return self._known["largest"]
-
-        return of_next if self._group is None else of_largest
-
-    def foreseen(self, batch: Any) -> Pass:
-        """A pass on a batch of the loader, or on the largest of its micro-batches."""
-        ctx = self._ctx
+    def foresee(batch: Any) -> Pass:
         prepared = ctx.prepare_input(batch, "cpu")
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):
             prepared = take(prepared, 0, rows, batch_size(prepared))
+        return foreseen(part, prepared, loss, device_type=ctx.device.type, dtype=ctx.compute_dtype)
 
-        def loss(model: nn.Module, batch: Any) -> Any:
-            output = ctx.call_model(model, batch)
-            if ctx.loss_func is not None:
-                return value_of(ctx.loss_func(batch, output))
-            return sum(tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad)
-
-        return foreseen(self._part, prepared, loss, device_type=ctx.device.type, dtype=ctx.compute_dtype)
+    return foresee
 
 
 def _rows(ctx: Context, rows: int) -> int:

@@ -8,6 +8,7 @@ is too small. Inputs are cast; nothing runs under autocast.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from atorch.patrickstar.foresight import Foresight
 from atorch.patrickstar.ops import FP16Adam, loss_scale_of
 from atorch.patrickstar.parts import load_parts, own_part
 from atorch.patrickstar.recorder import Recorder
+from atorch.profiler.tensors import tensors_of
 from atorch.runtime.amp import LossScale
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.course import Pass
+from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.nested import map_leaves
@@ -61,7 +64,8 @@ class PatrickStarEngine(Wrapper):
             weight_decay=adam.weight_decay,
             use_adamw=self.config.optimizer.type == "AdamW",
         )
-        self._foresight = Foresight(model, DTYPE, client.device, client.group)
+        self._foresight = Foresight(model, DTYPE, client.device)
+        self._courses = Courses(self._foresight, client.group, client.device)
         self._operations: Operations | None = None
         self._recorder: Recorder | None = None
 
@@ -82,7 +86,7 @@ class PatrickStarEngine(Wrapper):
             OutOfBudgetError: on the first batch, where no order of fetching keeps the budget.
         """
         args, kwargs = self._moved((args, kwargs))
-        self._foresight.expect(args, kwargs)
+        self._courses.expect((args, kwargs), tensors_of((args, kwargs)))
         if self._recorder is None:
             self._recorder = self._settle(args, kwargs)
         self._recorder.phase("forward")
@@ -151,9 +155,8 @@ class PatrickStarEngine(Wrapper):
         for name in on_host:
             look_up_on_host(self.module.get_submodule(name), DTYPE)
         chunks = self._operations.chunks
-        self._operations.course_for = self._foresight.courses(
-            self._operations.residency.course, self._operations.course_of
-        )
+        self._courses.begin(self._operations.residency.course)
+        self._operations.course_for = partial(self._courses.next, self._operations.course_of)
         recorder = Recorder(self._operations)
         self.optimizer.live_in(chunks, recorder.phase)
         return recorder
@@ -162,12 +165,12 @@ class PatrickStarEngine(Wrapper):
         """The first pass, and in it which embeddings can stay on the host."""
         if self.config.use_cpu_embedding:
             self._foresight.on_host = host_embeddings(self.module)
-        first = self._foresight.agreed()
+        first = self._courses.first()
         used = {name for access in first.accesses for name in access.parameters}
         elsewhere = {name for name in self._foresight.on_host if table_of(name) in used}
         if elsewhere:  # a head that takes the table by hand
             self._foresight.on_host -= elsewhere
-            first = self._foresight.agreed()
+            first = self._courses.first()
         return first
 
     def _check_host(self) -> None:

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from atorch import auto_accelerate
 from atorch.auto.opt_lib.chunk import Chunk
 from atorch.cost import peak_memory, plain_cost
-from atorch.errors import StrategyError
+from atorch.errors import OutOfBudgetError, StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
+from tests.contract.job import BATCH, arguments, make_model
 
 WHOLE = peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": 10**9})))
 STEPPED = WHOLE.optimizer + WHOLE.gradients
@@ -92,3 +94,24 @@ def test_what_does_not_hold_is_refused(config, message):
 def test_it_is_tried_where_the_host_has_memory_of_its_own():
     assert list(Chunk.choices(PROFILE, cluster(devices=1))) == [Chunk(), Chunk(hybrid=False)]
     assert not list(Chunk.choices(PROFILE, cluster(kind="cpu")))
+
+
+def test_a_batch_of_another_shape_is_foreseen_when_it_comes():
+    job = arguments(dataloader_args={"batch_size": BATCH // 2})
+    _, result, strategy = auto_accelerate(make_model(), load_strategy=[("chunk", {"budget_bytes": 400_000})], **job)
+    _, plain, _ = auto_accelerate(make_model(), load_strategy=["micro_batch"], **job)
+    few = next(iter(result.dataloader))
+    for batch in (few, {key: value[:1] for key, value in few.items()}):
+        losses = []
+        for each in (result, plain):
+            given = each.prepare_input(batch, "cpu")
+            loss = each.loss_func(given, each.model(**given))
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    many = {key: value.repeat(2, 1) for key, value in few.items()}
+    with pytest.raises(OutOfBudgetError, match=r"misses [\d,]+ bytes"):
+        result.model(**result.prepare_input(many, "cpu"))
+    figures = strategy.metadata["chunk"]
+    assert figures["peak_bytes"] <= 400_000
+    assert figures["fetched_bytes"] > figures["parameter_bytes"]
