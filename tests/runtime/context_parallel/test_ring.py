@@ -145,7 +145,7 @@ def counted(rank: int, size: int, case: Case) -> dict[str, tuple[int, float]]:
 @pytest.mark.parametrize("groups", [4, 2])
 def test_it_sends_what_the_cost_says(pool: Pool, ranks: int, groups: int) -> None:
     num_bytes = BATCH * HEADS * LENGTH * DIM * 4.0
-    block = replace(BLOCK, input_bytes=num_bytes, num_heads=HEADS, num_kv_heads=groups)
+    block = replace(BLOCK, input_bytes=num_bytes, matmuls=(), num_heads=HEADS, num_kv_heads=groups)
     cost = replace(split_context(on_mesh({"context": ranks}, batch_size=2)), segments=(block,), dtype="float32")
     (expected,) = of_copy(cost, block)
     for sent in pool.run(counted, Case("causal", groups), ranks=ranks):
