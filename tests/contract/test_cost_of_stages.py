@@ -32,7 +32,7 @@ def strategy_of(beside: tuple[Any, ...], data: int, **knobs: Any) -> Strategy:
 @pytest.mark.parametrize(
     ("beside", "data"),
     [
-        pytest.param((), 1, id="alone"),
+        pytest.param((), 1, marks=pytest.mark.matrix, id="alone"),
         pytest.param((("half", "bf16"),), 1, marks=pytest.mark.matrix, id="half"),
         pytest.param(("ddp",), 2, marks=pytest.mark.matrix, id="ddp"),
     ],

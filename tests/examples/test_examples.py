@@ -38,6 +38,7 @@ def before_and_after(printed: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
+@pytest.mark.matrix  # `make demo` is its search
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_train_lm_searches_once_and_then_reuses_what_it_found(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_train_lm_searches_once_and_then_reuses_what_it_found(tmp_path: Path) ->
     assert saved.read_bytes() == written
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_chunk_offload_learns_within_a_quarter_of_its_states(processes: int) -> None:
     sizes = ("--steps", "20", "--seq", "32", "--layers", "2", "--width", "256")
     printed = run("chunk_offload.py", *sizes, "--batch-size", str(2 * processes), processes=processes)
@@ -119,7 +120,8 @@ def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> Non
     ("models", "methods"),
     [
         (["llama"], ["tensor", "sequence", "megatron", "context", "pipeline", "mixed"]),
-        (["gpt2", "bert", "t5", "vit", "mixtral"], ["tensor", "pipeline"]),
+        (["gpt2", "t5"], ["tensor", "pipeline"]),
+        pytest.param(["bert", "vit", "mixtral"], ["tensor", "pipeline"], marks=pytest.mark.matrix),
         pytest.param(["gpt2", "bert", "mixtral"], ["sequence", "megatron", "context"], marks=pytest.mark.matrix),
         pytest.param(["gpt2", "bert", "t5", "vit", "mixtral"], ["mixed"], marks=pytest.mark.matrix),
     ],

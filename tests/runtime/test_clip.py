@@ -45,7 +45,8 @@ def wrapped(kind: str, rank: int, size: int) -> nn.Module:
     if kind == "hybrid":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "zero"))
     ignored = model.mixer.parameters() if kind == "mixed" else ()
-    return shard(model, mesh, arrange(model, by_block(model)), ignored=ignored)
+    shard(model, mesh, arrange(model, by_block(model)), ignored=ignored)
+    return model
 
 
 def clipped(rank: int, size: int, kind: str, norm_type: float) -> tuple[float, float, float]:

@@ -174,7 +174,7 @@ def test_a_candidate_over_its_share_is_rejected():
         ("apply", "ValueError: cannot be applied here"),
         pytest.param("step", "RuntimeError: broke in the third step", marks=pytest.mark.matrix),
         pytest.param("memory", "MemoryError: a terabyte", marks=pytest.mark.matrix),
-        ("nan", "the loss of the first step is nan"),
+        pytest.param("nan", "the loss of the first step is nan", marks=pytest.mark.matrix),
     ],
 )
 def test_what_goes_wrong_is_recorded_and_the_search_goes_on(how, reason):
@@ -211,10 +211,10 @@ def searched(rank, size, how, where):
 @pytest.mark.parametrize(
     ("how", "where", "reason"),
     [
-        ("none", 0, None),
+        pytest.param("none", 0, None, marks=pytest.mark.matrix),
         ("step", 1, "broke in the third step (on rank 1)"),
         pytest.param("apply", 1, "cannot be applied here (on rank 1)", marks=pytest.mark.matrix),
-        ("memory", 0, "MemoryError: a terabyte is not here (on rank 0)"),
+        pytest.param("memory", 0, "MemoryError: a terabyte is not here (on rank 0)", marks=pytest.mark.matrix),
     ],
 )
 def test_two_processes_decide_the_same_whatever_happens_to_one(pool, how, where, reason):

@@ -132,6 +132,7 @@ def test_zero1_gives_each_rank_its_own_share_of_the_optimizer() -> None:
     assert sum(shares) == pytest.approx(2 * 4 * parameters, rel=0.01)  # Adam keeps two numbers a parameter
 
 
+@pytest.mark.matrix
 def test_different_kinds_of_blocks_are_simulated_whole() -> None:
     tokens = batch()["input_ids"]
     given = {"input_ids": tokens, "labels": tokens.clone()}
