@@ -1,11 +1,11 @@
 """A training step in chunks against a plain one: with room for everything, and with half of the parameters away.
 
 A Llama on one process, AdamW in its fused form. With room for everything, states included, chunks stay where they are,
-and what is seen is what the bookkeeping costs. With room for parameters alone they are fetched once a step and gradients
-are kept on the host, which on a CPU is copying within one memory. With a budget of all activations and half of the
-parameters, chunks come over a link of a given speed (a thread copies, and waits as long as the link would): forward and
-backward are held to the longer of the two, computing and moving. Steps run interleaved in a shuffled order; the plain
-step runs twice, and the ratio of the two is the noise floor.
+and what is seen is what the bookkeeping costs. With room for parameters alone they are fetched once a step and
+gradients are kept on the host, which on a CPU is copying within one memory. With a budget of all activations and half
+of the parameters, chunks come over a link of a given speed (a thread copies, and waits as long as the link would):
+forward and backward are held to the longer of the two, computing and moving. Steps run interleaved in a shuffled
+order; the plain step runs twice, and the ratio of the two is the noise floor.
 
     python benchmarks/chunk_step.py [--quick]
 """
