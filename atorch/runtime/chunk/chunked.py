@@ -116,7 +116,7 @@ def lay_out(
     prefetch: int = 1,
     shards: int = 1,
 ) -> Layout:
-    """The layout whose schedule fetches least; where none keeps the budget, one that misses fewest bytes."""
+    """The layout whose schedule costs least; where none keeps the budget, one that misses fewest bytes."""
 
     def cost(layout: Layout) -> float | None:
         found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards)

@@ -37,12 +37,15 @@ def moments(foreseen: Pass, chunk_of: Mapping[str, int], gathering: Sequence[int
 
     Args:
         gathering: bytes of each chunk's gradients where they are put together before they are reduced: they live from
-            the first to the last.
+            the first to the last, or to the end where some of a chunk's parameters get none.
     """
     lives: dict[int, tuple[int, int]] = {}
     for position, name in foreseen.gradients if gathering else ():
         first, _ = lives.get(chunk_of[name], (position, position))
         lives[chunk_of[name]] = first, position
+    come = {name for _, name in foreseen.gradients}
+    for chunk in {chunk for name, chunk in chunk_of.items() if name not in come} & lives.keys():
+        lives[chunk] = lives[chunk][0], len(foreseen.accesses)  # nobody knows before the end that no more will come
     held = [0] * len(foreseen.accesses)
     latest = 0
     for chunk, (first, last) in sorted(lives.items(), key=lambda life: life[1][1]):

@@ -37,6 +37,9 @@ class Gradients:
     def __init__(self, chunks: ChunkSet, slots: Mapping[str, Slot]) -> None:
         self._chunks, self._slots = chunks, slots
 
+    def begin(self) -> None:
+        """A pass begins; what a backward pass that raised has left is dropped."""
+
     def arrived(self, name: str, chunk: int, gradient: Tensor) -> None:
         """Backward has the whole gradient of a parameter."""
         self._chunks.chunks[chunk].accumulate(self._slots[name], gradient)
@@ -51,16 +54,13 @@ class SharedGradients(Gradients):
 
     def __init__(self, chunks: ChunkSet, slots: Mapping[str, Slot], foreseen: Sequence[str]) -> None:
         super().__init__(chunks, slots)
-        self._foreseen = foreseen
         self._order = completion(chunks.layout, foreseen)
         self._numbers = {name: number for number, name in enumerate(slots)}
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
-        expected = set(self._foreseen)
-        self._missing = {
-            chunk: {slot.name for slot in self._chunks.chunks[chunk].spec.slots} & expected for chunk in self._order
-        }
+    def begin(self) -> None:
+        """No chunk has gradients. One with a parameter that nothing was foreseen for waits for the end of backward."""
+        self._missing = {chunk: {slot.name for slot in self._chunks.chunks[chunk].spec.slots} for chunk in self._order}
         self._waiting = list(self._order)
         self._open: dict[int, Tensor] = {}
         self._come: set[str] = set()
@@ -77,7 +77,7 @@ class SharedGradients(Gradients):
         memory.whole(self._open[chunk], self._slots[name]).copy_(gradient)
         self._come.add(name)
         self._missing[chunk].discard(name)
-        while self._waiting and not self._missing[self._waiting[0]] and self._waiting[0] in self._open:
+        while self._waiting and not self._missing[self._waiting[0]]:
             self._reduce(self._waiting.pop(0))
 
     def _finish(self) -> None:
@@ -91,7 +91,7 @@ class SharedGradients(Gradients):
         for chunk, had in self._had.items():
             memory = self._chunks.chunks[chunk]
             memory.has_gradient = had | {slot.name for slot in memory.spec.slots if slot.name in anywhere}
-        self._begin()
+        self.begin()
 
     def _reduce(self, chunk: int) -> None:
         memory = self._chunks.chunks[chunk]

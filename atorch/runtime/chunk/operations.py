@@ -64,6 +64,7 @@ class Operations:
                     self.residency.course = self.course_for()
                 finally:
                     self._foreseeing = False
+            self._gradients.begin()
             self.residency.begin()
         self._passes += 1
         try:

@@ -1,0 +1,84 @@
+"""Gradients of chunks that processes share: none is lost where a pass is not the one that was foreseen."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.runtime.chunk.chunked import chunk
+from tests.pool import Pool
+
+
+class Branching(nn.Module):
+    """Takes its last layer only when it is told to, and may raise in backward."""
+
+    takes_all = raises = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers[: None if self.takes_all else -1]):
+            batch = torch.tanh(layer(batch))
+            if self.raises and number == 0:  # the layers after it have their gradients by then
+                batch.register_hook(_raise)
+        return batch
+
+
+def _raise(gradient: Tensor) -> None:
+    raise ValueError("stumbled in backward")
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().sum()
+    return loss
+
+
+def batch_of(rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+
+
+def made() -> Branching:
+    torch.manual_seed(0)
+    return Branching()
+
+
+def differences(rank: int, size: int, stumbles: bool) -> list[tuple[float, bool]]:
+    """Of each parameter, how far this process' part of the gradient is from the average, and whether it has one."""
+    model, plain = made(), made()
+    first = foreseen(model, batch_of(rank), loss_of, device_type="cpu")
+    operations = chunk(model, first, 10**6, device=torch.device("cpu"), group=dist.group.WORLD)
+    if stumbles:
+        model.raises = True
+        try:
+            loss_of(model, batch_of(rank)).backward()
+        except ValueError:
+            model.raises = False
+    model.takes_all = plain.takes_all = True
+    loss_of(model, batch_of(rank)).backward()
+    for each in range(size):
+        (loss_of(plain, batch_of(each)) / size).backward()
+    found = []
+    for name, parameter in plain.named_parameters():
+        place = operations.chunks.place(model.get_parameter(name))
+        assert place is not None
+        memory, slot = place
+        part, wanted = memory.gradient_of(slot), parameter.grad
+        assert wanted is not None
+        held = memory.within(slot)
+        distance = 0.0 if part is None else (part.flatten() - wanted.flatten()[held]).abs().max().item()
+        found.append((distance, slot.name in memory.has_gradient))
+    return found
+
+
+def test_a_gradient_that_nobody_foresaw_is_reduced_with_the_rest(pool: Pool) -> None:
+    for found in pool.run(differences, False, ranks=2):
+        assert all(distance < 1e-6 and has for distance, has in found)
+
+
+def test_after_a_backward_pass_that_raised_the_next_one_is_right(pool: Pool) -> None:
+    for found in pool.run(differences, True, ranks=2):
+        assert all(distance < 1e-6 and has for distance, has in found)
