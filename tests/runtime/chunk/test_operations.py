@@ -50,6 +50,16 @@ def test_values_can_be_looked_at_outside_of_a_pass(model: nn.Module) -> None:
     assert "nan" not in repr(weight)
 
 
+def test_what_is_said_without_values_brings_nothing() -> None:
+    model, operations, _ = in_chunks()
+    with operations.forward():
+        before = operations.residency.fetched_bytes
+        for parameter in model.parameters():
+            _ = parameter.shape, parameter.dtype, parameter.stride(), parameter.is_contiguous(), parameter.dim_order()
+            _ = parameter.is_conj(), parameter.is_neg(), parameter.is_inference(), parameter.is_shared()
+        assert operations.residency.fetched_bytes == before
+
+
 def test_what_is_written_outside_of_a_pass_is_computed_with() -> None:
     (model, _, _), plain = in_chunks(), fresh(Awkward)
     for each in (model, plain):
