@@ -11,7 +11,6 @@ DeepSpeed compiles its kernel when it is first used.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import main
 from compare import Row, Samples, interleave
 
 from atorch.runtime.chunk.layout import Item, search
@@ -140,7 +140,4 @@ def rows(title: str, samples: Samples, count: int, bar: float | None) -> list[Ro
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs, not a result")
-    for row in measure(parser.parse_args().quick):
-        print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chunk_shapes import Workload, workloads
+from command import main
 from compare import Row
 
 EQUAL_CHUNK = 64 * 2**20
@@ -49,5 +50,4 @@ def rows(workload: Workload) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    for each in measure("--quick" in sys.argv):
-        print(each.claim, "|", each.measured, "|", each.bar, "|", each.holds)
+    main(measure)

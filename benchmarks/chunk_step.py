@@ -12,42 +12,28 @@ order; the plain step runs twice, and the ratio of the two is the noise floor.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import main
 from compare import Row, interleave
+from small_llama import VOCAB, make_model, make_tokens
 
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from atorch.runtime.chunk.transfer import Paced, Transfer
 
-VOCAB, SEQ = 1024, 128
 LINK_BYTES_PER_S = 16e9
 IDLE_BAR, MOVING_BAR = 1.03, 1.05
 
 Step = Callable[[], object]
-
-
-def make_model(width: int, layers: int) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=SEQ, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-def make_batch(rows: int, length: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -108,7 +94,7 @@ def in_chunks(
 
 def measure_idle(quick: bool) -> list[Row]:
     """With room for everything, and for parameters alone."""
-    width, layers, batch = (64, 2, make_batch(2, 32)) if quick else (512, 4, make_batch(4, SEQ))
+    width, layers, batch = (64, 2, make_tokens(2, 32)) if quick else (512, 4, make_tokens(4))
     plain, again = make_model(width, layers), make_model(width, layers)
     model, optimizer, _ = in_chunks(width, layers, batch, 5.0, None, state_bytes=8.0)
     fetching, stepping, _ = in_chunks(width, layers, batch, 1.1, None)
@@ -134,7 +120,7 @@ def measure_idle(quick: bool) -> list[Row]:
 def measure_moving(quick: bool, length: int) -> Row:
     """With half of the parameters away, over a link; `length` tokens set how much there is to compute."""
     width, layers = (64, 2) if quick else (768, 4)
-    batch = make_batch(1, length)
+    batch = make_tokens(1, length)
     plain = make_model(width, layers)
     link = Paced(LINK_BYTES_PER_S)
     model, _, fetched = in_chunks(width, layers, batch, 0.5, link)
@@ -161,7 +147,4 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    for row in measure(parser.parse_args().quick):
-        print(f"{row.claim}: {row.measured} ({row.bar}) {row.holds}")
+    main(measure)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chunk_shapes import Workload, workloads
+from command import main
 from compare import Row
 
 SHARES = (1.0, 0.5, 0.25, 0.12)
@@ -60,5 +61,4 @@ def row(workload: Workload, share: float) -> Row:
 
 
 if __name__ == "__main__":
-    for each in measure("--quick" in sys.argv):
-        print(each.claim, "|", each.measured, "|", each.bar, "|", each.holds)
+    main(measure)

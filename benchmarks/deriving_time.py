@@ -10,13 +10,9 @@ the CPU: comparing the processes' models, two evaluations, deriving, the replay 
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +25,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import answer_of, main
 from compare import Row
 
 from atorch import auto_accelerate
@@ -54,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32128, "d_model": 1024, "d_ff": 4096, "num_layers": 2, "num_heads": 16, "d_kv": 64,
     },
     "Mixtral 8x7B": {
-        "config": "MixtralConfig", "model": "MixtralForCausalLM", "processes": 1,
+        "config": "MixtralConfig", "model": "MixtralForCausalLM", "processes": None,
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
         "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
     },
@@ -120,51 +117,30 @@ def alone(name: str, length: int) -> Stopwatch:
     return watch
 
 
-def probe(name: str, length: int) -> tuple[float, float, float]:
-    """Seconds, those that the first process computed, and the most GiB that it held, in processes of their own."""
-    command = [sys.executable]
-    if SHAPES[name]["processes"] > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(SHAPES[name]["processes"]), "--standalone"]
-    with tempfile.NamedTemporaryFile() as answer:
-        command += [__file__, "--probe", name, "--length", str(length), "--answer", answer.name]
-        subprocess.run(command, check=True, capture_output=True, timeout=1800)
-        wall_s, cpu_s, gib = json.loads(Path(answer.name).read_text())
-    return wall_s, cpu_s, gib
-
-
-def answer(name: str, length: int, path: str) -> None:
-    watch = (on_processes if SHAPES[name]["processes"] > 1 else alone)(name, length)
-    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        Path(path).write_text(json.dumps((watch.wall_s, watch.cpu_s, gib)))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+def in_process(name: str, length: int) -> tuple[float, float, float] | None:
+    """Seconds, those that the first process computed, and the most GiB that it held."""
+    watch = (on_processes if SHAPES[name]["processes"] else alone)(name, length)
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return None
+    return watch.wall_s, watch.cpu_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
     rows = []
     for name, length in CASES:
-        runs = [probe(name, length) for _ in range(1 if quick else RUNS)]
+        processes = SHAPES[name]["processes"]
+        runs = [
+            answer_of(__file__, name, length, processes=processes, timeout_s=1800) for _ in range(1 if quick else RUNS)
+        ]
         wall_s, cpu_s, gib = (statistics.median(each) for each in zip(*runs, strict=True))
-        how = "2 processes" if SHAPES[name]["processes"] > 1 else "one process as 8"
+        how = f"{processes} processes" if processes else "one process as 8"
         title = f"deriving the layout of {name} on {how}, from sequences of {length} tokens, seconds"
         title += f" ({cpu_s:.1f} computing in one process, which held {gib:.1f} GiB)"
-        bar = (f"≤ {BAR_S:.0f}", wall_s <= BAR_S) if SHAPES[name]["processes"] > 1 else ("", None)
+        bar = (f"≤ {BAR_S:.0f}", wall_s <= BAR_S) if processes else ("", None)
         rows.append(Row(title, f"{wall_s:.1f}", *bar))
     return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one run of each")
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.probe:
-        answer(given.probe, given.length, given.answer)
-    else:
-        for row in measure(given.quick):
-            print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure, in_process=in_process)

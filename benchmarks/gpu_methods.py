@@ -8,8 +8,6 @@ peak memory is its own; hand-written torch runs before and after.
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import answer_of, main
 from compare import Row
 
 BATCH, SEQ, STEPS, WARMUP = 4, 2048, 12, 4
@@ -53,8 +52,8 @@ def loss_func(batch: Any, output: Any) -> torch.Tensor:
     return output["loss"]
 
 
-def variant_main(name: str) -> None:
-    """Run one variant and print its median step and peak memory as JSON."""
+def in_process(name: str) -> dict[str, float]:
+    """One variant's median step and peak memory."""
     device = torch.device("cuda")
     tokens = torch.randint(0, 32000, (BATCH, SEQ), device=device)
     batch = {"input_ids": tokens, "labels": tokens}
@@ -87,7 +86,7 @@ def variant_main(name: str) -> None:
         end.synchronize()
         times.append(start.elapsed_time(end))
     steady = sorted(times[WARMUP:])
-    print(json.dumps({"ms": steady[len(steady) // 2], "gib": torch.cuda.max_memory_allocated() / 2**30}))
+    return {"ms": steady[len(steady) // 2], "gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def measure(quick: bool = False) -> list[Row]:
@@ -96,22 +95,14 @@ def measure(quick: bool = False) -> list[Row]:
         return [Row("absolute step times on a GPU", "no CUDA GPU here", "")]
     rows = []
     for name in VARIANTS:
-        command = [sys.executable, __file__, "--variant", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        if done.returncode:
-            rows.append(Row(f"1B Llama, {name}", f"failed: {done.stderr.strip().splitlines()[-1]}", "runs", False))
+        try:
+            figures = answer_of(__file__, name, processes=None, timeout_s=600)
+        except subprocess.CalledProcessError as error:
+            rows.append(Row(f"1B Llama, {name}", f"failed: {error.stderr.strip().splitlines()[-1]}", "runs", False))
             continue
-        figures = json.loads(done.stdout.splitlines()[-1])
         rows.append(Row(f"1B Llama, {name}", f"{figures['ms']:.1f} ms, {figures['gib']:.2f} GiB", ""))
     return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variant", help=argparse.SUPPRESS)
-    chosen = parser.parse_args().variant
-    if chosen:
-        variant_main(chosen)
-    else:
-        for row in measure():
-            print(row.claim, "|", row.measured, "|", row.bar)
+    main(measure, in_process=in_process)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import main
 from compare import Row, interleave
 
 
@@ -46,5 +47,4 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 if __name__ == "__main__":
-    for row in measure():
-        print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import main
 from compare import Row
 
 if TYPE_CHECKING:
@@ -126,5 +127,4 @@ def best_of_all(costs: Sequence[float], stages: int) -> float:
 
 
 if __name__ == "__main__":
-    for row in measure():
-        print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure)

@@ -10,29 +10,26 @@ shuffled order; the hand-written one runs twice, and the ratio of the two is the
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import answer_of, as_rank, main
 from compare import Row, interleave
+from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
 from atorch.profiler.messages import Messages
 
-VOCAB, SEQ, ROWS, LAYERS, MICRO_BATCHES = 1024, 128, 8, 4, 4
+ROWS, LAYERS, MICRO_BATCHES = 8, 4, 4
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 CUT = LAYERS // 2
 BAR = 1.02
@@ -40,18 +37,8 @@ BAR = 1.02
 Step = Callable[[], Tensor | None]
 
 
-def make_model(width: int) -> Any:
-    """A Llama with grouped keys and values."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=LAYERS,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=SEQ, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
 def make_batch() -> dict[str, Tensor]:
-    tokens = torch.randint(0, VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+    tokens = make_tokens(ROWS)
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -94,7 +81,7 @@ def through(layers: nn.ModuleList, rotary: nn.Module, hidden: Tensor) -> Tensor:
 def by_hand(width: int, schedule: str) -> Step:
     """The step as one writes it in torch."""
     rank, is_first = dist.get_rank(), dist.get_rank() == 0
-    module = (First if is_first else Last)(make_model(width))
+    module = (First if is_first else Last)(make_model(width, LAYERS))
     stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
     pipeline = SCHEDULES[schedule](stage, MICRO_BATCHES, loss_fn=loss_of_logits)
     optim, batch = torch.optim.AdamW(module.parameters(), lr=1e-4), make_batch()
@@ -115,7 +102,7 @@ def by_hand(width: int, schedule: str) -> Step:
 def by_atorch(width: int, schedule: str) -> Step:
     """The documented loop's step, with the cut of the other."""
     _, result, _ = auto_accelerate(
-        make_model(width),
+        make_model(width, LAYERS),
         torch.optim.AdamW,
         loss_func=lambda batch, output: output["loss"],
         optim_args={"lr": 1e-4},
@@ -161,19 +148,8 @@ def sends(step: Step) -> int:
     return sum(calls for (kind, _), (calls, _) in sent.counts.items() if kind in ("send", "receive"))
 
 
-def ranked(width: int, schedule: str, rounds: int) -> list[Row]:
-    """The rows of two processes in one group."""
-    with tempfile.NamedTemporaryFile() as answer:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", __file__]
-        command += ["--as-rank", "--width", str(width), "--schedule", schedule]
-        command += ["--rounds", str(rounds), "--answer", answer.name]
-        subprocess.run(command, check=True, capture_output=True, timeout=900)
-        return [Row(*row) for row in json.loads(Path(answer.name).read_text())]
-
-
-def rank_main(width: int, schedule: str, rounds: int, answer: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def in_process(width: int, schedule: str, rounds: int) -> list[tuple[Any, ...]] | None:
+    as_rank()
     steps = {
         "hand": ended(by_hand(width, schedule)),
         "hand again": ended(by_hand(width, schedule)),
@@ -183,38 +159,24 @@ def rank_main(width: int, schedule: str, rounds: int, answer: str) -> None:
         losses = {name: step() for name, step in steps.items()}
     sent = {name: sends(step) for name, step in steps.items()}
     samples = interleave(steps, rounds)
-    if losses["hand"] is not None:  # the last stage
-        torch.testing.assert_close(losses["atorch"], losses["hand"], msg="both train the same")
-        ratio, null = samples.ratio("atorch", "hand"), samples.ratio("hand again", "hand")
-        title = f"{schedule} on 2 processes, width {width} ({samples.median_ms('hand'):.1f} ms a step by hand)"
-        rows = [
-            (f"{title}: atorch / PipelineStage", f"{ratio:.3f}", f"≤ {BAR}", ratio.value <= BAR),
-            (f"{title}: by hand again / by hand", f"{null:.3f}", "", None),
-            (f"{title}: tensors to and from a neighbour", f"{sent['atorch']} and {sent['hand']}", "", None),
-        ]
-        Path(answer).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    if losses["hand"] is None:  # not the last stage
+        return None
+    torch.testing.assert_close(losses["atorch"], losses["hand"], msg="both train the same")
+    ratio, null = samples.ratio("atorch", "hand"), samples.ratio("hand again", "hand")
+    title = f"{schedule} on 2 processes, width {width} ({samples.median_ms('hand'):.1f} ms a step by hand)"
+    return [
+        (f"{title}: atorch / PipelineStage", f"{ratio:.3f}", f"≤ {BAR}", ratio.value <= BAR),
+        (f"{title}: by hand again / by hand", f"{null:.3f}", "", None),
+        (f"{title}: tensors to and from a neighbour", f"{sent['atorch']} and {sent['hand']}", "", None),
+    ]
 
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
-    return [
-        row for width in (64, 256) for schedule in SCHEDULES for row in ranked(width, schedule, 20 if quick else 100)
-    ]
+    cases = [(width, schedule) for width in (64, 256) for schedule in SCHEDULES]
+    rounds = 20 if quick else 100
+    return [Row(*row) for case in cases for row in answer_of(__file__, *case, rounds)]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs, not a result")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--width", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--schedule", help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.as_rank:
-        rank_main(given.width, given.schedule, given.rounds, given.answer)
-    else:
-        for row in measure(given.quick):
-            print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure, in_process=in_process)

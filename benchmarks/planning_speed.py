@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import main
 from compare import Row
 
 CALCULON_S = 2.4e-3
@@ -57,5 +58,4 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 if __name__ == "__main__":
-    for row in measure():
-        print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure)

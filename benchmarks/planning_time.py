@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import main
 from compare import Row
 
 PROBE = """
@@ -101,5 +102,4 @@ def _planning(times: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    for row in measure():
-        print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure)

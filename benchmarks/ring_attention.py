@@ -9,13 +9,10 @@ interleaved in a shuffled order; a variant's time is that of the slower rank, si
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import answer_of, as_rank, main
 from compare import Row, interleave
 
 from atorch.profiler.live_bytes import OTHER, LiveBytes
@@ -85,9 +83,8 @@ def live_mib(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor], Tensor
     return kept / 2**20, max(moment.total_bytes for moment in live.moments) / 2**20
 
 
-def rank_main(length: int, rounds: int, answer: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def in_process(length: int, rounds: int) -> list[tuple[Any, ...]] | None:
+    rank = as_rank()
     makers: dict[str, Callable[[], tuple[Callable[[], Tensor], list[Tensor], Tensor]]] = {
         "whole": lambda: whole(length),
         "whole again": lambda: whole(length),
@@ -105,45 +102,26 @@ def rank_main(length: int, rounds: int, answer: str) -> None:
 
     samples = interleave({name: together(backward(*make())) for name, make in makers.items()}, rounds, warmup=1)
     live = {name: live_mib(makers[name]) for name in ("whole", "ring")}
-    if dist.get_rank() == 0:
-        title = f"causal attention of {length} tokens on 2 processes ({samples.median_ms('whole'):.0f} ms whole)"
-        rows = [
-            (f"{title}: whole again / whole", f"{samples.ratio('whole again', 'whole'):.3f}", "", None),
-            (f"{title}: ring / whole", f"{samples.ratio('ring', 'whole'):.3f}", "", None),
-            (f"{title}: ring that waits for each hop / ring", f"{samples.ratio('waiting', 'ring'):.3f}", "", None),
-            (f"{title}: ring without load balance / ring", f"{samples.ratio('in order', 'ring'):.3f}", "", None),
-            *(
-                (f"{title}: MiB {when}, whole and ring", f"{live['whole'][i]:.1f} and {live['ring'][i]:.1f}", "", None)
-                for i, when in enumerate(("kept for backward", "at most"))
-            ),
-        ]
-        Path(answer).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    if rank != 0:
+        return None
+    title = f"causal attention of {length} tokens on 2 processes ({samples.median_ms('whole'):.0f} ms whole)"
+    return [
+        (f"{title}: whole again / whole", f"{samples.ratio('whole again', 'whole'):.3f}", "", None),
+        (f"{title}: ring / whole", f"{samples.ratio('ring', 'whole'):.3f}", "", None),
+        (f"{title}: ring that waits for each hop / ring", f"{samples.ratio('waiting', 'ring'):.3f}", "", None),
+        (f"{title}: ring without load balance / ring", f"{samples.ratio('in order', 'ring'):.3f}", "", None),
+        *(
+            (f"{title}: MiB {when}, whole and ring", f"{live['whole'][i]:.1f} and {live['ring'][i]:.1f}", "", None)
+            for i, when in enumerate(("kept for backward", "at most"))
+        ),
+    ]
 
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
-    rows = []
-    for length in (1024,) if quick else (1024, 4096):
-        with tempfile.NamedTemporaryFile() as answer:
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", __file__]
-            command += ["--as-rank", "--length", str(length), "--rounds", "3" if quick else "10"]
-            subprocess.run([*command, "--answer", answer.name], check=True, capture_output=True, timeout=900)
-            rows += [Row(*row) for row in json.loads(Path(answer.name).read_text())]
-    return rows
+    lengths, rounds = ((1024,), 3) if quick else ((1024, 4096), 10)
+    return [Row(*row) for length in lengths for row in answer_of(__file__, length, rounds)]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs, not a result")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.as_rank:
-        rank_main(given.length, given.rounds, given.answer)
-    else:
-        for row in measure(given.quick):
-            print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure, in_process=in_process)

@@ -8,13 +8,9 @@ out best are measured again step by step in turns. Regret is the time of the cho
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import answer_of, main
 from compare import Row
 
 TURNS = 40
@@ -133,7 +130,7 @@ def make_context(name: str) -> Any:
     )  # fmt: skip
 
 
-def rank_main(name: str, quick: bool, answer: str) -> None:
+def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     """On each of two processes: choose, measure everything, measure choice and best in turns."""
     from atorch.auto.planner import search
     from atorch.auto.planner.candidate import Feed
@@ -172,31 +169,25 @@ def rank_main(name: str, quick: bool, answer: str) -> None:
     for trial in trials:
         trial.close()
     crew.close()
-    if dist.get_rank() == 0:
-        best = min(range(len(medians)), key=medians.__getitem__)
-        report = {
-            "regret": medians[0] / medians[best] - 1,
-            "space": len(space),
-            "dry_runs": plan.num_dry_runs,
-            "chosen": str(plan.strategy),
-            "best": str(contenders[best]),
-            "spread": max(found.values()) / min(found.values()),
-            "search_s": search_s,
-        }
-        Path(answer).write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.get_rank() != 0:
+        return None
+    best = min(range(len(medians)), key=medians.__getitem__)
+    return {
+        "regret": medians[0] / medians[best] - 1,
+        "space": len(space),
+        "dry_runs": plan.num_dry_runs,
+        "chosen": str(plan.strategy),
+        "best": str(contenders[best]),
+        "spread": max(found.values()) / min(found.values()),
+        "search_s": search_s,
+    }
 
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
     rows, regrets = [], []
     for name in ["gpt"] if quick else EXCLUDED:
-        with tempfile.NamedTemporaryFile() as answer:
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-            command += [__file__, "--rank-of", name, "--answer", answer.name, *(["--quick"] if quick else [])]
-            subprocess.run(command, check=True, capture_output=True, timeout=3600)
-            report = json.loads(Path(answer.name).read_text())
+        report = answer_of(__file__, name, quick, timeout_s=3600)
         regrets.append(report["regret"])
         enough = report["space"] >= 60 and report["dry_runs"] <= report["space"] / 4
         rows.append(
@@ -213,13 +204,4 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank_of:
-        rank_main(given.rank_of, given.quick, given.answer)
-    else:
-        for row in measure(given.quick):
-            print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure, in_process=in_process)

@@ -9,21 +9,17 @@ the two is the noise floor. Accelerate and Lightning Fabric run in the same roun
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import answer_of, as_rank, main
 from compare import Row, interleave
 
 from atorch import auto_accelerate
@@ -177,28 +173,9 @@ def alone(kind: str, width: int, rounds: int) -> list[Row]:
     return rows + [Row(f"{title}: {name} / hand", f"{ratios[name]:.3f}", "") for name in OTHERS]
 
 
-def ranked(kind: str, width: int, rounds: int) -> list[Row]:
+def in_process(kind: str, width: int, rounds: int) -> list[tuple[Any, ...]] | None:
     """Two processes in one group: ours and by hand twice."""
-    with tempfile.NamedTemporaryFile() as answer:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        command += [
-            __file__,
-            "--rank-of",
-            kind,
-            "--width",
-            str(width),
-            "--rounds",
-            str(rounds),
-            "--answer",
-            answer.name,
-        ]
-        subprocess.run(command, check=True, capture_output=True, timeout=900)
-        return [Row(*row) for row in json.loads(Path(answer.name).read_text())]
-
-
-def rank_main(kind: str, width: int, rounds: int, answer: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    rank = as_rank()
     samples = interleave(
         {
             "hand": by_hand(width, kind),
@@ -207,16 +184,14 @@ def rank_main(kind: str, width: int, rounds: int, answer: str) -> None:
         },
         rounds,
     )
-    if dist.get_rank() == 0:
-        ours, null = samples.ratio("atorch", "hand"), samples.ratio("hand again", "hand")
-        title = f"{kind} on 2 processes, width {width} ({samples.median_ms('hand'):.1f} ms a step by hand)"
-        rows = [
-            (f"{title}: atorch / hand", f"{ours:.3f}", "≤ 1.01", ours.value <= 1.01),
-            (f"{title}: hand again / hand", f"{null:.3f}", "", None),
-        ]
-        Path(answer).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    if rank != 0:
+        return None
+    ours, null = samples.ratio("atorch", "hand"), samples.ratio("hand again", "hand")
+    title = f"{kind} on 2 processes, width {width} ({samples.median_ms('hand'):.1f} ms a step by hand)"
+    return [
+        (f"{title}: atorch / hand", f"{ours:.3f}", "≤ 1.01", ours.value <= 1.01),
+        (f"{title}: hand again / hand", f"{null:.3f}", "", None),
+    ]
 
 
 def measure(quick: bool = False) -> list[Row]:
@@ -225,20 +200,9 @@ def measure(quick: bool = False) -> list[Row]:
     few, many = (60, 200) if quick else (400, 1600)
     rows = [row for kind in ("plain", "amp") for row in alone(kind, 32, many)]
     rows += [row for kind in ("plain", "amp") for row in alone(kind, 256, few)]
-    rows += [row for kind in ("ddp", "fsdp") for row in ranked(kind, 256, few)]
+    rows += [Row(*row) for kind in ("ddp", "fsdp") for row in answer_of(__file__, kind, 256, few)]
     return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs, not a result")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    parser.add_argument("--width", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank_of:
-        rank_main(given.rank_of, given.width, given.rounds, given.answer)
-    else:
-        for row in measure(given.quick):
-            print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure, in_process=in_process)

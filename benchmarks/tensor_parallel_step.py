@@ -9,44 +9,31 @@ run interleaved in a shuffled order; the hand-written step runs twice, and the r
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from command import answer_of, as_rank, main
 from compare import Row, interleave
+from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
 from atorch.profiler.messages import Messages
 
-VOCAB, SEQ, ROWS, LAYERS = 1024, 128, 4, 4
+ROWS = 4
 BAR = 1.02
 
 Step = Callable[[], object]
 
 
-def make_model(width: int) -> nn.Module:
-    """A Llama with grouped keys and values."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=LAYERS,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=SEQ, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
 def make_batch() -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.randint(0, VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))}
+    return {"input_ids": make_tokens(ROWS)}
 
 
 def loss_func(batch: Any, output: Any) -> torch.Tensor:
@@ -119,49 +106,27 @@ def collectives(step: Step) -> int:
     return sum(calls for calls, _ in sent.counts.values())
 
 
-def ranked(width: int, rounds: int) -> list[Row]:
-    """The rows of two processes in one group."""
-    with tempfile.NamedTemporaryFile() as answer:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", __file__]
-        command += ["--as-rank", "--width", str(width), "--rounds", str(rounds), "--answer", answer.name]
-        subprocess.run(command, check=True, capture_output=True, timeout=900)
-        return [Row(*row) for row in json.loads(Path(answer.name).read_text())]
-
-
-def rank_main(width: int, rounds: int, answer: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def in_process(width: int, rounds: int) -> list[tuple[Any, ...]] | None:
+    rank = as_rank()
     hand, ours = by_hand(width), by_atorch(width)
     sent = collectives(ours), collectives(hand)
     samples = interleave({"hand": hand, "hand again": by_hand(width), "atorch": ours}, rounds)
-    if dist.get_rank() == 0:
-        ratio, null = samples.ratio("atorch", "hand"), samples.ratio("hand again", "hand")
-        title = f"tensor_parallel on 2 processes, width {width} ({samples.median_ms('hand'):.1f} ms a step by hand)"
-        rows = [
-            (f"{title}: atorch / parallelize_module", f"{ratio:.3f}", f"≤ {BAR}", ratio.value <= BAR),
-            (f"{title}: by hand again / by hand", f"{null:.3f}", "", None),
-            (f"{title}: collectives of a step, atorch and by hand", f"{sent[0]} and {sent[1]}", "", None),
-        ]
-        Path(answer).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    if rank != 0:
+        return None
+    ratio, null = samples.ratio("atorch", "hand"), samples.ratio("hand again", "hand")
+    title = f"tensor_parallel on 2 processes, width {width} ({samples.median_ms('hand'):.1f} ms a step by hand)"
+    return [
+        (f"{title}: atorch / parallelize_module", f"{ratio:.3f}", f"≤ {BAR}", ratio.value <= BAR),
+        (f"{title}: by hand again / by hand", f"{null:.3f}", "", None),
+        (f"{title}: collectives of a step, atorch and by hand", f"{sent[0]} and {sent[1]}", "", None),
+    ]
 
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
-    return [row for width in (64, 256) for row in ranked(width, 20 if quick else 100)]
+    rounds = 20 if quick else 100
+    return [Row(*row) for width in (64, 256) for row in answer_of(__file__, width, rounds)]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs, not a result")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--width", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.as_rank:
-        rank_main(given.width, given.rounds, given.answer)
-    else:
-        for row in measure(given.quick):
-            print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+    main(measure, in_process=in_process)

@@ -1,0 +1,66 @@
+"""A benchmark as a command: it prints its rows, and runs itself again in processes of its own where it needs some."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compare import Row
+
+
+def main(measure: Callable[..., list[Row]], *, in_process: Callable[..., Any] | None = None) -> None:
+    """Print the rows of `measure`, or, where `answer_of` started this process, write what `in_process` returns."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    if "quick" in inspect.signature(measure).parameters:
+        parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs, not a result")
+    parser.add_argument("--arguments", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    given = vars(parser.parse_args())
+    arguments, path = given.pop("arguments"), given.pop("answer")
+    if path is None:
+        for row in measure(**given):
+            print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
+        return
+    assert in_process is not None
+    answer = in_process(*json.loads(arguments))
+    if answer is not None:
+        Path(path).write_text(json.dumps(answer))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def answer_of(file: str, *arguments: Any, processes: int | None = 2, timeout_s: float = 900) -> Any:
+    """What one of the processes answered that ran `file` with `arguments`: the one for which it was not None.
+
+    `processes` are started by torchrun; None: one, without it.
+
+    Raises:
+        subprocess.CalledProcessError: a process raised. What it printed is shown.
+    """
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answer.json"
+        command = [sys.executable, *([] if processes is None else launcher), file]
+        command += ["--arguments", json.dumps(arguments), "--answer", str(path)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        if run.returncode:
+            print(run.stderr, file=sys.stderr)
+        run.check_returncode()
+        return json.loads(path.read_text())
+
+
+def as_rank() -> int:
+    """Join the gloo group of the processes that were started, with one thread; this one's rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return dist.get_rank()
