@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "context_parallel": None,
     "pipeline_parallel": {"split_points": ["model.layers.1"]},
     "offload": {"optimizer": 0.5, "activations": 1.0},
-    "chunk": {"budget_bytes": 400_000},
+    "chunk": {"budget_bytes": 420_000},
 }
 """The setting of each method that is tried; a new method adds its own."""
 
@@ -51,7 +51,6 @@ REFUSED = {
 } | {
     frozenset(("amp_native", "half")): "one slot: both choose the precision of the matmuls",
     frozenset(("chunk", "fp8")): "fp8's layers keep every weight for backward, so that no chunk could leave",
-    frozenset(("chunk", "compile")): "compiled code takes parameters without asking for them",
     frozenset(("chunk", "pipeline_parallel")): "a pass is foreseen of a whole model",
     frozenset(("chunk", "offload")): "parameters that wait on the host are chunk's business",
     frozenset(("fp8", "tensor_parallel")): "fp8's own layers hide the products that would be split",
@@ -166,12 +165,11 @@ def test_precision_sharding_and_memory_methods_compose(pool: Pool, names: tuple[
         assert update_error <= band(*names)
 
 
-ALL = ("fsdp", "amp_native", "checkpoint", "compile", "micro_batch", "module_replace")
-
-
-def test_all_at_once(pool: Pool) -> None:
-    for update_error, _ in pool.run(deviation, strategy_of(*ALL), ranks=2):
-        assert update_error <= band(*ALL)
+@pytest.mark.parametrize("sharing", ["fsdp", "chunk"])
+def test_all_at_once(pool: Pool, sharing: str) -> None:
+    names = (sharing, "amp_native", "checkpoint", "compile", "micro_batch", "module_replace")
+    for update_error, _ in pool.run(deviation, strategy_of(*names), ranks=2):
+        assert update_error <= band(*names)
 
 
 THREE = ("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))

@@ -8,7 +8,7 @@ backward, gradients go back, and the host steps what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -29,6 +30,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.profiler.tensors import batch_size, tensors_of
 from atorch.profiler.trace import optimizer_state_per_param
 from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.course import Course, Pass
 from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.memory import ChunkSet
@@ -37,9 +39,9 @@ from atorch.runtime.losses import value_of
 from atorch.runtime.split import take
 
 DEFAULT_FRACTION = 0.9
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _REFUSED: Mapping[str, str] = {
     "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
-    "compile": "compiled code takes parameters without asking for them. Leave compile out",
     "pipeline_parallel": "a pass is foreseen of a whole model, not of a stage. Use tensor_parallel beside chunk, or "
     "fsdp with cpu_offload beside pipeline_parallel",
 }
@@ -72,7 +74,7 @@ class Chunk(Method):
 
     def unfit(self, cost: Cost) -> str | None:
         """What `apply` refuses."""
-        beside = {"fp8": cost.dtype == "float8", "compile": cost.compiled, "pipeline_parallel": cost.stages > 1}
+        beside = {"fp8": cost.dtype == "float8", "pipeline_parallel": cost.stages > 1}
         return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
 
     def cost(self, cost: Cost) -> Cost:
@@ -107,7 +109,8 @@ class Chunk(Method):
         group = mesh.group(*REPLICA_AXES) if shards > 1 else None
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
-        courses = Courses(_foresee(ctx, part), group, ctx.device)
+        compiled = _compiled(ctx, part)
+        courses = Courses(_foresee(ctx, part, compiled), group, ctx.device)
         courses.expect(ctx.sample_batch, tensors_of(ctx.sample_batch))
         operations = chunk(
             part,
@@ -117,6 +120,7 @@ class Chunk(Method):
             dtype=ctx.compute_dtype,
             values=ctx.unrounded,
             group=group,
+            compiled=compiled,
             state_bytes=_state_bytes(ctx) if self.hybrid else None,
             prefetch=self.prefetch,
         )
@@ -164,7 +168,24 @@ def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:
     }
 
 
-def _foresee(ctx: Context, part: nn.Module) -> Callable[[Any], Pass]:
+def _compiled(ctx: Context, part: nn.Module) -> list[str]:
+    """Names of the modules that `compile` will compile, those within them left out.
+
+    Raises:
+        StrategyError: it will compile the whole model, or keep the addresses of parameters.
+    """
+    for each in ctx.strategy or ():
+        if isinstance(each, Compile):
+            if each.mode in _WITH_GRAPHS:
+                raise StrategyError(
+                    f"compile's mode {each.mode!r} records where parameters are, and chunk moves them; leave mode "
+                    "out, or use 'max-autotune-no-cudagraphs'"
+                )
+            return outermost(each.chosen(part))
+    return []
+
+
+def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Callable[[Any], Pass]:
     """A function that foresees a pass on a batch of the loader, or on the largest of its micro-batches."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -178,7 +199,7 @@ def _foresee(ctx: Context, part: nn.Module) -> Callable[[Any], Pass]:
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):
             prepared = take(prepared, 0, rows, batch_size(prepared))
-        return foreseen(part, prepared, loss, device_type=ctx.device.type, dtype=ctx.compute_dtype)
+        return foreseen(part, prepared, loss, device_type=ctx.device.type, dtype=ctx.compute_dtype, compiled=compiled)
 
     return foresee
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from atorch.profiler.devices import as_on
 from atorch.profiler.fakes import Fakes
 from atorch.profiler.live_bytes import BUFFERS, PARAMETERS, LiveBytes
 from atorch.profiler.tensors import map_tensors, tensors_of
+from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Pass
 from atorch.runtime.chunk.trace import trace
 
@@ -26,12 +27,14 @@ def foreseen(
     *,
     device_type: str,
     dtype: torch.dtype | None = None,
+    compiled: Collection[str] = (),
 ) -> Pass:
     """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
 
     Args:
         batch: what `loss(model, batch)` takes; its tensors may be anywhere.
         dtype: of floating-point parameters as operations will see them; None for their own.
+        compiled: names of modules whose code will be compiled.
 
     Raises:
         ArgumentError: the model cannot run on fake tensors.
@@ -44,10 +47,11 @@ def foreseen(
         # One that is away in a chunk has one element for all of its shape: gradients would be laid out otherwise.
         parameter.data = fakes.fake(torch.empty_like(parameter, dtype=cast, device="meta"))
     fake_batch = map_tensors(fakes.fake_unless_known, batch)
+    modules = CompiledModules.of(duplicate, compiled)
     live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(fake_batch)])
     with preserved_rng(), as_on(device_type):
         try:
-            return trace(lambda: loss(duplicate, fake_batch), parameters, live, fakes.running())
+            return trace(lambda: loss(duplicate, fake_batch), parameters, live, fakes.running(), modules)
         except Exception as error:  # user code may fail on fakes in any way
             raise ArgumentError(
                 f"{type(model).__name__} cannot run on fake tensors ({type(error).__name__}: {error}), and chunks are "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
@@ -63,11 +64,17 @@ class Compile(Method):
     def apply(self, ctx: Context) -> Context:
         """Compile the chosen modules of every part in place."""
         for part in ctx.parts:
-            if self.wrap_class is None:
-                chosen = repeated_blocks(part) or {"": part}
-            else:
-                chosen = find_modules(part, self.wrap_class, "compile wrap_class")
             compile_in_place(
-                chosen.values(), backend=self.backend, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph
+                self.chosen(part).values(),
+                backend=self.backend,
+                mode=self.mode,
+                dynamic=self.dynamic,
+                fullgraph=self.fullgraph,
             )
         return ctx
+
+    def chosen(self, part: nn.Module) -> Mapping[str, nn.Module]:
+        """The modules to compile, by name."""
+        if self.wrap_class is None:
+            return repeated_blocks(part) or {"": part}
+        return find_modules(part, self.wrap_class, "compile wrap_class")

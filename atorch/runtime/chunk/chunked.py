@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch.errors import OutOfBudgetError
+from atorch.runtime.chunk.compiled import CompiledModules, outermost
 from atorch.runtime.chunk.course import Access, Course, Pass, moments
 from atorch.runtime.chunk.gradients import Gradients, SharedGradients
 from atorch.runtime.chunk.layout import ChunkSpec, Item, Layout, pack, search
@@ -27,6 +28,7 @@ from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.override import override
 from atorch.units import format_bytes
 
+ALIGNED = 8  # elements, so that compiled code that was made for one block finds another's parameters as it does its own
 TRANSFER_BYTES = 64 * 1024  # what a link could have moved in the time that starting one more transfer takes
 
 
@@ -41,6 +43,7 @@ def chunk(
     in_place: bool = False,
     group: dist.ProcessGroup | None = None,
     leave: Collection[str] = (),
+    compiled: Collection[str] = (),
     chunk_size: int | None = None,
     state_bytes: float | None = None,
     prefetch: int = 1,
@@ -56,6 +59,7 @@ def chunk(
         in_place: let gradients lie in the place of 16-bit parameters that have masters; a step after every pass.
         group: processes that share every chunk; None for this one alone.
         leave: names of parameters that stay as they are; no operation on the device may take them.
+        compiled: names of modules whose code will be compiled, of which the pass was told.
         chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
         state_bytes: of the optimizer's states for an element; chunks for which the budget has room then live on the
             device for good and are stepped there, where processes do not share them. None: the host steps all.
@@ -69,7 +73,7 @@ def chunk(
     if chunk_size is None:
         layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards)
     else:
-        layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards)
+        layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards, ALIGNED)
     states = [0] * len(layout.chunks)
     pinned: frozenset[int] = frozenset()
     if state_bytes is not None and group is None:
@@ -99,11 +103,14 @@ def chunk(
     gradients = Gradients(chunks, slots) if group is None else SharedGradients(chunks, slots, names)
     staying = {chunk: states[chunk] for chunk in pinned}
     residency = Residency(chunks, managed, budget_bytes, first, transfer or transfer_for(device), staying)
-    operations = Operations(chunks, slots, gradients, residency, course_of)
+    operations = Operations(chunks, slots, gradients, residency, course_of, CompiledModules.of(model, compiled))
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
     override(model, "forward", _in_a_pass, _Bound(operations))
     override(model, "state_dict", _gathering, _Bound(operations))
+    bound = _Bound(operations)
+    for module in map(model.get_submodule, outermost(compiled)):
+        override(module, "__call__", _compiled_code, bound)
     return operations
 
 
@@ -122,7 +129,7 @@ def lay_out(
         found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards)
         return None if isinstance(found, Shortfall) else found.cost(_sizes(layout), TRANSFER_BYTES)
 
-    return search(_by_first_use(parameters, foreseen.accesses, dtype), cost, shards=shards)
+    return search(_by_first_use(parameters, foreseen.accesses, dtype), cost, shards=shards, aligned=ALIGNED)
 
 
 def course(
@@ -221,5 +228,18 @@ def _gathering(state_dict: Callable[..., Any], bound: _Bound) -> Callable[..., A
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if bound.operations is None else bound.operations.gathering():
             return state_dict(self, *args, **kwargs)
+
+    return run
+
+
+def _compiled_code(call: Callable[..., Any], bound: _Bound) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if bound.operations is None:
+            return call(self, *args, **kwargs)
+        if not bound.operations.in_a_pass:  # operation by operation, wherever each of them is done
+            with torch.compiler.set_stance("force_eager"):
+                return call(self, *args, **kwargs)
+        with bound.operations.compiled_code(self):
+            return call(self, *args, **kwargs)
 
     return run

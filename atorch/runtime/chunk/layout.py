@@ -2,7 +2,8 @@
 
 A chunk is what moves: a flat buffer of parameters that are used one after another (the chunks of PatrickStar, Fang et
 al. 2021, arXiv 2108.05818). A chunk allocates what its parameters need and no more, so that its capacity is a bound and
-not a waste; what is lost is the padding that makes it divide evenly among processes.
+not a waste; what is lost is the padding that makes it divide evenly among processes and lets parameters begin where a
+vector does.
 
 Small chunks follow a budget closely, as less is brought along that nobody asked for; large ones need fewer transfers,
 each of which costs something beside its bytes. The capacity is searched for. What matters of a capacity is how many
@@ -64,7 +65,7 @@ class Layout:
         return {slot.name: chunk.index for chunk in self.chunks for slot in chunk.slots}
 
 
-def pack(items: Sequence[Item], capacity: int, shards: int = 1) -> Layout:
+def pack(items: Sequence[Item], capacity: int, shards: int = 1, aligned: int = 1) -> Layout:
     """Fills chunks of at most `capacity` elements with `items`, in their order.
 
     Each dtype has chunks of its own, and so have parameters that are not trained. A parameter larger than `capacity`
@@ -74,11 +75,17 @@ def pack(items: Sequence[Item], capacity: int, shards: int = 1) -> Layout:
         items: in order of their first use.
         capacity: in elements, not counting what makes a chunk a multiple of `shards`.
         shards: processes that keep an equal part of each chunk.
+        aligned: a parameter begins at a multiple of so many elements.
     """
-    return Layout(tuple(_spec(index, group, shards) for index, group in enumerate(_groups(items, capacity))))
+    groups = _groups(items, capacity, aligned)
+    return Layout(tuple(_spec(index, group, shards, aligned) for index, group in enumerate(groups)))
 
 
-def _groups(items: Iterable[Item], capacity: int) -> list[list[Item]]:
+def _room(item: Item, aligned: int) -> int:
+    return -(-item.numel // aligned) * aligned
+
+
+def _groups(items: Iterable[Item], capacity: int, aligned: int) -> list[list[Item]]:
     """The items of each chunk."""
     groups: list[list[Item]] = []
     filling: dict[tuple[str, bool], tuple[list[Item], int]] = {}  # by kind: the chunk being filled, elements in it
@@ -90,16 +97,17 @@ def _groups(items: Iterable[Item], capacity: int) -> list[list[Item]]:
             groups.append(group)
         group.append(item)
         if item.numel <= capacity:
-            filling[kind] = (group, used + item.numel)
+            filling[kind] = (group, used + _room(item, aligned))
     return groups
 
 
-def _spec(index: int, group: Sequence[Item], shards: int) -> ChunkSpec:
+def _spec(index: int, group: Sequence[Item], shards: int, aligned: int) -> ChunkSpec:
     slots: list[Slot] = []
-    end = 0
+    begin = end = 0
     for item in group:
-        slots.append(Slot(item.name, end, item.numel))
-        end += item.numel
+        slots.append(Slot(item.name, begin, item.numel))
+        end = begin + item.numel
+        begin += _room(item, aligned)
     return ChunkSpec(index, tuple(slots), -(-end // shards) * shards, group[0].dtype, group[0].trainable)
 
 
@@ -108,6 +116,7 @@ def search(
     evaluate: Callable[[Layout], float | None],
     *,
     shards: int = 1,
+    aligned: int = 1,
     most: int | None = None,
 ) -> Layout:
     """The layout that costs least, and of equals the one with the fewest chunks.
@@ -118,12 +127,13 @@ def search(
         items: in order of their first use.
         evaluate: what a layout costs, such as `Schedule.cost`, or None where it does not fit.
         shards: processes that keep an equal part of each chunk.
+        aligned: a parameter begins at a multiple of so many elements.
         most: the largest capacity to consider, in elements; None: of all parameters together.
     """
     found: dict[int, tuple[float, int, Layout]] = {}  # by the number of chunks
 
     def consider(count: int) -> None:
-        layout = pack(items, _least_capacity(items, count, most), shards)
+        layout = pack(items, _least_capacity(items, count, most, aligned), shards, aligned)
         chunks = len(layout.chunks)
         if chunks not in found and (cost := evaluate(layout)) is not None:
             found[chunks] = (cost, chunks, layout)
@@ -132,7 +142,7 @@ def search(
     for count in counts:
         consider(count)
     if not found:
-        return pack(items, 0, shards)
+        return pack(items, 0, shards, aligned)
     best = min(found.values())[1]
     below = max((count for count in counts if count < best), default=best)
     above = min((count for count in counts if count > best), default=best)
@@ -149,13 +159,13 @@ def _coarse(last: int) -> list[int]:
     return counts
 
 
-def _least_capacity(items: Sequence[Item], count: int, most: int | None) -> int:
+def _least_capacity(items: Sequence[Item], count: int, most: int | None, aligned: int) -> int:
     """The least capacity that makes at most `count` chunks, to a thousandth, or `most` where none below it does."""
-    total = sum(item.numel for item in items)
+    total = sum(_room(item, aligned) for item in items)
     low, high = 0, total if most is None else min(most, total)
     while high - low > high // 1000:
         middle = (low + high) // 2
-        if len(_groups(items, middle)) <= count:
+        if len(_groups(items, middle, aligned)) <= count:
             high = middle
         else:
             low = middle + 1

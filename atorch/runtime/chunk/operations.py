@@ -11,8 +11,9 @@ pass, has it written through.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
+from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Course, Nodes, Pass
 from atorch.runtime.chunk.gradients import Gradients
 from atorch.runtime.chunk.layout import Slot
@@ -33,6 +35,10 @@ _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
 
 
+def _offset(slot: Slot) -> int:
+    return slot.offset
+
+
 class Operations:
     """Runs operations on the parameters of a model's chunks."""
 
@@ -43,8 +49,10 @@ class Operations:
         gradients: Gradients,
         residency: Residency,
         course_of: Callable[[Pass], Course],
+        compiled: CompiledModules,
     ) -> None:
         self.chunks, self.residency, self.course_of = chunks, residency, course_of
+        self._compiled = compiled
         self._slots, self._gradients = slots, gradients
         self._nodes = Nodes()
         self._views: dict[int, set[int]] = {}  # by chunk: views that operations made and somebody holds
@@ -58,6 +66,7 @@ class Operations:
         """A forward pass of the whole model. Its backward pass goes on until the next one begins."""
         if self._passes == 0:
             self._nodes.forget()
+            self._compiled.begin()
             if self.course_for is not None and torch.is_grad_enabled():
                 self._foreseeing = True
                 try:
@@ -94,32 +103,65 @@ class Operations:
             return special(*args)
         if not self._on_device(func, managed):
             return self._run_on_host(func, args, kwargs)
-        self._need(getattr(func, "__name__", str(func)), frozenset(each.home.chunk for each in managed))
-        versions = [each._version for each in managed]
-        if torch.is_grad_enabled():
-            with saved_as_handles(self):
-                result = func(*args, **kwargs)
-        else:
+        self._need(getattr(func, "__name__", str(func)), frozenset(each.home.name for each in managed))
+        with self._saving(managed):
             result = func(*args, **kwargs)
-        for each, version in zip(managed, versions, strict=True):
-            if each._version != version:
-                self.residency.write_back(each.home.chunk)
-        return self._watched(result, managed)
+        return self._watched(result)
 
-    def place_of(self, tensor: Tensor) -> int | None:
-        """The chunk in whose buffer a tensor lies."""
-        return self.residency.chunk_at(tensor)
+    @contextmanager
+    def compiled_code(self, module: nn.Module) -> Iterator[None]:
+        """A module's code that was compiled runs: its parameters are there, and are ordinary ones meanwhile."""
+        managed = [each for each in module.parameters() if isinstance(each, ChunkedParameter)]
+        self._need(f"{type(module).__name__}, compiled", frozenset(each.home.name for each in managed))
+        with self._saving(managed):
+            for each in managed:
+                each.__class__ = nn.Parameter  # type: ignore[assignment]
+            try:
+                yield
+            finally:
+                for each in managed:
+                    each.__class__ = ChunkedParameter
+
+    @contextmanager
+    def _saving(self, managed: Sequence[Any]) -> Iterator[None]:
+        """What is saved becomes handles, and what is written into managed memory is written through."""
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [each._version for each in managed]
+        with saved_as_handles(self) if torch.is_grad_enabled() else nullcontext():
+            yield
+        with torch._C.DisableTorchFunctionSubclass():
+            for each, version in zip(managed, versions, strict=True):
+                if each._version != version:
+                    self.residency.write_back(each.home.chunk)
+
+    @property
+    def in_a_pass(self) -> bool:
+        """Whether a forward pass is under way."""
+        return self._passes > 0
+
+    def place_of(self, tensor: Tensor) -> str | None:
+        """The parameter in whose memory a tensor lies."""
+        chunk = self.residency.chunk_at(tensor)
+        if chunk is None:
+            return None
+        slots = self.chunks.chunks[chunk].spec.slots
+        return slots[bisect_right(slots, tensor.storage_offset(), key=_offset) - 1].name
 
     def restored(self, handle: Handle) -> Tensor:
         """A saved tensor, for the node of the backward pass that runs: what it needs stays until the next one."""
-        chunk: int = handle.place
-        self._need(f"{torch._C._current_autograd_node().name()} (backward)", frozenset((chunk,)))
-        self._nodes.give(chunk)
+        name: str = handle.place
+        chunk = self.chunks.layout.chunk_of[name]
+        self._need(f"{torch._C._current_autograd_node().name()} (backward)", frozenset((name,)))
+        if name not in self._compiled:
+            self._nodes.give(chunk)
         return handle.within(self.residency.buffer(chunk))
 
-    def _need(self, operation: str, chunks: frozenset[int]) -> None:
-        held = (chunk for chunk, views in self._views.items() if views)
-        self.residency.need(operation, chunks.union(self._nodes.given(), held))
+    def _need(self, operation: str, names: frozenset[str]) -> None:
+        needs = self._compiled.needs(names)
+        if needs is not None:
+            chunks = frozenset(self.chunks.layout.chunk_of[name] for name in needs)
+            held = (chunk for chunk, views in self._views.items() if views)
+            self.residency.need(operation, chunks.union(self._nodes.given(), held))
 
     def _special(self, func: Any) -> Callable[..., Any] | None:
         """What is done by this package alone."""
@@ -136,17 +178,20 @@ class Operations:
         is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in managed)
         return is_recorded and func not in _WITHOUT_GRADIENTS
 
-    def _watched(self, result: Any, managed: Sequence[Any]) -> Any:
+    def _watched(self, result: Any) -> Any:
         """The result of an operation, with views of managed memory as tensors whose operations come here, too."""
         if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
-            return type(result)(self._watched(each, managed) for each in result)
+            return type(result)(self._watched(each) for each in result)
         if not isinstance(result, Tensor) or isinstance(result, (ChunkedParameter, ChunkedView)):
             return result
-        chunk = self.residency.chunk_at(result)
-        if chunk is None:
+        name = self.place_of(result)
+        if name is None:
             return result
+        chunk = self.chunks.layout.chunk_of[name]
         view = result.as_subclass(ChunkedView)
-        view.home = next(each.home for each in managed if each.home.chunk == chunk)
+        view.home = Home(self, name, chunk)
+        if name in self._compiled:
+            return view
         views = self._views.setdefault(chunk, set())
         views.add(id(view))
         weakref.finalize(view, views.discard, id(view))

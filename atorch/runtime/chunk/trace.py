@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Access, Nodes, Pass
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
@@ -41,7 +42,11 @@ class LiveCount(Protocol):
 
 
 def trace(
-    loss: Callable[[], Tensor], parameters: Mapping[str, Tensor], live: LiveCount, mode: AbstractContextManager[Any]
+    loss: Callable[[], Tensor],
+    parameters: Mapping[str, Tensor],
+    live: LiveCount,
+    mode: AbstractContextManager[Any],
+    compiled: CompiledModules,
 ) -> Pass:
     """A forward pass, which gives the loss, and its backward pass.
 
@@ -50,13 +55,16 @@ def trace(
         parameters: fake tensors by name, tied ones once.
         live: counts everything but the parameters; it was told of what is there before.
         mode: what makes operations on fakes.
+        compiled: modules that will be. They run as they are written, which keeps more for backward than compiled code
+            does; but all of their gradients come when they are through.
     """
-    watch = _Watch(parameters, live)
+    watch = _Watch(parameters, live, compiled)
     gradients: list[tuple[int, str]] = []
 
     def let_go(parameter: Tensor, name: str) -> None:
         gradients.append((len(watch.accesses), name))
         with torch._C.DisableTorchFunctionSubclass():
+            watch.hold(name, parameter.grad)
             parameter.grad = None
 
     for name, parameter in parameters.items():
@@ -72,9 +80,10 @@ def trace(
 class _Watch:
     """Notes accesses; the parameters' memory stays where it is."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], live: LiveCount) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], live: LiveCount, compiled: CompiledModules) -> None:
         self.accesses: list[tuple[str, frozenset[str]]] = []
-        self._live, self._nodes = live, Nodes()
+        self._live, self._nodes, self._compiled = live, Nodes(), compiled
+        self._held: list[Tensor | None] = []
         self._whole = {parameter.untyped_storage()._cdata: parameter.detach() for parameter in parameters.values()}
         self._names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
         self._views: dict[str, set[int]] = {}
@@ -107,17 +116,27 @@ class _Watch:
         node = torch._C._current_autograd_node()
         name = self._names[handle.place]
         self._note(f"{node.name()} (backward)", frozenset((name,)))
-        self._nodes.give(name)
+        if name not in self._compiled:
+            self._nodes.give(name)
         return handle.within(self._whole[handle.place])
+
+    def hold(self, name: str, gradient: Tensor | None) -> None:
+        """A gradient has come: compiled code gives them all at its end."""
+        if name in self._compiled:
+            self._held.append(gradient)
 
     def _see(self, tensor: Tensor) -> None:
         tensor.__class__ = _Watched
         tensor.watch = self  # type: ignore[attr-defined]
 
     def _note(self, operation: str, names: frozenset[str]) -> None:
+        needs = self._compiled.needs(names)
+        if needs is None:
+            return
+        self._held.clear()
         self._live.mark(operation)
         held = (name for name, views in self._views.items() if views)
-        self.accesses.append((operation, names.union(self._nodes.given(), held)))
+        self.accesses.append((operation, needs.union(self._nodes.given(), held)))
 
     def _named(self, values: Iterable[Any]) -> Iterator[str]:
         for value in values:
@@ -136,6 +155,8 @@ class _Watch:
             place = self.place_of(result)
             if place is not None:
                 self._see(result)
+                if self._names[place] in self._compiled:
+                    return  # compiled code makes no views that anybody sees
                 views = self._views.setdefault(self._names[place], set())
                 views.add(id(result))
                 weakref.finalize(result, views.discard, id(result))

@@ -131,3 +131,10 @@ def test_layouts_that_do_not_fit_are_left_out(shards):
 
 def test_a_model_without_parameters_has_no_chunks():
     assert search([], lambda layout: 0.0) == Layout(())
+
+
+def test_parameters_begin_at_multiples():
+    layout = pack(trained(3, 9, 1), 30, shards=2, aligned=8)
+    assert layout.chunks[0].slots == (Slot("p0", 0, 3), Slot("p1", 8, 9), Slot("p2", 24, 1))
+    assert layout.chunks[0].numel == 26
+    assert len(search(trained(3, 9, 1), lambda layout: len(layout.chunks), aligned=8).chunks) == 1

@@ -1,0 +1,147 @@
+"""Compiled blocks in chunks: they train alike, all of a block's parameters come at once, and budgets hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.blocks import repeated_blocks
+from atorch.errors import StrategyError
+from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.compiled import CompiledModules
+from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.compiling import compile_in_place
+from atorch.runtime.recompute import checkpoint_wrapper
+from tests.runtime.chunk.test_training import (
+    CPU,
+    FAMILIES,
+    STEPS,
+    Live,
+    fresh,
+    host_tensors,
+    needed,
+    of_logits,
+    tokens,
+    train,
+)
+from tests.runtime.sharing import Awkward
+
+# torch's compiler asks for gradients of tensors that can have none.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+def sgd(groups: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)  # type: ignore[arg-type]
+
+
+def compiled(
+    make: Callable[[], nn.Module],
+    data: Callable[[int], Tensor],
+    loss: Callable[[nn.Module, Tensor], Tensor],
+    share: float,
+    backend: str = "aot_eager",
+    checkpoints: bool = False,
+) -> tuple[nn.Module, Operations, ChunkOptimizer, int]:
+    """A model whose blocks are compiled, with room for a share of its parameters; its budget."""
+    model = fresh(make)
+    blocks = repeated_blocks(model)
+    if checkpoints:
+        for block in blocks.values():
+            checkpoint_wrapper(block)
+    accesses = foreseen(model, data(0), loss, device_type="cpu", compiled=list(blocks))
+    others, parameters = needed(accesses, model)
+    budget = others + int(share * parameters)
+    operations = chunk(model, accesses, budget, device=CPU, compiled=list(blocks))
+    compile_in_place(blocks.values(), backend=backend)
+    return model, operations, ChunkOptimizer(sgd, model.parameters(), operations.chunks), budget
+
+
+def assert_trains_alike(family: str, model: nn.Module, operations: Operations, optimizer: ChunkOptimizer) -> None:
+    make, data, loss = FAMILIES[family]
+    reference = fresh(make)
+    expected = train(reference, sgd(reference.parameters()), data, loss)
+    assert train(model, optimizer, data, loss) == pytest.approx(expected, rel=1e-5)
+    trained = model.state_dict()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "awkward", pytest.param("bert", marks=pytest.mark.matrix), pytest.param("vit", marks=pytest.mark.matrix)],
+)
+def test_compiled_blocks_train_as_without_chunks_and_as_foreseen(family: str, checkpoints: bool) -> None:
+    model, operations, optimizer, budget = compiled(*FAMILIES[family], 0.6, checkpoints=checkpoints)
+    assert_trains_alike(family, model, operations, optimizer)
+    course = operations.residency.course
+    assert course.on_course
+    assert course.schedule is not None
+    assert operations.residency.fetched_bytes == STEPS * course.schedule.fetched_bytes
+    assert operations.residency.peak_bytes <= budget
+    assert len(course.seen) < 40, "a block is one operation forward and one backward"
+
+
+def test_the_code_of_an_optimizing_compiler_trains_as_without_chunks() -> None:
+    model, operations, optimizer, _ = compiled(*FAMILIES["llama"], 0.6, backend="inductor")
+    assert_trains_alike("llama", model, operations, optimizer)
+    assert operations.residency.course.on_course
+
+
+@pytest.mark.parametrize("family", ["llama", "awkward"])
+def test_live_bytes_never_exceed_the_budget(family: str) -> None:
+    _, data, loss = FAMILIES[family]
+    model, operations, optimizer, budget = compiled(*FAMILIES[family], 0.6)
+    loss(model, data(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    live, batch = Live(), data(1)
+    live.ignore([*host_tensors(operations, optimizer), batch, *model.buffers()])
+    with live:
+        loss(model, batch).backward()
+    assert live.most + batch.nbytes + sum(each.nbytes for each in model.buffers()) <= budget
+
+
+def test_compiled_blocks_are_not_compiled_again_for_chunks_or_steps() -> None:
+    torch._dynamo.reset()
+    model, _, optimizer, _ = compiled(*FAMILIES["llama"], 0.6)
+    plain = fresh(FAMILIES["llama"][0])
+    compile_in_place(repeated_blocks(plain).values(), backend="aot_eager")
+    counts = []
+    for each, optim in ((plain, sgd(plain.parameters())), (model, optimizer)):
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        train(each, optim, *FAMILIES["llama"][1:])
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+    assert counts[1] <= counts[0]
+
+
+def test_a_block_is_used_outside_of_a_pass() -> None:
+    model, _, _, _ = compiled(*FAMILIES["llama"], 0.6)
+    plain = fresh(FAMILIES["llama"][0])
+    x = torch.randn(1, 4, 48, generator=torch.Generator().manual_seed(0))
+    for each in (model, plain):
+        each.eval()
+    mine, theirs = (each.model.layers[0].mlp(x) for each in (model, plain))
+    assert torch.equal(mine, theirs)
+
+
+def test_modules_that_share_parameters_are_one() -> None:
+    modules = CompiledModules([["a", "b"], ["c"], ["b", "d"]])
+    assert modules.needs(frozenset("a")) == frozenset("abd")
+    assert modules.needs(frozenset("d")) is None
+    assert modules.needs(frozenset("c")) == frozenset("c")
+    assert modules.needs(frozenset("ac")) == frozenset("ac"), "of two modules"
+    assert modules.needs(frozenset("b")) == frozenset("abd")
+    assert modules.needs(frozenset("e")) == frozenset("e")
+
+
+def test_the_whole_model_is_refused() -> None:
+    model = fresh(Awkward)
+    accesses = foreseen(model, tokens(0), of_logits, device_type="cpu")
+    with pytest.raises(StrategyError, match="wrap_class"):
+        chunk(model, accesses, 10**6, device=CPU, compiled=[""])
