@@ -26,6 +26,7 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES, shard
+from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, StrategyError
 from atorch.profiler.tensors import batch_size, tensors_of
 from atorch.profiler.trace import optimizer_state_per_param
@@ -72,6 +73,11 @@ class Chunk(Method):
             raise ValueError("budget_bytes and budget_fraction are both given; give one of them")
         return self
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Where the mesh has zero and data, the chunks are shared over zero."""
+        return ("zero",)
+
     def unfit(self, cost: Cost) -> str | None:
         """What `apply` refuses."""
         beside = {"fp8": cost.dtype == "float8", "pipeline_parallel": cost.stages > 1}
@@ -80,7 +86,14 @@ class Chunk(Method):
     def cost(self, cost: Cost) -> Cost:
         """Shards as under fsdp, gradients copied into chunks of their own, and a budget beyond which states wait."""
         low = cost.dtype != "float32"
-        cost = shard(cost, itemsize=2.0 if low else cost.param_itemsize, overlap=0.8 if self.prefetch else 0.0)
+        axes, replicas = _axes(cost)
+        cost = shard(
+            cost,
+            axes=axes,
+            replicas=replicas,
+            itemsize=2.0 if low else cost.param_itemsize,
+            overlap=0.8 if self.prefetch else 0.0,
+        )
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         budget = fraction * cost.device_bytes if self.budget_bytes is None else float(self.budget_bytes)
         return cost.but(
@@ -105,12 +118,12 @@ class Chunk(Method):
                 raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
         (part,), budget = ctx.parts, self._budget(ctx)
         mesh = ctx.need_mesh()
-        shards = mesh.size(*REPLICA_AXES)
-        group = mesh.group(*REPLICA_AXES) if shards > 1 else None
+        axes, replicas = _axes(mesh)
+        everyone = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
         compiled = _compiled(ctx, part)
-        courses = Courses(_foresee(ctx, part, compiled), group, ctx.device)
+        courses = Courses(_foresee(ctx, part, compiled), everyone, ctx.device)
         courses.expect(ctx.sample_batch, tensors_of(ctx.sample_batch))
         operations = chunk(
             part,
@@ -119,7 +132,8 @@ class Chunk(Method):
             device=ctx.device,
             dtype=ctx.compute_dtype,
             values=ctx.unrounded,
-            group=group,
+            group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
+            replicas=mesh.group(*replicas) if replicas else None,
             compiled=compiled,
             state_bytes=_state_bytes(ctx) if self.hybrid else None,
             prefetch=self.prefetch,
@@ -149,6 +163,13 @@ class Chunk(Method):
             return self.budget_bytes
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         return int(fraction * ctx.cluster.device.memory_bytes)
+
+
+def _axes(mesh: Cost | Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that share every chunk, and those that have copies of it: data, where there is a zero axis, too."""
+    if mesh.size("data") == 1 or mesh.size("zero") == 1:
+        return REPLICA_AXES, ()
+    return tuple(axis for axis in REPLICA_AXES if axis != "data"), ("data",)
 
 
 def _state_bytes(ctx: Context) -> float:

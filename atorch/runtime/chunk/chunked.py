@@ -42,6 +42,7 @@ def chunk(
     values: Any = None,
     in_place: bool = False,
     group: dist.ProcessGroup | None = None,
+    replicas: dist.ProcessGroup | None = None,
     leave: Collection[str] = (),
     compiled: Collection[str] = (),
     chunk_size: int | None = None,
@@ -58,6 +59,7 @@ def chunk(
         values: what parameters were before they were rounded to 16 bits, by parameter.
         in_place: let gradients lie in the place of 16-bit parameters that have masters; a step after every pass.
         group: processes that share every chunk; None for this one alone.
+        replicas: processes that keep the same share of other copies of the chunks, where `group` is not all.
         leave: names of parameters that stay as they are; no operation on the device may take them.
         compiled: names of modules whose code will be compiled, of which the pass was told.
         chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
@@ -100,7 +102,7 @@ def chunk(
     )
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
-    gradients = Gradients(chunks, slots) if group is None else SharedGradients(chunks, slots, names)
+    gradients = Gradients(chunks, slots) if group is None else SharedGradients(chunks, slots, names, replicas)
     staying = {chunk: states[chunk] for chunk in pinned}
     residency = Residency(chunks, managed, budget_bytes, first, transfer or transfer_for(device), staying)
     operations = Operations(chunks, slots, gradients, residency, course_of, CompiledModules.of(model, compiled))

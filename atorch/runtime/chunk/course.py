@@ -95,6 +95,8 @@ class Course:
 
     moments: Sequence[Moment]
     schedule: Schedule | None
+    strayed: bool = False
+    """Whether a pass of training left the course."""
 
     def __post_init__(self) -> None:
         self.begin()
@@ -112,6 +114,7 @@ class Course:
             return None  # the pass is over, and somebody looks at a parameter
         self.on_course = self.on_course and self.moments[position].needs == needs
         if not self.on_course:
+            self.strayed = self.strayed or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
             return None
         assert self.schedule is not None
         return self.schedule.steps[position]

@@ -1,5 +1,8 @@
 """The course of every pass: a batch of another shape keeps another amount for backward, and is foreseen when it comes.
 
+So is, once more, one whose last pass was not as it was foreseen: the model has changed. What goes another way each time
+is left to be fetched as it is needed.
+
 Processes that share chunks must fetch the same ones in the same order: they go by the largest batch that any of them
 has had. Which that is, is asked before every pass; it is one number.
 """
@@ -7,13 +10,14 @@ has had. Which that is, is asked before every pass; it is one number.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.errors import ArgumentError, AtorchError
+from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.runtime.chunk.course import Course, Pass
 
 Foresee = Callable[[Any], Pass]
@@ -31,6 +35,7 @@ class Courses:
     def __init__(self, foresee: Foresee, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._foresee, self._group, self._device = foresee, group, device
         self._known: dict[Hashable, Course] = {}
+        self._again: set[Hashable] = set()  # foreseen twice
         self._largest = 0
         self._batch: Any = None
         self._shapes: Hashable = ()
@@ -66,14 +71,20 @@ class Courses:
 
     def next(self, course_of: Callable[[Pass], Course]) -> Course:
         """The course of the pass that begins."""
-        if self._group is not None:
-            most = torch.tensor(self._numel, device=self._device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-            if int(most) > self._largest:
-                self._known.clear()
         key = self._key()
+        strayed = key in self._known and self._known[key].strayed and key not in self._again
+        if self._group is not None:
+            most = torch.tensor([self._numel, strayed], device=self._device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+            strayed = bool(most[1])
+            if int(most[0]) > self._largest:
+                self._known.clear()
         if key not in self._known:
             self._known[key] = course_of(self.first())
+        elif strayed:
+            self._again.add(key)
+            with suppress(OutOfBudgetError):  # then as before, by need
+                self._known[key] = course_of(self.first())
         return self._known[key]
 
     def _key(self) -> Hashable:

@@ -50,10 +50,18 @@ class SharedGradients(Gradients):
 
     Args:
         foreseen: names of parameters in the order in which their gradients come.
+        replicas: processes that keep the same share of other copies of the chunks; None for one copy.
     """
 
-    def __init__(self, chunks: ChunkSet, slots: Mapping[str, Slot], foreseen: Sequence[str]) -> None:
+    def __init__(
+        self,
+        chunks: ChunkSet,
+        slots: Mapping[str, Slot],
+        foreseen: Sequence[str],
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(chunks, slots)
+        self._replicas = replicas
         self._order = completion(chunks.layout, foreseen)
         self._numbers = {name: number for number, name in enumerate(slots)}
         self.begin()
@@ -87,6 +95,8 @@ class SharedGradients(Gradients):
         come = torch.zeros(len(self._numbers), dtype=torch.uint8, device=self._chunks.device)
         come[[self._numbers[name] for name in self._come]] = 1
         dist.all_reduce(come, dist.ReduceOp.MAX, group=self._chunks.group)
+        if self._replicas is not None:
+            dist.all_reduce(come, dist.ReduceOp.MAX, group=self._replicas)
         anywhere = {name for name, number in self._numbers.items() if come[number]}
         for chunk, had in self._had.items():
             memory = self._chunks.chunks[chunk]
@@ -100,6 +110,8 @@ class SharedGradients(Gradients):
             whole = self._zeros(chunk)
         share = torch.empty_like(whole[memory.share])
         dist.reduce_scatter_tensor(share, whole, dist.ReduceOp.AVG, group=self._chunks.group)
+        if self._replicas is not None:
+            dist.all_reduce(share, dist.ReduceOp.AVG, group=self._replicas)
         self._had[chunk] = set(memory.has_gradient)
         memory.accumulate_share(share, [slot.name for slot in memory.spec.slots])
 

@@ -8,8 +8,10 @@ from atorch import auto_accelerate
 from atorch.auto.opt_lib.chunk import Chunk
 from atorch.cost import peak_memory, plain_cost
 from atorch.errors import OutOfBudgetError, StrategyError
+from tests.auto.opt_lib.sharing_job import accelerated, deviation
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 from tests.contract.job import BATCH, arguments, make_model
+from tests.pool import Pool
 
 WHOLE = peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": 10**9})))
 STEPPED = WHOLE.optimizer + WHOLE.gradients
@@ -59,9 +61,7 @@ def test_a_fraction_is_of_the_device(knobs, fraction):
 
 
 def test_what_it_cannot_stand_beside_is_unfit():
-    meshes = {"compile": {"data": 2}, "pipeline_parallel": {"pipeline": 2, "data": 2}}
-    for name, mesh in meshes.items():
-        assert name in Chunk().unfit(cost_of(mesh, name))
+    assert "pipeline_parallel" in Chunk().unfit(cost_of({"pipeline": 2, "data": 2}, "pipeline_parallel"))
     assert "fp8" in Chunk().unfit(replace(plain_cost(PROFILE), dtype="float8"))
     assert Chunk().unfit(cost_of({"data": 2}, "checkpoint")) is None
 
@@ -115,3 +115,34 @@ def test_a_batch_of_another_shape_is_foreseen_when_it_comes():
     figures = strategy.metadata["chunk"]
     assert figures["peak_bytes"] <= 400_000
     assert figures["fetched_bytes"] > figures["parameter_bytes"]
+
+
+TWO_BY_TWO = [("parallel_mode", ([("zero", 2), ("data", 2)], None)), ("chunk", {"budget_bytes": 10**6})]
+
+
+@pytest.mark.parametrize("name", ["llama", "awkward"])
+def test_it_shares_over_zero_and_replicates_over_data(pool: Pool, name: str) -> None:
+    assert max(pool.run(deviation, TWO_BY_TWO, name, True, ranks=4)) <= 1e-4
+
+
+def kept(rank: int, size: int) -> tuple[int, int, int]:
+    """Processes that share a chunk, elements that this one keeps, and all."""
+    model = accelerated(TWO_BY_TWO, "llama").model
+    chunks = next(model.parameters()).home.operations.chunks
+    mine = sum(len(memory.compute) for memory in chunks.chunks)
+    return chunks.num_shares, mine, sum(memory.spec.numel for memory in chunks.chunks)
+
+
+def test_a_process_keeps_what_its_part_of_zero_leaves(pool: Pool) -> None:
+    for shares, mine, whole in pool.run(kept, ranks=4):
+        assert shares == 2
+        assert 2 * mine == whole
+
+
+def test_copies_of_chunks_reduce_their_shares() -> None:
+    cost = cost_of({"zero": 2, "data": 2}, "chunk")
+    assert cost.param_shards == 2
+    assert {(comm.kind, comm.axis) for comm in cost.comm} >= {
+        ("reduce_scatter", ("zero", "sequence", "context")),
+        ("all_reduce", ("data",)),
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.course import Pass
+from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from tests.runtime.sharing import SEQ, VOCAB, Awkward
@@ -314,15 +316,16 @@ def test_a_budget_below_what_an_operation_needs_is_refused_before_anything_is_mo
     of_language(model, data(0)).backward()
 
 
+class Branching(Awkward):
+    early = False
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if self.early:
+            return F.linear(self.tokens(batch), self.tokens.weight) * self.scale
+        return super().forward(batch)
+
+
 def test_another_path_than_the_foreseen_one_is_computed_all_the_same() -> None:
-    class Branching(Awkward):
-        early = False
-
-        def forward(self, batch: Tensor) -> Tensor:
-            if self.early:
-                return F.linear(self.tokens(batch), self.tokens.weight) * self.scale
-            return super().forward(batch)
-
     reference, model = fresh(Branching), fresh(Branching)
     plain = adam(reference.parameters())
     accesses = foreseen(model, tokens(0), of_logits, device_type="cpu")
@@ -331,3 +334,27 @@ def test_another_path_than_the_foreseen_one_is_computed_all_the_same() -> None:
     for early in (False, True, False):
         reference.early = model.early = early
         assert train(model, optimizer, tokens, of_logits) == train(reference, plain, tokens, of_logits)
+
+
+def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
+    reference, model = fresh(Branching), fresh(Branching)
+    plain = adam(reference.parameters())
+    foreseen_batches = []
+
+    def foresee(batch: Tensor) -> Pass:
+        foreseen_batches.append(batch)
+        return foreseen(model, batch, of_logits, device_type="cpu")
+
+    courses = Courses(foresee, None, CPU)
+    courses.expect(tokens(0), [tokens(0)])
+    first = courses.first()
+    others, parameters = needed(first, model)
+    operations = chunk(model, first, others + parameters // 2, device=CPU)
+    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
+    courses.begin(operations.residency.course)
+    operations.course_for = partial(courses.next, operations.course_of)
+    for early, seen in ((False, 1), (True, 2), (False, 2), (True, 2)):
+        reference.early = model.early = early
+        assert train(model, optimizer, tokens, of_logits) == train(reference, plain, tokens, of_logits)
+        assert len(foreseen_batches) == seen, "what changes each time is not foreseen each time"
+        assert operations.residency.course.on_course == (early or seen == 1)
