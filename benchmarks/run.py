@@ -28,6 +28,7 @@ CLAIMS = (
     "chunk_layout",
     "chunk_traffic",
     "chunk_step",
+    "chunk_host_memory",
     "chunk_deepspeed",
     "gpu_methods",
 )
