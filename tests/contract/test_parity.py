@@ -165,9 +165,13 @@ def test_precision_sharding_and_memory_methods_compose(pool: Pool, names: tuple[
         assert update_error <= band(*names)
 
 
-@pytest.mark.parametrize("sharing", ["fsdp", "chunk"])
-def test_all_at_once(pool: Pool, sharing: str) -> None:
-    names = (sharing, "amp_native", "checkpoint", "compile", "micro_batch", "module_replace")
+MANY = tuple(
+    (sharing, "amp_native", "checkpoint", "compile", "micro_batch", "module_replace") for sharing in ("fsdp", "chunk")
+)
+
+
+@pytest.mark.parametrize("names", MANY, ids="+".join)
+def test_many_at_once(pool: Pool, names: tuple[str, ...]) -> None:
     for update_error, _ in pool.run(deviation, strategy_of(*names), ranks=2):
         assert update_error <= band(*names)
 

@@ -9,7 +9,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed.world import init
 from tests.contract.job import distance, reference, train
-from tests.contract.test_parity import ALL, APPLIED, BANDS, EXACT, SETTINGS
+from tests.contract.test_parity import APPLIED, BANDS, EXACT, MANY, SETTINGS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -23,7 +23,7 @@ def unmet(names: tuple[str, ...]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-@pytest.mark.parametrize("names", [(name,) for name in APPLIED] + [ALL], ids="+".join)
+@pytest.mark.parametrize("names", [*((name,) for name in APPLIED), *MANY], ids="+".join)
 def test_trains_as_plain_training_does(names: tuple[str, ...]) -> None:
     if reason := unmet(names):
         pytest.skip(reason)

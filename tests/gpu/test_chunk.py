@@ -1,0 +1,120 @@
+"""Chunks on a CUDA device: what comes over the link is computed with, and the allocator sees the budget kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.blocks import repeated_blocks
+from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.compiling import compile_in_place
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+WIDTH, BLOCKS, ROWS = 1024, 8, 256
+WORKSPACE_BYTES = 72 * 2**20  # cuBLAS keeps as much for good; no fake tensor shows it
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+def rows(step: int = 0) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def adam(groups: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-3, fused=True)
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    found = []
+    for step in range(4):
+        loss = loss_of(model, rows(step).cuda())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def in_chunks(share: float, is_compiled: bool = False, **how: Any) -> tuple[nn.Module, ChunkOptimizer, int]:
+    """A model with room for a share of its parameters; its budget."""
+    model = network()
+    compiled = list(repeated_blocks(model)) if is_compiled else []
+    accesses = foreseen(model, rows(), loss_of, device_type="cuda", compiled=compiled)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    budget = max(access.other_bytes for access in accesses.accesses) + int(share * parameters)
+    operations = chunk(model, accesses, budget, device=torch.device("cuda"), compiled=compiled, **how)
+    compile_in_place(map(model.get_submodule, compiled))
+    return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), budget
+
+
+def assert_trains_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    plain = network().cuda()
+    assert losses(model, optimizer) == pytest.approx(losses(plain, adam(plain.parameters())), rel=1e-4)
+    trained = model.state_dict()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.detach().cpu(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_it_trains_as_plain_training_does(share: float, prefetch: int) -> None:
+    model, optimizer, _ = in_chunks(share, prefetch=prefetch)
+    assert_trains_alike(model, optimizer)
+
+
+def test_chunks_that_stay_are_stepped_on_the_device() -> None:
+    model, optimizer, _ = in_chunks(3.0, state_bytes=8.0)
+    assert_trains_alike(model, optimizer)
+
+
+def test_compiled_blocks() -> None:
+    model, optimizer, _ = in_chunks(0.5, is_compiled=True)
+    assert_trains_alike(model, optimizer)
+
+
+def test_the_allocator_never_holds_more_than_the_budget() -> None:
+    losses(network().cuda(), torch.optim.SGD([torch.zeros(1, requires_grad=True)]))  # what libraries keep for good
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model, optimizer, budget = in_chunks(0.3)
+    losses(model, optimizer)
+    assert torch.cuda.max_memory_allocated() - before <= budget
+
+
+def test_a_device_of_the_budget_s_size_is_enough() -> None:
+    model, optimizer, budget = in_chunks(0.3)
+    losses(model, optimizer)  # what libraries keep for good
+    torch.cuda.empty_cache()
+    whole = torch.cuda.get_device_properties(0).total_memory
+    allowed = torch.cuda.memory_allocated() + budget + WORKSPACE_BYTES
+    torch.cuda.set_per_process_memory_fraction(allowed / whole)
+    try:
+        losses(model, optimizer)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
