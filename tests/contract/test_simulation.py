@@ -19,14 +19,15 @@ from atorch.auto.planner.simulate import Simulated, observe, simulate
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed.world import World, init
+from atorch.errors import CapabilityError
 from tests.contract.job import BATCH, Tokens, arguments, make_model
 from tests.contract.test_parity import SETTINGS
 from tests.pool import Pool
 
 AGREES = 0.03
 
-EAGER = ("compile",)
-"""Methods that are left out of a simulation, which says so."""
+APART = ("compile", "chunk")
+"""Methods that are left out of a simulation, or for which there is none; it says so."""
 
 HYBRID = ("parallel_mode", ([("zero", 4), ("data", 2)], None))
 TENSOR = ("parallel_mode", ([("tensor", 2)], None))
@@ -34,7 +35,7 @@ SEQUENCE = ("parallel_mode", ([("sequence", 2)], None))
 CONTEXT = ("parallel_mode", ([("context", 2)], None))
 
 COMPOSITIONS: tuple[tuple[Any, ...], ...] = (
-    *((name,) for name in METHODS if METHODS[name].can_apply() and name not in EAGER),
+    *((name,) for name in METHODS if METHODS[name].can_apply() and name not in APART),
     (TENSOR, "tensor_parallel"),
     (SEQUENCE, "module_replace", "sequence_parallel"),
     (TENSOR, "tensor_parallel", ("sequence_parallel", {"mode": "megatron"})),
@@ -124,3 +125,8 @@ def test_eight_fake_ranks_send_as_often_as_two(composition: tuple[Any, ...]) -> 
     assert {kind: count for (kind, along), (count, _) in many.items() if along == axes} == calls
     if HYBRID in composition:
         assert many["all_reduce", ("data",)][0] == calls["reduce_scatter"]
+
+
+def test_what_foresees_its_own_passes_is_not_simulated() -> None:
+    with pytest.raises(CapabilityError, match="chunk is not simulated"):
+        simulated(("chunk",), 2)

@@ -37,7 +37,7 @@ from atorch.blocks import repeated_blocks
 from atorch.distributed.fake import Pretending, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
-from atorch.errors import ArgumentError, AtorchError
+from atorch.errors import ArgumentError, AtorchError, CapabilityError
 from atorch.logs import logger
 from atorch.profiler.copying import copy_structure
 from atorch.profiler.live_bytes import (
@@ -61,6 +61,7 @@ STEPS = 3  # the first makes the optimizer's state, the second what DistributedD
 _ACROSS_BLOCKS: Set[str] = frozenset(("ddp", "zero1"))  # fill buckets, or deal out parameters, over the whole model
 _MINDING = (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)  # fewer blocks than made
 _IN_EAGER: Set[str] = frozenset(("compile",))  # compilers do not take fakes
+_FORESEEN_APART: Set[str] = frozenset(("chunk",))  # keep what they move in memory of their own making
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +128,18 @@ def simulate(
 
     Raises:
         ArgumentError: the job has no optimizer or loss function, or the model cannot be copied.
-        CapabilityError: a method cannot be applied yet, or this process has a process group (see `simulate_apart`).
+        CapabilityError: a method cannot be applied yet, or not to fakes, or this process has a process group
+            (see `simulate_apart`).
         StrategyError: the strategy does not hold on so many ranks.
     """
     _check(ctx)
     strategy, notes = _in_eager(complete(strategy, world_size))
     strategy.need_applicable()
+    for name in _FORESEEN_APART & set(strategy.names()):
+        raise CapabilityError(
+            f"{name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the "
+            "first step whether the budget holds"
+        )
     samples = batch_size(batch) if global_batch is None else global_batch
 
     def at(repeats: int | None) -> Observed:
