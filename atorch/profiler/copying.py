@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
+from atorch.profiler.tensors import local_part
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,9 +51,13 @@ def copy_structure(model: nn.Module, convert: Convert, equal: Sequence[Sequence[
 
 
 def lazy_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy that shares the model's memory until either is written; meta tensors become real ones on `device`."""
+    """A copy that shares the model's memory until either is written; meta tensors become real ones on `device`.
+
+    Of DTensors it has the parts that are this process's.
+    """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = local_part(tensor)
         if not tensor.is_meta:
             return torch._lazy_clone(tensor)
         # Values do not matter to time and memory, but zeros and denormals would not be typical ones.

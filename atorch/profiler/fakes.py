@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.profiler.tensors import tensors_of
+from atorch.profiler.tensors import local_part, tensors_of
 
 _MOST = 2**26  # elements that an operation on known values may make
 _aten = torch.ops.aten
@@ -29,7 +29,8 @@ class Fakes:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape and no memory."""
+        """A tensor of the same shape and no memory: of a DTensor, of the part that this process has."""
+        tensor = local_part(tensor)
         with self._mode:
             made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -45,3 +45,9 @@ def map_tensors(convert: Callable[[torch.Tensor], torch.Tensor], data: Any) -> A
 def batch_size(batch: Any) -> int:
     """Samples in a batch: the first dimension of its first tensor that has one, else 1."""
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0), 1)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a DTensor; any other tensor as it is."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

@@ -198,6 +198,12 @@ def test_three_dimensions(pool: Pool, beside: tuple[str, ...]) -> None:
         assert loss_error <= max(1e-5, band(*beside))
 
 
+def test_a_pipeline_of_split_blocks_whose_parameters_fsdp_sees(pool: Pool) -> None:
+    mesh = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
+    for update_error, _ in pool.run(deviation, [mesh, "mixed_parallel", "zero2"], ranks=4):
+        assert update_error <= EXACT
+
+
 def test_megatron_in_a_pipeline(pool: Pool) -> None:
     mesh = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
     split = ["tensor_parallel", ("sequence_parallel", {"mode": "megatron"})]

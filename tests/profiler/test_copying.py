@@ -5,9 +5,13 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from atorch.distributed.fake import fake_world
 from atorch.errors import ArgumentError
 from atorch.profiler.copying import copy_structure, lazy_copy
+from atorch.profiler.fakes import Fakes
 
 
 class Layer(nn.Module):
@@ -62,3 +66,23 @@ def test_what_cannot_be_copied_is_named():
     model.lock = threading.Lock()
     with pytest.raises(ArgumentError, match="cannot be copied"):
         copy_structure(model, torch.clone)
+
+
+def split_linear():
+    layer = nn.Linear(4, 6, bias=False)
+    mesh = init_device_mesh("cpu", (2,))
+    layer.weight = nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)], run_check=False))
+    return layer
+
+
+def test_fakes_and_lazy_copies_are_of_the_part_of_a_dtensor_that_is_here():
+    with fake_world(2, 1):
+        layer = split_linear()
+        assert layer.weight.shape == (6, 4)
+        fake = copy_structure(layer, Fakes().fake)
+        lazy = lazy_copy(layer, torch.device("cpu"))
+    for copied in (fake, lazy):
+        assert type(copied.weight.data) is not DTensor
+        assert copied.weight.shape == (3, 4)
+        assert copied.weight.requires_grad
+    assert torch.equal(lazy.weight, torch.ones(3, 4))

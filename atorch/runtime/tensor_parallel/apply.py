@@ -100,8 +100,8 @@ def _holders(block: nn.Module, parameter: Any) -> list[tuple[nn.Module, str]]:
 
 
 def this_part(parameter: Any) -> Tensor:
-    """This rank's rows of a DTensor."""
-    local: Tensor = parameter.to_local()
+    """This rank's rows of a DTensor. A copy that was made to be looked at may have nothing else."""
+    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local
 
 
