@@ -23,12 +23,13 @@ from atorch.runtime.chunk.layout import ChunkSpec, Item, Layout, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule import Schedule, Shortfall, choose_pinned, schedule
+from atorch.runtime.chunk.schedule import Moment, Schedule, Shortfall, choose_pinned, schedule
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.override import override
 from atorch.units import format_bytes
 
 ALIGNED = 8  # elements, so that compiled code that was made for one block finds another's parameters as it does its own
+PINNED_PARTS = 16  # chunks that a model has at least, where some may have room on the device and others not
 TRANSFER_BYTES = 64 * 1024  # what a link could have moved in the time that starting one more transfer takes
 
 
@@ -64,7 +65,7 @@ def chunk(
         compiled: names of modules whose code will be compiled, of which the pass was told.
         chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
         state_bytes: of the optimizer's states for an element; chunks for which the budget has room then live on the
-            device for good and are stepped there, where processes do not share them. None: the host steps all.
+            device for good and are stepped there, or this process's share of them. None: the host steps all.
         prefetch: chunks that may be on their way before they are needed.
 
     Raises:
@@ -73,18 +74,15 @@ def chunk(
     parameters = {name: each for name, each in model.named_parameters() if name not in leave}
     shards = 1 if group is None else group.size()
     if chunk_size is None:
-        layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards)
+        most = None if state_bytes is None else sum(each.numel() for each in parameters.values()) // PINNED_PARTS
+        layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards, most=most)
     else:
         layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards, ALIGNED)
-    states = [0] * len(layout.chunks)
-    pinned: frozenset[int] = frozenset()
-    if state_bytes is not None and group is None:
-        states = [_beside(each, state_bytes) for each in layout.chunks]
-        pinned = choose_pinned(moments(foreseen, layout.chunk_of), _sizes(layout), states, budget_bytes)
+    pinned, beside_bytes = _pinned(layout, foreseen, budget_bytes, state_bytes, shards)
+    staying = pinned if shards == 1 else frozenset()  # of what is shared a share stays, and is gathered
 
     def course_of(foreseen: Pass) -> Course:
-        room = budget_bytes - sum(states[chunk] for chunk in pinned)
-        return course(layout, foreseen, room, prefetch, shards, pinned)
+        return course(layout, foreseen, budget_bytes - beside_bytes, prefetch, shards, staying)
 
     first = course_of(foreseen)
     for buffer in model.buffers():
@@ -103,8 +101,7 @@ def chunk(
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
     gradients = Gradients(chunks, slots) if group is None else SharedGradients(chunks, slots, names, replicas)
-    staying = {chunk: states[chunk] for chunk in pinned}
-    residency = Residency(chunks, managed, budget_bytes, first, transfer or transfer_for(device), staying)
+    residency = Residency(chunks, managed, budget_bytes, first, transfer or transfer_for(device), staying, beside_bytes)
     operations = Operations(chunks, slots, gradients, residency, course_of, CompiledModules.of(model, compiled))
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
@@ -124,14 +121,18 @@ def lay_out(
     dtype: torch.dtype | None = None,
     prefetch: int = 1,
     shards: int = 1,
+    most: int | None = None,
 ) -> Layout:
-    """The layout whose schedule costs least; where none keeps the budget, one that misses fewest bytes."""
+    """The layout whose schedule costs least; where none keeps the budget, one that misses fewest bytes.
+
+    most: elements that a chunk may have, larger parameters apart; None for all.
+    """
 
     def cost(layout: Layout) -> float | None:
         found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards)
         return None if isinstance(found, Shortfall) else found.cost(_sizes(layout), TRANSFER_BYTES)
 
-    return search(_by_first_use(parameters, foreseen.accesses, dtype), cost, shards=shards, aligned=ALIGNED)
+    return search(_by_first_use(parameters, foreseen.accesses, dtype), cost, shards=shards, aligned=ALIGNED, most=most)
 
 
 def course(
@@ -156,7 +157,7 @@ def course(
             "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
             "(tensor_parallel)"
         )
-    return Course(moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else ()), found)
+    return Course(_moments(layout, foreseen, shards), found)
 
 
 def _scheduled(
@@ -167,16 +168,31 @@ def _scheduled(
     shards: int,
     pinned: frozenset[int] = frozenset(),
 ) -> Schedule | Shortfall:
-    sizes = _sizes(layout)
-    by_chunk = moments(foreseen, layout.chunk_of, sizes if shards > 1 else ())
-    return schedule(by_chunk, sizes, budget_bytes, pinned=pinned, prefetch=prefetch)
+    by_chunk = _moments(layout, foreseen, shards)
+    return schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
 
 
-def _beside(chunk: ChunkSpec, state_bytes: float) -> int:
-    """Bytes of a chunk's gradient, masters and optimizer states."""
+def _pinned(
+    layout: Layout, foreseen: Pass, budget_bytes: int, state_bytes: float | None, shards: int
+) -> tuple[frozenset[int], int]:
+    """The chunks that are stepped on the device, and what it has of them beside the chunks themselves, in bytes."""
+    if state_bytes is None:
+        return frozenset(), 0
+    beside = [_beside(each, state_bytes, shards) for each in layout.chunks]
+    by_chunk = _moments(layout, foreseen, shards)
+    pinned = choose_pinned(by_chunk, _sizes(layout), beside, budget_bytes, is_shared=shards > 1)
+    return pinned, sum(beside[chunk] for chunk in pinned)
+
+
+def _moments(layout: Layout, foreseen: Pass, shards: int) -> list[Moment]:
+    return moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else ())
+
+
+def _beside(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:
+    """Bytes of a chunk's gradient, masters and optimizer states; where it is shared, of the share's, and the share."""
     itemsize = _itemsize(chunk.dtype)
-    masters = 4 if itemsize == 2 else 0
-    return int(chunk.numel * (itemsize + masters + state_bytes)) if chunk.trainable else 0
+    masters, own = 4 if itemsize == 2 else 0, itemsize if shards > 1 else 0
+    return int(chunk.numel // shards * (own + itemsize + masters + state_bytes)) if chunk.trainable else 0
 
 
 def _by_first_use(

@@ -9,8 +9,7 @@ memory all the same; it counts until nobody does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +40,8 @@ class Residency:
         chunks: what the host keeps, and the device for good.
         parameters: those that the chunks hold, by name.
         budget_bytes: of the device, for chunks and everything else that lives while operations run.
-        staying: chunks that the device has for good, and the bytes that it has beside each, of gradients and states.
+        staying: chunks that the device has for good.
+        beside_bytes: what else it has for good: gradients and states, shares of chunks.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Residency:
         budget_bytes: int,
         course: Course,
         transfer: Transfer,
-        staying: Mapping[int, int] = MappingProxyType({}),
+        staying: Collection[int] = (),
+        beside_bytes: int = 0,
     ) -> None:
         self.chunks, self.course = chunks, course
         self.tier = Tier("device budget", budget_bytes)
@@ -64,15 +65,15 @@ class Residency:
         self._here: dict[int, Tensor] = {}  # by chunk, the least recently needed first: its buffer on the device
         self._coming: dict[int, Wait] = {}
         self._at: dict[int, int] = {}  # the storage of a buffer → its chunk
-        self._stays = staying.keys()
-        for chunk, beside in staying.items():
-            self._keep(chunk, beside)
+        self._stays = frozenset(staying)
+        self.tier.take(beside_bytes, "gradients and states that stay")
+        for chunk in staying:
+            self._keep(chunk)
         self._held: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # dropped, and alive in other hands
 
-    def _keep(self, chunk: int, beside: int) -> None:
-        memory = self.chunks.chunks[chunk]
-        self.tier.take(self._num_bytes(chunk) + beside, f"chunk {chunk}, which stays")
-        self._show(chunk, memory.compute)
+    def _keep(self, chunk: int) -> None:
+        self.tier.take(self._num_bytes(chunk), f"chunk {chunk}, which stays")
+        self._show(chunk, self.chunks.chunks[chunk].compute)
 
     def begin(self) -> None:
         """A pass begins: drop what an earlier one has left, and follow what was written on the host."""

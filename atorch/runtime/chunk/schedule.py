@@ -219,19 +219,27 @@ def _steps(stays: Sequence[_Span], starts: Sequence[int], num_moments: int) -> t
 
 
 def choose_pinned(
-    moments: Sequence[Moment], chunk_bytes: Sequence[int], state_bytes: Sequence[int], budget_bytes: int
+    moments: Sequence[Moment],
+    chunk_bytes: Sequence[int],
+    state_bytes: Sequence[int],
+    budget_bytes: int,
+    *,
+    is_shared: bool = False,
 ) -> frozenset[int]:
     """The chunks that had best live on the device for good, with all that their optimizer needs: fewest bytes travel.
 
-    A pinned chunk needs no fetch, and its gradient no way back, but takes several times its size at every moment, where
-    others could have stayed between uses. So chunks are ranked by what they save for each byte that they take, and
-    the best so many are pinned: what travels is nearly convex in their number, and its least is found by bisection.
+    A pinned chunk needs nothing of the host, and its gradient no way back, but takes several times its size at every
+    moment, where others could have stayed between uses. So chunks are ranked by what they save for each byte that they
+    take, and the best so many are pinned: what travels is nearly convex in their number, and its least is found by
+    bisection.
 
     Args:
         moments: of one step of training, in order.
         chunk_bytes: of each chunk, by its index.
         state_bytes: of the gradient, master weights and optimizer states of each chunk; 0: it is not trained.
         budget_bytes: of the device, for chunks and everything else.
+        is_shared: processes share every chunk. What lives on the device is then a share, which counts among the states,
+            and the chunk is gathered as others are.
     """
     plain = schedule(moments, chunk_bytes, budget_bytes, prefetch=0)
     if isinstance(plain, Shortfall):
@@ -240,17 +248,20 @@ def choose_pinned(
     for step in plain.steps:
         for chunk in step.fetch:
             saved[chunk] += chunk_bytes[chunk]
-    taken = [size + state for size, state in zip(chunk_bytes, state_bytes, strict=True)]
-    ranked = sorted((each for each in range(len(taken)) if saved[each]), key=lambda each: -saved[each] / taken[each])
+    taken = [state if is_shared else size + state for size, state in zip(chunk_bytes, state_bytes, strict=True)]
+    ranked = sorted(
+        (each for each in range(len(taken)) if saved[each] and taken[each]), key=lambda each: -saved[each] / taken[each]
+    )
     returned = sum(size for size, state in zip(chunk_bytes, state_bytes, strict=True) if state)
 
     def travels(count: int) -> float:
         pinned = frozenset(ranked[:count])
         room = budget_bytes - sum(state_bytes[chunk] for chunk in pinned)
-        found = schedule(moments, chunk_bytes, room, pinned=pinned, prefetch=0)
+        found = schedule(moments, chunk_bytes, room, pinned=frozenset() if is_shared else pinned, prefetch=0)
         if isinstance(found, Shortfall):
             return inf
-        return found.fetched_bytes + returned - sum(chunk_bytes[chunk] for chunk in pinned if state_bytes[chunk])
+        fetched = sum(chunk_bytes[chunk] for step in found.steps for chunk in step.fetch if chunk not in pinned)
+        return fetched + returned - sum(chunk_bytes[chunk] for chunk in pinned if state_bytes[chunk])
 
     low, high = 0, len(ranked)
     while low < high:

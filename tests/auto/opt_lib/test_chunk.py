@@ -8,7 +8,7 @@ from atorch import auto_accelerate
 from atorch.auto.opt_lib.chunk import Chunk
 from atorch.cost import peak_memory, plain_cost
 from atorch.errors import OutOfBudgetError, StrategyError
-from tests.auto.opt_lib.sharing_job import accelerated, deviation
+from tests.auto.opt_lib.sharing_job import Tokens, accelerated, deviation
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 from tests.contract.job import BATCH, arguments, make_model
 from tests.pool import Pool
@@ -123,6 +123,26 @@ TWO_BY_TWO = [("parallel_mode", ([("zero", 2), ("data", 2)], None)), ("chunk", {
 @pytest.mark.parametrize("name", ["llama", "awkward"])
 def test_it_shares_over_zero_and_replicates_over_data(pool: Pool, name: str) -> None:
     assert max(pool.run(deviation, TWO_BY_TWO, name, True, ranks=4)) <= 1e-4
+
+
+def on_device(rank: int, size: int, budget: int) -> tuple[int, int, int]:
+    """Bytes of chunks on the device for good, and on the host; and of all parameters."""
+    model = accelerated([("chunk", {"budget_bytes": budget})], "llama").model
+    operations = next(model.parameters()).home.operations
+    model(Tokens().tokens[:4]).sum().backward()
+    assert operations.residency.course.on_course
+    chunks = operations.chunks
+    return chunks.device_tier.used_bytes, chunks.host.used_bytes, sum(each.nbytes for each in model.parameters())
+
+
+def test_shares_for_which_there_is_room_are_stepped_on_the_device(pool: Pool) -> None:
+    for device, host, whole in pool.run(on_device, 10**8, ranks=2):
+        assert host == 0
+        assert device >= whole, "half of the parameters, and their gradients"
+    for device, host, _ in pool.run(on_device, 110_000, ranks=2):
+        assert device > 0
+        assert host > 0
+    assert max(pool.run(deviation, [("chunk", {"budget_bytes": 110_000})], "llama", True, ranks=2)) <= 1e-4
 
 
 def kept(rank: int, size: int) -> tuple[int, int, int]:

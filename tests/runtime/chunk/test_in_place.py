@@ -11,6 +11,7 @@ import torch.distributed as dist
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from tests.pool import Pool
 from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, fresh, needed, train
@@ -22,7 +23,9 @@ def prepared(family: str, in_place: bool, group: dist.ProcessGroup | None = None
     """What trains a model of a family in chunks, under a budget that brings most of them twice a pass."""
     make, data, loss = FAMILIES[family]
     model = fresh(make)
-    passed = foreseen(model, data(0), loss, device_type="cpu", dtype=HALF)
+    courses = Courses(lambda batch: foreseen(model, batch, loss, device_type="cpu", dtype=HALF), group, CPU)
+    courses.expect(data(0), [data(0)])
+    passed = courses.first()  # one for all processes
     others, parameters = needed(passed, model)
     operations = chunk(model, passed, others + parameters // 4, device=CPU, dtype=HALF, in_place=in_place, group=group)
     return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), data, loss, operations

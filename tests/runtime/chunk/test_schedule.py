@@ -278,3 +278,10 @@ def test_what_is_never_trained_is_pinned_at_its_own_size():
 def test_what_saves_most_for_its_bytes_is_pinned_first():
     moments = [Moment("0", frozenset({0}), 0), Moment("1", frozenset({1}), 0)]
     assert choose_pinned(moments, [1, 1], [9, 1], 4) == frozenset({1})
+
+
+def test_of_shared_chunks_shares_are_kept_and_chunks_are_gathered_all_the_same():
+    moments, sizes, states = there_and_back(4), [4] * 4, [3] * 4
+    assert choose_pinned(moments, sizes, states, 4 + 12, is_shared=True) == frozenset(range(4)), "beside one chunk"
+    assert len(choose_pinned(moments, sizes, states, 4 + 7, is_shared=True)) == 2
+    assert choose_pinned(moments, sizes, states, 3, is_shared=True) == frozenset(), "not one chunk fits"
