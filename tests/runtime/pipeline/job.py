@@ -24,7 +24,7 @@ class TwiceUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(3))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(4))
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.head = nn.Linear(WIDTH, VOCAB)
 

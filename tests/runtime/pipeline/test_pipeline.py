@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from atorch import auto_accelerate
-from tests.pool import Pool
+from tests.pool import Pool, RankFailure
 from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, loss_func, make_model, train
 
 KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen", "inplace")
@@ -73,7 +73,12 @@ def test_beside_data_parallelism(pool: Pool, name: str, beside: list[Any]) -> No
 @pytest.mark.parametrize("knobs", [{}, {"schedule": "interleaved"}], ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_beside_data_parallelism(pool: Pool, name: str, knobs: dict[str, Any], beside: list[Any]) -> None:
-    check(pool, name, [*stages(data=2, micro_batches=2, **knobs), *beside], ranks=4, steps=2, even=True)
+    strategy = [*stages(data=2, micro_batches=2, **knobs), *beside]
+    if name == "inplace" and not {"fsdp", "zero2"}.isdisjoint(map(str, beside)):
+        with pytest.raises(RankFailure, match="is being modified inplace"):  # FSDP2 alone cannot train it either
+            check(pool, name, strategy, ranks=4, steps=2, even=True)
+        return
+    check(pool, name, strategy, ranks=4, steps=2, even=True)
 
 
 @pytest.mark.matrix
