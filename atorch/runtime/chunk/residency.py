@@ -8,6 +8,7 @@ memory all the same; it counts until nobody does.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from atorch.runtime.chunk.parameter import point
 from atorch.runtime.chunk.tier import Tier
 from atorch.runtime.chunk.transfer import Transfer, Wait
 from atorch.units import format_bytes
+
+LETTING_GO_S = 0.5
 
 
 class Observer(Protocol):
@@ -141,6 +144,8 @@ class Residency:
             return
         memory, num_bytes = self.chunks.chunks[chunk], self._num_bytes(chunk)
         if num_bytes > self._room():
+            self._wait_for_threads(num_bytes)
+        if num_bytes > self._room():
             raise OutOfBudgetError(self._too_much(chunk, num_bytes))
         self.tier.take(num_bytes, f"chunk {chunk}")
         buffer = torch.empty(memory.spec.numel, dtype=memory.dtype, device=self.chunks.device)
@@ -149,6 +154,12 @@ class Residency:
         self.fetched_bytes += num_bytes
         if self.observer is not None:
             self.observer.moved(chunk, True, num_bytes)
+
+    def _wait_for_threads(self, num_bytes: int) -> None:
+        """A thread that gathered a chunk lets go of it a little after it said that it was there."""
+        until = time.monotonic() + LETTING_GO_S
+        while self._held and num_bytes > self._room() and time.monotonic() < until:
+            time.sleep(1e-4)
 
     def _bring(self, buffer: Tensor, memory: ChunkMemory) -> Wait:
         """Begin to fill a buffer: with what the host has, and with what other processes have."""

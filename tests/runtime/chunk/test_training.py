@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -358,3 +359,23 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
         assert train(model, optimizer, tokens, of_logits) == train(reference, plain, tokens, of_logits)
         assert len(foreseen_batches) == seen, "what changes each time is not foreseen each time"
         assert operations.residency.course.on_course == (early or seen == 1)
+
+
+class Lingering:
+    """Copies, and a thread holds what it copied to a little longer."""
+
+    def start(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        target.copy_(source)
+        threading.Timer(0.01, lambda held: None, [target]).start()
+        return lambda: None
+
+
+def test_a_thread_that_lets_go_of_a_chunk_late_is_waited_for() -> None:
+    make, data, loss = FAMILIES["awkward"]
+    reference, model = fresh(make), fresh(make)
+    expected = train(reference, adam(reference.parameters()), data, loss)
+    accesses = foreseen(model, data(0), loss, device_type="cpu")
+    others, parameters = needed(accesses, model)
+    operations = chunk(model, accesses, others + parameters // 4, device=CPU, transfer=Lingering())
+    assert train(model, ChunkOptimizer(adam, model.parameters(), operations.chunks), data, loss) == expected
+    assert operations.residency.course.on_course
