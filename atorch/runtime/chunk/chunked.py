@@ -70,7 +70,9 @@ def chunk(
 
     Raises:
         OutOfBudgetError: no order of fetching keeps the budget; the model is as it was.
+        StrategyError: the whole model will be compiled.
     """
+    blocks = [model.get_submodule(name) for name in outermost(compiled)]
     parameters = {name: each for name, each in model.named_parameters() if name not in leave}
     shards = 1 if group is None else group.size()
     if chunk_size is None:
@@ -105,11 +107,11 @@ def chunk(
     operations = Operations(chunks, slots, gradients, residency, course_of, CompiledModules.of(model, compiled))
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
-    override(model, "forward", _in_a_pass, _Bound(operations))
-    override(model, "state_dict", _gathering, _Bound(operations))
     bound = _Bound(operations)
-    for module in map(model.get_submodule, outermost(compiled)):
-        override(module, "__call__", _compiled_code, bound)
+    override(model, "forward", _in_a_pass, bound)
+    override(model, "state_dict", _gathering, bound)
+    for block in blocks:
+        override(block, "__call__", _compiled_code, bound)
     return operations
 
 

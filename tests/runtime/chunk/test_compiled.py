@@ -145,3 +145,4 @@ def test_the_whole_model_is_refused() -> None:
     accesses = foreseen(model, tokens(0), of_logits, device_type="cpu")
     with pytest.raises(StrategyError, match="wrap_class"):
         chunk(model, accesses, 10**6, device=CPU, compiled=[""])
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
