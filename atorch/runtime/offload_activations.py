@@ -81,6 +81,11 @@ class _Host:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Host, (self.small_bytes,)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Host:
+        copied = _Host(self.small_bytes)
+        copied.origin = self.origin  # whose memory is told apart in a copy of the model, too
+        return copied
+
     @contextmanager
     def watching(self, block: nn.Module, inputs: Any) -> Iterator[None]:
         """Let what is saved inside, by a forward of `block`, wait on the host."""

@@ -22,6 +22,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
+from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -116,6 +117,9 @@ class Chunk(Method):
         for other in ctx.strategy or ():
             if other.name in _REFUSED:
                 raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
+        offload = None if ctx.strategy is None else ctx.strategy.get(Offload)
+        if offload is not None:
+            ctx = offload.move_activations(ctx)
         (part,), budget = ctx.parts, self._budget(ctx)
         mesh = ctx.need_mesh()
         axes, replicas = _axes(mesh)
@@ -220,7 +224,15 @@ def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Callab
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):
             prepared = take(prepared, 0, rows, batch_size(prepared))
-        return foreseen(part, prepared, loss, device_type=ctx.device.type, dtype=ctx.compute_dtype, compiled=compiled)
+        return foreseen(
+            part,
+            prepared,
+            loss,
+            device_type=ctx.device.type,
+            dtype=ctx.compute_dtype,
+            compiled=compiled,
+            on_host=ctx.on_host,
+        )
 
     return foresee
 

@@ -13,7 +13,7 @@ from atorch.errors import ArgumentError
 from atorch.profiler.copying import copy_structure
 from atorch.profiler.devices import as_on
 from atorch.profiler.fakes import Fakes
-from atorch.profiler.live_bytes import BUFFERS, PARAMETERS, LiveBytes
+from atorch.profiler.live_bytes import BUFFERS, HOST, PARAMETERS, LiveBytes
 from atorch.profiler.tensors import map_tensors, tensors_of
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Pass
@@ -28,6 +28,7 @@ def foreseen(
     device_type: str,
     dtype: torch.dtype | None = None,
     compiled: Collection[str] = (),
+    on_host: Sequence[Tensor] = (),
 ) -> Pass:
     """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
 
@@ -35,6 +36,7 @@ def foreseen(
         batch: what `loss(model, batch)` takes; its tensors may be anywhere.
         dtype: of floating-point parameters as operations will see them; None for their own.
         compiled: names of modules whose code will be compiled.
+        on_host: tensors in host memory, of which more is asked of some; what is computed of them alone is there, too.
 
     Raises:
         ArgumentError: the model cannot run on fake tensors.
@@ -48,7 +50,7 @@ def foreseen(
         parameter.data = fakes.fake(torch.empty_like(parameter, dtype=cast, device="meta"))
     fake_batch = map_tensors(fakes.fake_unless_known, batch)
     modules = CompiledModules.of(duplicate, compiled)
-    live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(fake_batch)])
+    live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(fake_batch)], on_host)
     with preserved_rng(), as_on(device_type):
         try:
             return trace(lambda: loss(duplicate, fake_batch), parameters, live, fakes.running(), modules)
@@ -61,16 +63,17 @@ def foreseen(
 
 
 class _Beside(LiveBytes):
-    """Everything but parameters; what is there before a pass counts."""
+    """Everything on the device but parameters; what is there before a pass counts."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], before: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], before: Sequence[Tensor], on_host: Sequence[Tensor]) -> None:
         super().__init__()
-        self._parameters, self._before = parameters, before
+        self._parameters, self._before, self._on_host = parameters, before, on_host
 
     def __enter__(self) -> Any:
         entered = super().__enter__()  # type: ignore[no-untyped-call]
         self.label(self._parameters.values(), PARAMETERS)
         self.label(self._before, BUFFERS)
+        self.label(self._on_host, HOST)
         return entered
 
     @property

@@ -23,7 +23,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.offload import HostOptimizer
-from atorch.runtime.offload_activations import offload_activations
+from atorch.runtime.offload_activations import SMALL_BYTES, offload_activations
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
@@ -114,19 +114,33 @@ class Offload(Method):
         inner, away, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
         if self.optimizer and inner is None:
             raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
-        if self.activations:
-            blocks = [block for part in ctx.parts for block in repeated_blocks(part).values()]
-            try:
-                origin = offload_activations(blocks, self.activations)
-            except ArgumentError as error:
-                raise StrategyError(f"offload: {error}") from None
-            ctx = replace(ctx, on_host=(*ctx.on_host, origin))
+        if "chunk" not in (
+            () if ctx.strategy is None else ctx.strategy.names()
+        ):  # which has done it, before it foresaw what lives
+            ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:
             return replace(ctx)
         return replace(
             ctx,
             make_optimizer=lambda groups: HostOptimizer(inner, groups, self.optimizer, away=away, values=values),
         )
+
+    def move_activations(self, ctx: Context) -> Context:
+        """Let blocks keep what they save on the host, as many as were asked for.
+
+        Raises:
+            StrategyError: that is no whole block.
+        """
+        if not self.activations:
+            return ctx
+        blocks = [block for part in ctx.parts for block in repeated_blocks(part).values()]
+        # Told here, and not by each tensor: a pass on fake tensors, which are the CPU's, shall see the same.
+        small_bytes = 1 if ctx.device.type == "cpu" else SMALL_BYTES
+        try:
+            origin = offload_activations(blocks, self.activations, small_bytes)
+        except ArgumentError as error:
+            raise StrategyError(f"offload: {error}") from None
+        return replace(ctx, on_host=(*ctx.on_host, origin))
 
 
 def parameters_on_host(strategy: Strategy | None) -> float:

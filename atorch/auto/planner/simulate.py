@@ -128,8 +128,7 @@ def simulate(
 
     Raises:
         ArgumentError: the job has no optimizer or loss function, or the model cannot be copied.
-        CapabilityError: a method cannot be applied yet, or not to fakes, or this process has a process group
-            (see `simulate_apart`).
+        CapabilityError: a method cannot be applied (yet, or to fakes), or this process has a process group.
         StrategyError: the strategy does not hold on so many ranks.
     """
     _check(ctx)

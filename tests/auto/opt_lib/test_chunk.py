@@ -1,8 +1,12 @@
 """chunk: a budget that holds, worked by hand, and what does not hold."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.chunk import Chunk
@@ -166,3 +170,46 @@ def test_copies_of_chunks_reduce_their_shares() -> None:
         ("reduce_scatter", ("zero", "sequence", "context")),
         ("all_reduce", ("data",)),
     }
+
+
+class Layer(nn.Module):
+    """Keeps much more for backward than its parameters take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_activations_in_host_memory_are_none_of_the_budget() -> None:
+    def job(*beside: Any) -> tuple[Any, torch.Tensor]:
+        torch.manual_seed(0)
+        batch = torch.randn(256, 8)
+        _, result, _ = auto_accelerate(
+            nn.Sequential(*(Layer() for _ in range(6))),
+            partial(torch.optim.SGD, lr=0.1),
+            loss_func=lambda batch, output: output.square().mean(),
+            sample_batch=batch,
+            load_strategy=[*beside],
+        )
+        return result, batch
+
+    tight = ("chunk", {"budget_bytes": 450_000})
+    with pytest.raises(OutOfBudgetError, match=r"misses [\d,]+ bytes"):
+        job(tight)
+    plain, batch = job()
+    within, _ = job(tight, ("offload", {"optimizer": 0.0, "activations": 1.0}))
+    for _ in range(3):
+        losses = []
+        for each in (plain, within):
+            loss = each.loss_func(batch, each.model(batch))
+            loss.backward()
+            each.optim.step()
+            each.optim.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    residency = next(within.model.parameters()).home.operations.residency
+    assert residency.course.on_course
+    assert residency.peak_bytes <= 450_000
