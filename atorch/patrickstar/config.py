@@ -81,8 +81,8 @@ class AdamParams(Section):
     weight_decay: float = Field(0.0, ge=0, description="added to the gradient by Adam, taken from the weight by AdamW")
     use_hybrid_adam: bool = Field(
         True,
-        description="chunks for which the device has room stay there with their moments and are stepped there, unless "
-        "processes share them; if False, all are stepped on the host",
+        description="chunks for which the device has room stay there with their moments and are stepped there, or this "
+        "process's share of them; if False, all are stepped on the host",
     )
 
 
