@@ -69,6 +69,7 @@ def test_chunk_offload_learns_within_a_quarter_of_its_states(processes: int) -> 
     assert float(peak[1]) <= float(budget[1])
 
 
+@pytest.mark.matrix
 def test_patrickstar_gpt2_learns_and_records_where_its_memory_goes(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     sizes = ("--steps", "6", "--layers", "2", "--width", "128", "--budget-mib", "8")
