@@ -25,7 +25,7 @@ from atorch.runtime.chunk.tier import Tier
 from atorch.runtime.chunk.transfer import Transfer, Wait
 from atorch.units import format_bytes
 
-LETTING_GO_S = 0.5
+LETTING_GO_S = 0.5  # many times what gloo's threads were seen to take on a busy machine, 26 ms
 
 
 class Observer(Protocol):

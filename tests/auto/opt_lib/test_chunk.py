@@ -213,3 +213,9 @@ def test_activations_in_host_memory_are_none_of_the_budget() -> None:
     residency = next(within.model.parameters()).home.operations.residency
     assert residency.course.on_course
     assert residency.peak_bytes <= 450_000
+
+
+def test_code_that_records_where_parameters_are_is_refused():
+    strategy = [("compile", {"mode": "reduce-overhead"}), ("chunk", {"budget_bytes": 10**6})]
+    with pytest.raises(StrategyError, match="records where parameters are"):
+        auto_accelerate(make_model(), load_strategy=strategy, **arguments())
