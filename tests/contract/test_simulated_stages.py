@@ -19,7 +19,7 @@ from atorch.auto.planner.simulate import observe, simulate
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed.world import World, init
-from tests.contract.test_simulation import AGREES
+from tests.contract.reality import assert_as_simulated
 from tests.pool import Pool
 from tests.runtime.pipeline.job import ROWS, Samples, loss_func, make_model
 from tests.runtime.pipeline.test_pipeline import stages
@@ -75,10 +75,8 @@ def real(rank: int, size: int, name: str, strategy: list[Any], rows: int) -> Obs
 )
 def test_every_stage_is_simulated_as_it_runs(pool: Pool, name: str, strategy: list[Any], ranks: int) -> None:
     rows = ROWS * (2 if ranks == 4 and len(strategy) > 2 else 1)
-    for rank, happened in enumerate(pool.run(real, name, strategy, ROWS, ranks=ranks)):
-        expected = simulate(job(name, ALONE), Strategy.of(strategy), batch_of(name, rows), world_size=ranks, rank=rank)
-        assert expected.collectives == happened.sent
-        if not any("more micro-batches do as the last" in note for note in expected.notes):
-            assert [(m.name, m.index) for m in expected.moments] == [(m.name, m.index) for m in happened.moments]
-        most = max(moment.total_bytes for moment in happened.moments)
-        assert expected.peak_bytes == pytest.approx(most, rel=AGREES)
+    batch = batch_of(name, rows)
+    expected = [
+        simulate(job(name, ALONE), Strategy.of(strategy), batch, world_size=ranks, rank=rank) for rank in range(ranks)
+    ]
+    assert_as_simulated(expected, lambda: pool.run(real, name, strategy, ROWS, ranks=ranks))
