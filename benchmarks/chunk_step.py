@@ -3,9 +3,9 @@
 A Llama on one process, AdamW in its fused form. With room for everything, states included, chunks stay where they are,
 and what is seen is what the bookkeeping costs. With room for parameters alone they are fetched once a step and
 gradients are kept on the host, which on a CPU is copying within one memory. With a budget of all activations and half
-of the parameters, chunks come over a link of a given speed (a thread copies, and waits as long as the link would):
-forward and backward are held to the longer of the two, computing and moving. Steps run interleaved in a shuffled
-order; the plain step runs twice, and the ratio of the two is the noise floor.
+of the parameters, chunks come and gradients go over a link of a given speed in each direction (threads copy, and wait
+as long as the link would): forward and backward are held to the longer of computing and moving. Steps run interleaved
+in a shuffled order; the plain step runs twice, and the ratio of the two is the noise floor.
 
     python benchmarks/chunk_step.py [--quick]
 """
@@ -75,7 +75,7 @@ def in_chunks(
 ) -> tuple[nn.Module, ChunkOptimizer, int]:
     """A model with room for its activations and a share of its parameters; the bytes that a pass fetches."""
     model = make_model(width, layers)
-    foreseen_pass = foreseen(model, batch, loss_of, device_type="cpu")
+    foreseen_pass = foreseen(model, batch, loss_of, device_type="cpu", lingering=transfer is not None)
     most = max(access.other_bytes for access in foreseen_pass.accesses)
     size = sum(parameter.nbytes for parameter in model.parameters())
     operations = chunk(
@@ -129,7 +129,8 @@ def measure_moving(quick: bool, length: int) -> Row:
         samples = interleave(steps, rounds=3 if quick else 40, warmup=1 if quick else 3)
     finally:
         link.close()
-    compute_s, moving_s = samples.median_ms("compute") / 1e3, fetched / LINK_BYTES_PER_S
+    returned = sum(parameter.nbytes for parameter in plain.parameters())
+    compute_s, moving_s = samples.median_ms("compute") / 1e3, max(fetched, returned) / LINK_BYTES_PER_S
     longer = max(compute_s, moving_s)
     ratio = samples.median_ms("chunks") / 1e3 / longer
     return Row(

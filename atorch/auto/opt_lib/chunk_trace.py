@@ -29,6 +29,7 @@ def foreseen(
     dtype: torch.dtype | None = None,
     compiled: Collection[str] = (),
     on_host: Sequence[Tensor] = (),
+    lingering: bool | None = None,
 ) -> Pass:
     """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
 
@@ -37,6 +38,8 @@ def foreseen(
         dtype: of floating-point parameters as operations will see them; None for their own.
         compiled: names of modules whose code will be compiled.
         on_host: tensors in host memory, of which more is asked of some; what is computed of them alone is there, too.
+        lingering: gradients travel to the host beside computation, each until the next one comes; None for what
+            transfers do on such a device.
 
     Raises:
         ArgumentError: the model cannot run on fake tensors.
@@ -51,9 +54,12 @@ def foreseen(
     fake_batch = map_tensors(fakes.fake_unless_known, batch)
     modules = CompiledModules.of(duplicate, compiled)
     live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(fake_batch)], on_host)
+    is_lingering = device_type == "cuda" if lingering is None else lingering
     with preserved_rng(), as_on(device_type):
         try:
-            return trace(lambda: loss(duplicate, fake_batch), parameters, live, fakes.running(), modules)
+            return trace(
+                lambda: loss(duplicate, fake_batch), parameters, live, fakes.running(), modules, lingering=is_lingering
+            )
         except Exception as error:  # user code may fail on fakes in any way
             raise ArgumentError(
                 f"{type(model).__name__} cannot run on fake tensors ({type(error).__name__}: {error}), and chunks are "

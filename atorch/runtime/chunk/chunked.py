@@ -102,8 +102,9 @@ def chunk(
     )
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
-    gradients = Gradients(chunks, slots) if group is None else SharedGradients(chunks, slots, names, replicas)
-    residency = Residency(chunks, managed, budget_bytes, first, transfer or transfer_for(device), staying, beside_bytes)
+    way = transfer or transfer_for(device)
+    gradients = Gradients(chunks, slots, way) if group is None else SharedGradients(chunks, slots, way, names, replicas)
+    residency = Residency(chunks, managed, budget_bytes, first, way, staying, beside_bytes)
     operations = Operations(chunks, slots, gradients, residency, course_of, CompiledModules.of(model, compiled))
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
@@ -187,7 +188,7 @@ def _pinned(
 
 
 def _moments(layout: Layout, foreseen: Pass, shards: int) -> list[Moment]:
-    return moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else ())
+    return moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else (), shards)
 
 
 def _beside(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:

@@ -32,12 +32,15 @@ class Pass(NamedTuple):
     """The number of accesses that were before, and the parameter; in order."""
 
 
-def moments(foreseen: Pass, chunk_of: Mapping[str, int], gathering: Sequence[int] = ()) -> list[Moment]:
+def moments(
+    foreseen: Pass, chunk_of: Mapping[str, int], gathering: Sequence[int] = (), shards: int = 1
+) -> list[Moment]:
     """The accesses by chunk.
 
     Args:
         gathering: bytes of each chunk's gradients where they are put together before they are reduced: they live from
             the first to the last, or to the end where some of a chunk's parameters get none.
+        shards: the processes that reduce them. A share of the average lives from then on until the next one is there.
     """
     lives: dict[int, tuple[int, int]] = {}
     for position, name in foreseen.gradients if gathering else ():
@@ -47,11 +50,16 @@ def moments(foreseen: Pass, chunk_of: Mapping[str, int], gathering: Sequence[int
     for chunk in {chunk for name, chunk in chunk_of.items() if name not in come} & lives.keys():
         lives[chunk] = lives[chunk][0], len(foreseen.accesses)  # nobody knows before the end that no more will come
     held = [0] * len(foreseen.accesses)
-    latest = 0
+    latest = share = 0
     for chunk, (first, last) in sorted(lives.items(), key=lambda life: life[1][1]):
+        for position in range(max(0, latest - 1), max(latest, last)):
+            held[position] += share
         latest = max(latest, last)  # chunks are reduced in the order in which they are complete
         for position in range(max(0, first - 1), latest):
             held[position] += gathering[chunk]
+        share = gathering[chunk] // shards
+    for position in range(max(0, latest - 1), len(held)):
+        held[position] += share
     return [
         Moment(_said(each), frozenset(chunk_of[name] for name in each.parameters), each.other_bytes + more)
         for each, more in zip(foreseen.accesses, held, strict=True)

@@ -1,5 +1,8 @@
 """Where gradients go as soon as backward has them: to the host, whole, or every process its share of the average.
 
+They travel beside computation where the transfer can. The memory of one is free again when the next one comes, as it
+was foreseen (`trace`, `course.moments`), and when backward returns the host has all of them.
+
 Processes that share chunks reduce them chunk by chunk: gradients are put together on the device, and when a chunk's are
 complete each process receives the average of its share (`reduce_scatter`). Chunks are reduced in one order, that in
 which they were foreseen to be complete, so that processes meet even where a batch leaves some parameters out on some of
@@ -17,7 +20,8 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from atorch.runtime.chunk.layout import Layout, Slot
-from atorch.runtime.chunk.memory import ChunkSet
+from atorch.runtime.chunk.memory import ChunkSet, Keep
+from atorch.runtime.chunk.transfer import Transfer, Wait, put
 
 
 def completion(layout: Layout, gradients: Sequence[str]) -> list[int]:
@@ -32,17 +36,52 @@ def completion(layout: Layout, gradients: Sequence[str]) -> list[int]:
 
 
 class Gradients:
-    """Takes gradients to the chunks' host memory."""
+    """Takes gradients to where their chunks are kept."""
 
-    def __init__(self, chunks: ChunkSet, slots: Mapping[str, Slot]) -> None:
-        self._chunks, self._slots = chunks, slots
+    def __init__(self, chunks: ChunkSet, slots: Mapping[str, Slot], transfer: Transfer) -> None:
+        self._chunks, self._slots, self._transfer = chunks, slots, transfer
+        self._leaving: list[tuple[Tensor, Wait]] = []  # on their way, and until when their memory is taken
+        self._under_way = False
 
     def begin(self) -> None:
         """A pass begins; what a backward pass that raised has left is dropped."""
+        self.settle()
+        self._under_way = False
 
     def arrived(self, name: str, chunk: int, gradient: Tensor) -> None:
         """Backward has the whole gradient of a parameter."""
-        self._chunks.chunks[chunk].accumulate(self._slots[name], gradient)
+        if not self._under_way:
+            self._under_way = True
+            queue: Any = Variable._execution_engine
+            queue.queue_callback(self._finish)
+        self._take(name, chunk, gradient)
+
+    def settle(self) -> None:
+        """Wait until all that has come may be looked at."""
+        self._let_go()
+        self._transfer.settle()
+
+    def _take(self, name: str, chunk: int, gradient: Tensor) -> None:
+        self._let_go()
+        self._chunks.chunks[chunk].accumulate(self._slots[name], gradient, self._way(chunk))
+
+    def _finish(self) -> None:
+        """Backward is over."""
+        self.settle()
+        self._under_way = False
+
+    def _way(self, chunk: int) -> Keep:
+        return put if chunk in self._chunks.on_device else self._send
+
+    def _send(self, target: Tensor, source: Tensor, add: bool) -> None:
+        wait = self._transfer.keep(target, source, add)
+        if wait is not None:
+            self._leaving.append((source, wait))
+
+    def _let_go(self) -> None:
+        while self._leaving:
+            _, wait = self._leaving.pop()
+            wait()
 
 
 class SharedGradients(Gradients):
@@ -57,10 +96,11 @@ class SharedGradients(Gradients):
         self,
         chunks: ChunkSet,
         slots: Mapping[str, Slot],
+        transfer: Transfer,
         foreseen: Sequence[str],
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(chunks, slots)
+        super().__init__(chunks, slots, transfer)
         self._replicas = replicas
         self._order = completion(chunks.layout, foreseen)
         self._numbers = {name: number for number, name in enumerate(slots)}
@@ -68,17 +108,15 @@ class SharedGradients(Gradients):
 
     def begin(self) -> None:
         """No chunk has gradients. One with a parameter that nothing was foreseen for waits for the end of backward."""
+        super().begin()
         self._missing = {chunk: {slot.name for slot in self._chunks.chunks[chunk].spec.slots} for chunk in self._order}
         self._waiting = list(self._order)
         self._open: dict[int, Tensor] = {}
         self._come: set[str] = set()
         self._had: dict[int, set[str]] = {}
 
-    def arrived(self, name: str, chunk: int, gradient: Tensor) -> None:
+    def _take(self, name: str, chunk: int, gradient: Tensor) -> None:
         """Put it to its chunk's others; reduce what is complete."""
-        if not self._come:
-            queue: Any = Variable._execution_engine
-            queue.queue_callback(self._finish)
         memory = self._chunks.chunks[chunk]
         if chunk not in self._open:
             self._open[chunk] = self._zeros(chunk)
@@ -101,7 +139,7 @@ class SharedGradients(Gradients):
         for chunk, had in self._had.items():
             memory = self._chunks.chunks[chunk]
             memory.has_gradient = had | {slot.name for slot in memory.spec.slots if slot.name in anywhere}
-        self.begin()
+        self.begin()  # which waits for what is on its way
 
     def _reduce(self, chunk: int) -> None:
         memory = self._chunks.chunks[chunk]
@@ -113,7 +151,8 @@ class SharedGradients(Gradients):
         if self._replicas is not None:
             dist.all_reduce(share, dist.ReduceOp.AVG, group=self._replicas)
         self._had[chunk] = set(memory.has_gradient)
-        memory.accumulate_share(share, [slot.name for slot in memory.spec.slots])
+        self._let_go()
+        memory.accumulate_share(share, [slot.name for slot in memory.spec.slots], self._way(chunk))
 
     def _zeros(self, chunk: int) -> Tensor:
         memory = self._chunks.chunks[chunk]

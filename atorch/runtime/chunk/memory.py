@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,10 +26,14 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.runtime.chunk.tier import Tier
+from atorch.runtime.chunk.transfer import put
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSpec, Layout, Slot
+
+Keep = Callable[[Tensor, Tensor, bool], object]
+"""Copies the second tensor into the first, or adds it."""
 
 HALVES = (torch.float16, torch.bfloat16)
 PAGE = mmap.PAGESIZE
@@ -170,8 +174,11 @@ class ChunkMemory:
         self.follow()
 
     @torch.no_grad()
-    def accumulate(self, slot: Slot, gradient: Tensor) -> None:
+    def accumulate(self, slot: Slot, gradient: Tensor, keep: Keep = put) -> None:
         """Keep the gradient of the slot's parameter, a whole one, or add it to the one that is kept.
+
+        Args:
+            keep: copies the second into the first, or adds it to that; until it is done, nobody may look.
 
         Raises:
             ArgumentError: the gradient is sparse, or the parameter was frozen when the chunks were made.
@@ -185,7 +192,7 @@ class ChunkMemory:
             raise ArgumentError(
                 f"{slot.name} has a sparse gradient; chunks keep dense ones: make its embedding with sparse=False"
             )
-        self._put(self._gradient([slot.name]), slot, gradient, add=slot.name in self.has_gradient)
+        self._put(self._gradient([slot.name]), slot, gradient, add=slot.name in self.has_gradient, keep=keep)
         self.has_gradient.add(slot.name)
 
     @torch.no_grad()
@@ -194,18 +201,18 @@ class ChunkMemory:
         kept = self.part(self._gradient([slot.name]), slot)
         if kept is None or kept.shape != part.shape:
             raise ArgumentError(f"{slot.name} was given a gradient of shape {tuple(part.shape)}, which is not its own")
-        kept.add_(part.to(kept)) if slot.name in self.has_gradient else kept.copy_(part)
+        put(kept, part, slot.name in self.has_gradient)
         self.has_gradient.add(slot.name)
 
     @torch.no_grad()
-    def accumulate_share(self, share: Tensor, names: Iterable[str]) -> None:
+    def accumulate_share(self, share: Tensor, names: Iterable[str], keep: Keep = put) -> None:
         """The same with this process' share of the whole chunk's gradient, in which `names` have one."""
         fresh = set(names)
         kept = self._gradient(fresh)
         for slot in self.spec.slots:
             part, new = self.part(kept, slot), self.part(share, slot)
             if slot.name in fresh and part is not None and new is not None:
-                part.add_(new.to(part)) if slot.name in self.has_gradient else part.copy_(new)
+                keep(part, new, slot.name in self.has_gradient)
         self.has_gradient |= fresh
 
     def gradient_of(self, slot: Slot) -> Tensor | None:
@@ -221,13 +228,13 @@ class ChunkMemory:
             if part is not None:
                 yield part
 
-    def _put(self, flat: Tensor, slot: Slot, value: Tensor, add: bool = False) -> None:
+    def _put(self, flat: Tensor, slot: Slot, value: Tensor, add: bool = False, keep: Keep = put) -> None:
         part, held = self.part(flat, slot), self.within(slot)
         if part is None:
             return
         if held.stop - held.start < slot.numel:
             value = self.forms[slot.name].flat(value)[held]
-        part.add_(value.to(part)) if add else part.copy_(value)
+        keep(part, value, add)
 
     def _gradient(self, names: Iterable[str]) -> Tensor:
         """Where to put gradients of `names`."""
@@ -290,6 +297,7 @@ class ChunkSet:
         device_tier: Tier | None = None,
     ) -> None:
         self.layout, self.group, self.device = layout, group, torch.device(device)
+        self.on_device = frozenset(on_device)
         self.host = Tier("host memory") if host is None else host
         self.device_tier = Tier("device memory") if device_tier is None else device_tier
         self._places: dict[Tensor, tuple[ChunkMemory, Slot]] = {}

@@ -263,6 +263,7 @@ class Operations:
         gradient: Tensor | None = _GRADIENT(parameter)  # while backward adds it up
         if gradient is not None:
             return gradient
+        self._gradients.settle()  # backward may still be under way
         home: Home = parameter.home
         return self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
 

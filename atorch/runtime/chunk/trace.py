@@ -3,7 +3,7 @@
 A forward pass, loss and backward pass run on fake tensors. Operations come by as they do when it is real (fake
 parameters see what `ChunkedParameter` will), and what they save is replaced by handles as it will be, so that
 the operations of the backward pass ask for parameters in the order in which autograd really does, checkpoints
-included. Gradients are let go of as soon as they are there.
+included. Gradients are let go of as soon as they are there, or when the next one is.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def trace(
     live: LiveCount,
     mode: AbstractContextManager[Any],
     compiled: CompiledModules,
+    *,
+    lingering: bool = False,
 ) -> Pass:
     """A forward pass, which gives the loss, and its backward pass.
 
@@ -57,14 +59,18 @@ def trace(
         mode: what makes operations on fakes.
         compiled: modules that will be. They run as they are written, which keeps more for backward than compiled code
             does; but all of their gradients come when they are through.
+        lingering: each gradient lives until the next one comes, since it travels meanwhile.
     """
     watch = _Watch(parameters, live, compiled)
+    leaving: Tensor | None = None
     gradients: list[tuple[int, str]] = []
 
     def let_go(parameter: Tensor, name: str) -> None:
+        nonlocal leaving
         gradients.append((len(watch.accesses), name))
         with torch._C.DisableTorchFunctionSubclass():
             watch.hold(name, parameter.grad)
+            leaving = parameter.grad if lingering else None
             parameter.grad = None
 
     for name, parameter in parameters.items():

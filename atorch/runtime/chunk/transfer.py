@@ -1,4 +1,4 @@
-"""How bytes get from the host to the compute device: at once, beside computation, or over a link of a given speed."""
+"""How bytes get from the host to the compute device and back: at once, beside computation, or over a given link."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 Wait = Callable[[], None]
 
+MOST_SUMS = 2  # gradients that wait in locked memory to be added to others
+
 
 class Transfer(Protocol):
     """A way to copy."""
@@ -19,6 +21,22 @@ class Transfer(Protocol):
     def start(self, target: Tensor, source: Tensor) -> Wait:
         """Begin to copy `source` into `target`; the function that comes back waits until computation may read it."""
         ...
+
+    def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait | None:
+        """Begin to copy `source` into `target` on the host, or to add it there.
+
+        The function that comes back waits until computation may write where `source` lies; None: it may.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until the host has all that it was to keep."""
+        ...
+
+
+def put(target: Tensor, source: Tensor, add: bool) -> None:
+    """Copy or add, at once."""
+    target.add_(source.to(target)) if add else target.copy_(source)
 
 
 class AtOnce:
@@ -29,12 +47,21 @@ class AtOnce:
         target.copy_(source)
         return _nothing
 
+    def keep(self, target: Tensor, source: Tensor, add: bool) -> None:
+        """Copy or add."""
+        put(target, source, add)
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
 
 class OnStream:
-    """Copies from pinned memory on a CUDA stream of its own."""
+    """Copies between pinned and device memory on CUDA streams, one for each direction. A thread adds on the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._adding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adding")
+        self._sums: list[Future[None]] = []
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
         """Copy after what is queued now, which may still read what lay in the memory of `target` before."""
@@ -45,34 +72,71 @@ class OnStream:
         arrived = self._stream.record_event()
         return lambda: torch.cuda.current_stream(target.device).wait_event(arrived)
 
+    def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
+        """Copy after what is queued now, which computes `source`; of a sum the copy, and then the thread adds it."""
+        while len(self._sums) >= MOST_SUMS:
+            self._sums.pop(0).result()
+        self._back.wait_stream(torch.cuda.current_stream(source.device))
+        landing = torch.empty(target.shape, dtype=target.dtype, pin_memory=True) if add else target
+        with torch.cuda.stream(self._back):
+            landing.copy_(source, non_blocking=True)
+        left = self._back.record_event()
+        if add:
+            self._sums.append(self._adding.submit(_add_after, left, target, landing))
+        return lambda: torch.cuda.current_stream(source.device).wait_event(left)
+
+    def settle(self) -> None:
+        """Wait for the copies, and the sums."""
+        self._back.synchronize()
+        while self._sums:
+            self._sums.pop().result()
+
 
 class Paced:
-    """Copies in a thread, over a link of so many bytes a second: a machine that is not here."""
+    """Copies in threads, over a link of so many bytes a second in each direction: a machine that is not here."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transfer")
+        self._there, self._back = (ThreadPoolExecutor(max_workers=1, thread_name_prefix=to) for to in ("there", "back"))
+        self._kept: list[Future[None]] = []
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
         """Copy, not sooner than the link could, and after what was started before."""
-        copying: Future[None] = self._thread.submit(self._copy, target, source)
+        copying: Future[None] = self._there.submit(self._copy, target, source)
         return copying.result
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
+    def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
+        """Copy or add, not sooner than the link could."""
+        self._kept.append(self._back.submit(self._copy, target, source, add))
+        return self._kept[-1].result
+
+    def settle(self) -> None:
+        """Wait for all that was to be kept."""
+        while self._kept:
+            self._kept.pop().result()
+
+    @torch.no_grad()
+    def _copy(self, target: Tensor, source: Tensor, add: bool = False) -> None:
         began = time.perf_counter()
-        target.copy_(source)
+        put(target, source, add)
         left = began + source.nbytes / self._rate - time.perf_counter()
         if left > 0:
             time.sleep(left)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the threads."""
+        self._there.shutdown()
+        self._back.shutdown()
 
 
 def transfer_for(device: torch.device) -> Transfer:
     """The way that serves `device` best."""
     return OnStream(device) if device.type == "cuda" else AtOnce()
+
+
+def _add_after(copied: torch.cuda.Event, target: Tensor, landing: Tensor) -> None:
+    copied.synchronize()
+    target.add_(landing)
 
 
 def _nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from atorch.runtime.chunk.course import Pass
 from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.transfer import AtOnce, Paced, Transfer
 from tests.runtime.sharing import SEQ, VOCAB, Awkward
 
 CPU, STEPS = torch.device("cpu"), 3
@@ -254,14 +255,24 @@ def test_losses_and_parameters_are_those_of_training_without_chunks_and_budgets_
     assert fitting >= 2
 
 
+@pytest.fixture(params=[None, 1e9], ids=["at once", "over a link"])
+def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
+    if request.param is None:
+        yield AtOnce()
+    else:
+        link = Paced(request.param)
+        yield link
+        link.close()
+
+
 @pytest.mark.parametrize("family", ["awkward", "checkpointed", "gpt2", "mixtral"])
-def test_a_count_of_all_live_bytes_never_exceeds_the_budget(family: str) -> None:
+def test_a_count_of_all_live_bytes_never_exceeds_the_budget(family: str, transfer: Transfer) -> None:
     make, data, loss = FAMILIES[family]
     model = fresh(make)
-    accesses = foreseen(model, data(0), loss, device_type="cpu")
+    accesses = foreseen(model, data(0), loss, device_type="cpu", lingering=isinstance(transfer, Paced))
     others, parameters = needed(accesses, model)
     budget = others + parameters // 2
-    operations = chunk(model, accesses, budget, device=CPU)
+    operations = chunk(model, accesses, budget, device=CPU, transfer=transfer)
     optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
     loss(model, data(0)).backward()  # the first gradients make their memory on the host
     optimizer.step()
@@ -296,15 +307,37 @@ def test_chunks_for_which_there_is_room_stay_with_their_states_and_are_stepped_o
     assert all(torch.equal(trained[name], parameter) for name, parameter in reference.named_parameters())
 
 
-def test_gradients_of_several_passes_are_added_up() -> None:
+def test_gradients_of_several_passes_are_added_up(transfer: Transfer) -> None:
     make, data, loss = FAMILIES["awkward"]
     reference, model = fresh(make), fresh(make)
     expected = train(reference, adam(reference.parameters()), data, loss, passes=2)
-    accesses = foreseen(model, data(0), loss, device_type="cpu")
+    accesses = foreseen(model, data(0), loss, device_type="cpu", lingering=isinstance(transfer, Paced))
     others, parameters = needed(accesses, model)
-    operations = chunk(model, accesses, others + parameters // 4, device=CPU)
+    operations = chunk(model, accesses, others + parameters // 4, device=CPU, transfer=transfer)
     optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
     assert train(model, optimizer, data, loss, passes=2) == expected
+
+
+def test_a_gradient_that_is_on_its_way_is_waited_for_where_somebody_looks_at_it() -> None:
+    make, data, loss = FAMILIES["awkward"]
+    reference, model = fresh(make), fresh(make)
+    loss(reference, data(0)).backward()
+    accesses = foreseen(model, data(0), loss, device_type="cpu", lingering=True)
+    link, seen = Paced(1e6), {}
+    chunk(model, accesses, 2 * sum(needed(accesses, model)), device=CPU, transfer=link)
+
+    def look(parameter: Tensor, name: str) -> None:
+        assert parameter.grad is not None
+        seen[name] = parameter.grad.clone()
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(look, name=name))
+    loss(model, data(0)).backward()
+    link.close()
+    wanted = {name: each.grad for name, each in reference.named_parameters() if each.grad is not None}
+    assert seen.keys() == wanted.keys()
+    assert all(torch.equal(seen[name], gradient) for name, gradient in wanted.items())
 
 
 def test_a_budget_below_what_an_operation_needs_is_refused_before_anything_is_moved() -> None:
@@ -361,7 +394,7 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
         assert operations.residency.course.on_course == (early or seen == 1)
 
 
-class Lingering:
+class Lingering(AtOnce):
     """Copies, and a thread holds what it copied to a little longer."""
 
     def start(self, target: Tensor, source: Tensor) -> Callable[[], None]:
