@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from atorch.runtime.buckets import average
+from atorch.runtime.replicate import replicas_of
 
 
 class Reduction:
@@ -25,6 +25,7 @@ class Reduction:
     def __init__(self, model: nn.Module, *, each: bool = False) -> None:
         """With `each`, shards are reduced with every pass; gradients that are not sharded gain nothing by that."""
         self._model, self._each = model, each
+        self._replicas = replicas_of(model)
         self._no_sync: Callable[[], AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
         fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever a model was sharded by it
         self._sharded_class: Any = fsdp.FSDPModule if fsdp is not None else ()
@@ -33,7 +34,7 @@ class Reduction:
     @property
     def reuses_gradients(self) -> bool:
         """Whether `.grad` lies in buckets, which the next reduction writes."""
-        return isinstance(self._model, DistributedDataParallel) and bool(self._model.gradient_as_bucket_view)
+        return self._replicas is not None and bool(self._replicas.gradient_as_bucket_view)
 
     def only(self, now: bool) -> AbstractContextManager[None]:
         """A forward and backward pass that reduces gradients now, or leaves them to a later one."""
@@ -53,19 +54,18 @@ class Reduction:
             model: Any = self._model
             model.set_is_last_backward(last)
             return nullcontext() if last or self._each else self._held_by_fsdp()
-        if isinstance(self._model, DistributedDataParallel):
+        if self._replicas is not None:
             if not last:
-                return self._model.no_sync()
+                return self._replicas.no_sync()
             # What the forward pass does where its own backward is next; torch's own pipelines do it like this.
-            self._model.reducer.prepare_for_backward([])
+            self._replicas.reducer.prepare_for_backward([])
         return nullcontext()
 
     def afterwards(self) -> None:
         """Reduce what backward passes have left that were none of them the last, for whom hooks cannot do it."""
-        model = self._model
-        if isinstance(model, DistributedDataParallel):
-            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            average(gradients, model.process_group)
+        if self._replicas is not None:
+            gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+            average(gradients, self._replicas.process_group)
 
     def trial(self) -> AbstractContextManager[None]:
         """A pass whose gradients are thrown away. FSDP2 could not forget what it has not reduced."""

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from atorch.runtime.wrapper import Wrapper
+
 
 @contextmanager
 def still(model: nn.Module) -> Iterator[None]:
     """Everything below the model's root in eval mode. The root stays: some return their losses in training only."""
-    root = model.module if isinstance(model, DistributedDataParallel) else model
+    root = model.module if isinstance(model, (Wrapper, DistributedDataParallel)) else model
     training = [module for module in root.modules() if module is not root and module.training]
     for module in training:
         module.training = False

@@ -31,6 +31,10 @@ class Wrapper(nn.Module):
         """The user's modules by the user's names. `named_parameters` and `named_buffers` are made of this."""
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """By which torch.distributed.checkpoint knows that names begin inside of `module`."""
+        return {"module": "module"} | {name: "module" for name, _ in self.module.named_children()}
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module's."""
         return self.module.state_dict(*args, **kwargs)

@@ -37,7 +37,6 @@ def names(rank: int, size: int) -> dict[str, Any]:
     plain = make("awkward")
     model = replicate(make("awkward"), world(), CPU)
     assert isinstance(model, Replicated)
-    assert isinstance(model, nn.parallel.DistributedDataParallel)
     saved = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
         model.scale.fill_(9.0)

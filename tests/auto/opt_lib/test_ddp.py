@@ -26,7 +26,8 @@ def test_replicates_over_data_and_zero(pool: Pool) -> None:
 def knobs(rank: int, size: int, config: Any, more: dict[str, Any]) -> tuple[bool, bool, int]:
     model = accelerated([("ddp", config)], "awkward", **more).model
     assert isinstance(model, Replicated)
-    return model.find_unused_parameters, model.static_graph, model.bucket_bytes_cap
+    replicas = model.replicas
+    return replicas.find_unused_parameters, replicas.static_graph, replicas.bucket_bytes_cap
 
 
 @pytest.mark.parametrize(
