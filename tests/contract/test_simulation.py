@@ -81,7 +81,7 @@ def simulated(composition: tuple[Any, ...], size: int, rank: int = 0) -> Simulat
     return simulate(job(alone), strategy_of(composition), batch_of(BATCH), world_size=size, rank=rank)
 
 
-SAMPLE = 6
+SAMPLE = 9
 """`make test` runs every SAMPLE-th composition, `make test-all` all of them."""
 
 

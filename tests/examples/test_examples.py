@@ -88,6 +88,7 @@ def test_digits_cnn_reads_digits() -> None:
     assert accuracies[-1] > 95
 
 
+@pytest.mark.matrix
 def test_lora_saves_an_adapter_that_peft_loads(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     printed = run("lora.py", "--base-steps", "20", "--steps", "20", "--out", str(adapter), processes=2)
@@ -121,7 +122,7 @@ def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> Non
     ("models", "methods"),
     [
         (["llama"], ["tensor", "sequence", "megatron", "context", "pipeline", "mixed"]),
-        (["gpt2", "t5"], ["tensor", "pipeline"]),
+        pytest.param(["gpt2", "t5"], ["tensor", "pipeline"], marks=pytest.mark.matrix),
         pytest.param(["bert", "vit", "mixtral"], ["tensor", "pipeline"], marks=pytest.mark.matrix),
         pytest.param(["gpt2", "bert", "mixtral"], ["sequence", "megatron", "context"], marks=pytest.mark.matrix),
         pytest.param(["gpt2", "bert", "t5", "vit", "mixtral"], ["mixed"], marks=pytest.mark.matrix),

@@ -438,7 +438,6 @@ def test_gradients_disabled_is_the_plain_forward(form):
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -90,6 +90,7 @@ def test_nothing_fits():
     assert any(each["why"] == "memory" for each in none.value.rejected)
 
 
+@pytest.mark.matrix
 def test_everything_fails():
     class Broken(nn.Linear):
         def forward(self, x):
@@ -171,7 +172,7 @@ def test_a_candidate_over_its_share_is_rejected():
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("apply", "ValueError: cannot be applied here"),
+        pytest.param("apply", "ValueError: cannot be applied here", marks=pytest.mark.matrix),
         pytest.param("step", "RuntimeError: broke in the third step", marks=pytest.mark.matrix),
         pytest.param("memory", "MemoryError: a terabyte", marks=pytest.mark.matrix),
         pytest.param("nan", "the loss of the first step is nan", marks=pytest.mark.matrix),

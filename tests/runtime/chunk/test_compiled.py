@@ -87,6 +87,7 @@ def test_compiled_blocks_train_as_without_chunks_and_as_foreseen(family: str, ch
     assert len(course.seen) < 40, "a block is one operation forward and one backward"
 
 
+@pytest.mark.matrix
 def test_the_code_of_an_optimizing_compiler_trains_as_without_chunks() -> None:
     model, operations, optimizer, _ = compiled(*FAMILIES["llama"], 0.6, backend="inductor")
     assert_trains_alike("llama", model, operations, optimizer)
