@@ -108,7 +108,7 @@ def by_deepspeed(width: int, layers: int, batch: torch.Tensor, stage: int) -> St
 def in_process(stage: int, quick: bool) -> list[tuple[Any, ...]] | None:
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists
     rank = as_rank()
-    width, layers, rows = (64, 2, 2) if quick else (768, 6, 4)
+    width, layers, rows = (64, 2, 2) if quick else (512, 6, 4)
     batch = batch_of(rank, rows)
     steps = {
         "deepspeed": by_deepspeed(width, layers, batch, stage),
@@ -117,7 +117,7 @@ def in_process(stage: int, quick: bool) -> list[tuple[Any, ...]] | None:
     for _ in range(3):
         losses = {name: step() for name, step in steps.items()}
     assert abs(losses["chunks"] / losses["deepspeed"] - 1) < 0.02, f"both train alike: {losses}"
-    samples = interleave(steps, 3 if quick else 31, warmup=1)
+    samples = interleave(steps, 3 if quick else 15, warmup=1)
     if rank != 0:
         return None
     count = sum(parameter.numel() for parameter in make_model(width, layers).parameters())

@@ -140,6 +140,7 @@ def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, siz
 
     from atorch.distributed import mesh
 
+    gc.freeze()  # what was imported is not looked through again when this call's garbage is collected
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     try:

@@ -81,6 +81,7 @@ def test_patrickstar_gpt2_learns_and_records_where_its_memory_goes(tmp_path: Pat
     assert max(total for _, _, tier, total, _ in recorded["memory"] if tier == "GPU") <= 8 * 2**20
 
 
+@pytest.mark.matrix
 def test_digits_cnn_reads_digits() -> None:
     printed = run("digits_cnn.py", "--epochs", "3", "--time-limit", "5")
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)%", printed)]

@@ -66,6 +66,7 @@ def test_a_search_chooses_what_ran_fastest_and_leaves_all_as_it_was():
     assert seen[-1].best_s is not None
 
 
+@pytest.mark.matrix
 def test_included_and_fixed_are_honoured():
     assert "checkpoint" in find(context(), included=["checkpoint"]).strategy.names()
     fixed = Strategy.of([("checkpoint", {"selective": False}), ("amp_native", "bf16")])

@@ -174,6 +174,7 @@ def test_a_step_needs_an_optimizer_and_a_loss() -> None:
         simulated(job(llama(2), optim_func=None, loss_func=None), ["fsdp"])
 
 
+@pytest.mark.matrix
 def test_a_real_group_is_not_disturbed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
