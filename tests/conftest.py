@@ -1,6 +1,5 @@
 """What every test starts from: one thread, fixed seeds, and a pool of processes for those that need several."""
 
-import gc
 import os
 import random
 from collections.abc import Iterator
@@ -21,12 +20,6 @@ os.environ["XDG_CACHE_HOME"] = os.devnull
 # A busy machine makes any example slow; a slow example is no fault.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
-
-
-def pytest_collection_finish() -> None:
-    """What was imported and collected is not looked through again for garbage, thousands of times."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
