@@ -51,7 +51,6 @@ def stored_and_loaded(rank: int, size: int, strategy: list[Any]) -> tuple[set[st
     ids=["ddp", "ddp+amp+micro_batch", "zero2", "fsdp+half"],
 )
 def test_what_torch_stores_it_loads(pool: Pool, strategy: list[Any]) -> None:
-
     plain = make("awkward")
     trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
     for names, with_states, same in pool.run(stored_and_loaded, strategy):
