@@ -10,7 +10,7 @@
 
 `run(function, *args, ranks=2, timeout=120)` calls `function(rank, size, *args)` on each rank inside an initialised
 process group and returns the results by rank. Results and arguments travel by pickle: return plain data or CPU tensors.
-A rank that raises fails the test with its traceback; the ranks it leaves waiting in a collective are replaced.
+A rank that raises fails the test with its traceback; it and the ranks it leaves waiting in a collective are replaced.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Pool:
                     else:
                         failures[rank] = value
                         deadline = min(deadline, time.monotonic() + GRACE_S)
-                        if not worker.process.is_alive():
-                            self._workers[self._workers.index(worker)] = worker.replaced()
+                        # What it leaves behind (a group half made, say) is not the next test's concern.
+                        self._workers[self._workers.index(worker)] = worker.replaced()
         return results, failures
 
     def close(self) -> None:
@@ -143,6 +143,7 @@ def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, siz
     gc.freeze()  # what was imported is not looked through again when this call's garbage is collected
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.barrier()  # a rank that has nothing to say must not close its connections before its peers have made theirs
     try:
         return function(rank, size, *args)
     finally:
