@@ -4,8 +4,9 @@ A Llama on one process, AdamW in its fused form. With room for everything, state
 and what is seen is what the bookkeeping costs. With room for parameters alone they are fetched once a step and
 gradients are kept on the host, which on a CPU is copying within one memory. With a budget of all activations and half
 of the parameters, chunks come and gradients go over a link of a given speed in each direction (threads copy, and wait
-as long as the link would): forward and backward are held to the longer of computing and moving. Steps run interleaved
-in a shuffled order; the plain step runs twice, and the ratio of the two is the noise floor.
+as long as the link would): forward and backward are held to the longer of computing and moving. What threads that copy
+as much take from a plain pass on this machine, whose link is its memory, is told beside it. Steps run interleaved in a
+shuffled order; the plain step runs twice, and the ratio of the two is the noise floor.
 
     python benchmarks/chunk_step.py [--quick]
 """
@@ -32,6 +33,7 @@ from atorch.runtime.chunk.transfer import Paced, Transfer
 
 LINK_BYTES_PER_S = 16e9
 IDLE_BAR, MOVING_BAR = 1.03, 1.05
+PIECE = 2**20  # elements of a copy that has nothing to do with the step
 
 Step = Callable[[], object]
 
@@ -63,6 +65,24 @@ def passes_of(model: nn.Module, batch: torch.Tensor) -> Step:
             parameter.grad = None
 
     return step
+
+
+def beside_copies(step: Step, link: Paced, there: int, back: int) -> Step:
+    """The step, while the link moves so many bytes each way, which have nothing to do with it."""
+    device, host = torch.zeros(max(there, back) // 4), torch.zeros(max(there, back) // 4)
+
+    def run() -> None:
+        waits = [
+            link.start(*pair) for pair in zip(device[: there // 4].split(PIECE), host.split(PIECE), strict=False)
+        ]
+        for pair in zip(host.split(PIECE), device[: back // 4].split(PIECE), strict=False):
+            link.keep(*pair, add=False)
+        step()
+        for wait in waits:
+            wait()
+        link.settle()
+
+    return run
 
 
 def in_chunks(
@@ -117,34 +137,44 @@ def measure_idle(quick: bool) -> list[Row]:
     ]
 
 
-def measure_moving(quick: bool, length: int) -> Row:
+def measure_moving(quick: bool, length: int) -> list[Row]:
     """With half of the parameters away, over a link; `length` tokens set how much there is to compute."""
     width, layers = (64, 2) if quick else (768, 4)
     batch = make_tokens(1, length)
     plain = make_model(width, layers)
     link = Paced(LINK_BYTES_PER_S)
     model, _, fetched = in_chunks(width, layers, batch, 0.5, link)
+    returned = sum(parameter.nbytes for parameter in plain.parameters())
+    passes = passes_of(plain, batch)
     try:
-        steps = {"compute": passes_of(plain, batch), "chunks": passes_of(model, batch)}
+        steps = {
+            "compute": passes,
+            "chunks": passes_of(model, batch),
+            "copies": beside_copies(passes, link, fetched, returned),
+        }
         samples = interleave(steps, rounds=3 if quick else 40, warmup=1 if quick else 3)
     finally:
         link.close()
-    returned = sum(parameter.nbytes for parameter in plain.parameters())
-    compute_s, moving_s = samples.median_ms("compute") / 1e3, max(fetched, returned) / LINK_BYTES_PER_S
-    longer = max(compute_s, moving_s)
-    ratio = samples.median_ms("chunks") / 1e3 / longer
-    return Row(
-        f"chunk, half of the parameters away, {LINK_BYTES_PER_S / 1e9:.0f} GB/s, {length} tokens: "
-        "forward and backward ÷ max(compute, transfer)",
-        f"{ratio:.3f} (transfer ÷ compute {moving_s / compute_s:.2f})",
-        f"≤ {MOVING_BAR}",
-        ratio <= MOVING_BAR,
-    )
+    moving_ms = max(fetched, returned) / LINK_BYTES_PER_S * 1e3
+    longer = max(samples.median_ms("compute"), moving_ms)
+    ratio, copies = samples.median_ms("chunks") / longer, samples.median_ms("copies") / longer
+    title = f"half of the parameters away, {LINK_BYTES_PER_S / 1e9:.0f} GB/s, {length} tokens: "
+    return [
+        Row(
+            f"chunk, {title}forward and backward ÷ max(compute, transfer)",
+            f"{ratio:.3f} (transfer ÷ compute {moving_ms / samples.median_ms('compute'):.2f})",
+            f"≤ {MOVING_BAR}",
+            ratio <= MOVING_BAR,
+        ),
+        Row(f"plain, {title}as many bytes copied beside it ÷ max(compute, transfer)", f"{copies:.3f}", "informs"),
+        Row(f"chunk ÷ plain with copies beside it, {length} tokens", f"{samples.ratio('chunks', 'copies'):.3f}", "informs"),
+    ]
 
 
 def measure(quick: bool = False) -> list[Row]:
     torch.set_num_threads(1)
-    return [*measure_idle(quick), *(measure_moving(quick, length) for length in ((8, 16) if quick else (16, 128)))]
+    moving = [row for length in ((8, 16) if quick else (16, 128)) for row in measure_moving(quick, length)]
+    return [*measure_idle(quick), *moving]
 
 
 if __name__ == "__main__":
