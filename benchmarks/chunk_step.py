@@ -69,14 +69,13 @@ def passes_of(model: nn.Module, batch: torch.Tensor) -> Step:
 
 def beside_copies(step: Step, link: Paced, there: int, back: int) -> Step:
     """The step, while the link moves so many bytes each way, which have nothing to do with it."""
-    device, host = torch.zeros(max(there, back) // 4), torch.zeros(max(there, back) // 4)
+    pairs = [torch.zeros(2, nbytes // 4) for nbytes in (there, back)]
+    coming, going = ([tuple(piece) for piece in pair.split(PIECE, dim=1)] for pair in pairs)
 
     def run() -> None:
-        waits = [
-            link.start(*pair) for pair in zip(device[: there // 4].split(PIECE), host.split(PIECE), strict=False)
-        ]
-        for pair in zip(host.split(PIECE), device[: back // 4].split(PIECE), strict=False):
-            link.keep(*pair, add=False)
+        waits = [link.start(target, source) for target, source in coming]
+        for target, source in going:
+            link.keep(target, source, add=False)
         step()
         for wait in waits:
             wait()
@@ -167,7 +166,11 @@ def measure_moving(quick: bool, length: int) -> list[Row]:
             ratio <= MOVING_BAR,
         ),
         Row(f"plain, {title}as many bytes copied beside it ÷ max(compute, transfer)", f"{copies:.3f}", "informs"),
-        Row(f"chunk ÷ plain with copies beside it, {length} tokens", f"{samples.ratio('chunks', 'copies'):.3f}", "informs"),
+        Row(
+            f"{length} tokens: chunk ÷ plain with copies beside it",
+            f"{samples.ratio('chunks', 'copies'):.3f}",
+            "informs",
+        ),
     ]
 
 
