@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from compare import Row
+
+# glibc gives the system what is freed, which takes its time to give it out again; allocators of accelerators keep it.
+KEEPING_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(2**28)}
 
 
 def main(measure: Callable[..., list[Row]], *, in_process: Callable[..., Any] | None = None) -> None:
@@ -39,10 +43,16 @@ def main(measure: Callable[..., list[Row]], *, in_process: Callable[..., Any] | 
         dist.destroy_process_group()
 
 
-def answer_of(file: str, *arguments: Any, processes: int | None = 2, timeout_s: float = 900) -> Any:
+def answer_of(
+    file: str,
+    *arguments: Any,
+    processes: int | None = 2,
+    timeout_s: float = 900,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
     """What one of the processes answered that ran `file` with `arguments`: the one for which it was not None.
 
-    `processes` are started by torchrun; None: one, without it.
+    `processes` are started by torchrun; None: one, without it. Variables of `environment` are added to this process's.
 
     Raises:
         subprocess.CalledProcessError: a process raised. What it printed is shown.
@@ -52,7 +62,8 @@ def answer_of(file: str, *arguments: Any, processes: int | None = 2, timeout_s: 
         path = Path(folder) / "answer.json"
         command = [sys.executable, *([] if processes is None else launcher), file]
         command += ["--arguments", json.dumps(arguments), "--answer", str(path)]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        env = {**os.environ, **(environment or {})}
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env)
         if run.returncode:
             print(run.stderr, file=sys.stderr)
         run.check_returncode()
