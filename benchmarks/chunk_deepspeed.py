@@ -3,8 +3,7 @@
 A Llama in bf16 with fp32 masters and Adam, on one process and on two. Stage 2 with its optimizer on the host keeps all
 16-bit parameters on the device: chunks get a budget of the activations and of all parameters, with states and gradients
 on the host. Stage 3 with parameters offloaded, too, fetches them as they are used: chunks get half of the parameters.
-On a CPU, device and host are one memory, so what is compared is how the work is done, not how links are used. Freed
-memory stays with the processes, as allocators of accelerators keep it; the rows are measured without that as well.
+On a CPU, device and host are one memory, so what is compared is how the work is done, not how links are used.
 Steps run interleaved in a shuffled order, and both must train alike.
 
     DS_ACCELERATOR=cpu python benchmarks/chunk_deepspeed.py [--quick]
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from command import KEEPING_MEMORY, answer_of, as_rank, main
+from command import answer_of, as_rank, main
 from compare import Row, interleave
 from small_llama import VOCAB, make_model, make_tokens
 
@@ -132,15 +131,8 @@ def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
     if importlib.util.find_spec("deepspeed") is None:
         return [Row("chunks against ZeRO-Offload", "deepspeed is not installed: skipped", "")]
-    rows = []
-    for keeping in (True,) if quick else (True, False):
-        environment = KEEPING_MEMORY if keeping else {}
-        for processes in (1, 2):
-            for stage in SHARES:
-                found = answer_of(__file__, stage, quick, processes=processes, environment=environment)
-                told = "" if keeping else ", freed memory given back to the system"
-                rows += [Row(claim + told, *rest) for claim, *rest in found]
-    return rows
+    cases = [(processes, stage) for processes in (1, 2) for stage in SHARES]
+    return [Row(*row) for processes, stage in cases for row in answer_of(__file__, stage, quick, processes=processes)]
 
 
 if __name__ == "__main__":

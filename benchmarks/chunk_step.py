@@ -174,7 +174,7 @@ def measure(quick: bool = False) -> list[Row]:
         cases = [("idle", True, (64, 2, 2, 32, 3)), ("moving", True, (64, 2, 1, 16, 3))]
     else:
         cases = [("idle", keeping, (512, 4, 4, SEQ, 25)) for keeping in (True, False)]
-        sizes = [(768, 4, 1, 16, 30), (768, 4, 1, 128, 30), (1536, 4, 1, 512, 6)]
+        sizes = [(768, 4, 1, 16, 30), (768, 4, 1, 128, 30), (1536, 4, 1, 128, 8), (1536, 4, 1, 512, 6)]
         cases += [("moving", True, each) for each in sizes]
     rows = []
     for case, keeping, (width, layers, samples, length, rounds) in cases:

@@ -112,16 +112,17 @@ def test_different_models_are_an_error_on_every_rank(pool: Pool) -> None:
     assert all(text.startswith("the model differs between processes") for text in pool.run(align, "shapes"))
 
 
-def align_one_bit(rank: int, size: int) -> list[list[float]]:
+def align_one_bit(rank: int, size: int, place: int) -> list[list[float]]:
     whole = torch.ones(14, dtype=torch.bfloat16)
     tensors = [whole[3:], torch.ones(2, 3).t(), torch.empty(0), torch.tensor(1.0), torch.tensor([True, False])]
     if rank == 1:
-        whole[-1] = 1.0078125
+        tensors[0][place] = 1.0078125
     synchronise(tensors)
     return [tensor.tolist() for tensor in tensors]
 
 
-def test_one_bit_is_seen_wherever_it_lies(pool: Pool) -> None:
-    zero, one = pool.run(align_one_bit)
+@pytest.mark.parametrize("place", [0, 7, 10])
+def test_one_bit_is_seen_wherever_it_lies(pool: Pool, place: int) -> None:
+    zero, one = pool.run(align_one_bit, place)
     assert zero == one
     assert one[0] == [1.0] * 11
