@@ -27,6 +27,16 @@ class AmpNative(Precision):
     skip_if_nonfinite: bool = False
     """bf16: skip steps whose gradients are not finite, as fp16 always does."""
 
+    exactness = "autocast"
+
+    @property
+    def numbers(self) -> str:
+        """Where 16 bits are, and where not."""
+        return (
+            f"matrix products and what else autocast lists are computed in {self.dtype}; parameters, gradients and "
+            "optimizer stay in fp32"
+        )
+
     def cost(self, cost: Cost) -> Cost:
         """Matmuls in 16 bits: what they save halves, and every weight is cast once a micro-batch.
 

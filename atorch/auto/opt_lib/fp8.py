@@ -61,6 +61,13 @@ class Fp8(Method):
             reduce_amax=self.reduce_amax,
         )
 
+    exactness = "fp8"
+
+    @property
+    def numbers(self) -> str:
+        """Where 8 bits are."""
+        return "the products of the converted Linear layers are of numbers rounded to 8 bits, under scales"
+
     def unmet(self, cluster: ClusterSpec) -> str | None:
         """Hardware without fp8 matmuls, unless emulation was asked for."""
         device = cluster.device

@@ -25,6 +25,16 @@ from atorch.runtime.master_weights import cast_inputs, to_half, with_master_weig
 class Half(Precision):
     """Cast model and inputs to fp16 or bf16."""
 
+    exactness = "half"
+
+    @property
+    def numbers(self) -> str:
+        """Where 16 bits are, and where not."""
+        return (
+            f"parameters, activations and gradients are in {self.dtype}; the optimizer steps fp32 copies, which are "
+            "rounded into the parameters"
+        )
+
     def cost(self, cost: Cost) -> Cost:
         """Everything in 16 bits but the optimizer, which steps fp32 masters and casts them back."""
         return replace(

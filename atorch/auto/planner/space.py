@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from atorch.auto.opt_lib.agreement import disagreement
 from atorch.auto.opt_lib.completion import SLOT as DATA_PARALLEL
-from atorch.auto.strategy import METHODS, Method, Strategy
+from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES
@@ -176,6 +176,7 @@ def compositions(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
+    precision: Exactness = EXACTNESS[-1],
 ) -> Space:
     """What may be tried on devices: of methods that can be applied.
 
@@ -183,6 +184,7 @@ def compositions(
         excluded: methods that no composition has.
         included: methods that every composition has, in any of their settings.
         fixed: every composition has exactly these methods, with the knobs that were set; knobs left unset vary.
+        precision: the least exact numbers that methods may train in which are neither included nor fixed.
 
     Raises:
         CapabilityError: an included method cannot be applied yet.
@@ -197,8 +199,8 @@ def compositions(
     for name in needed:
         if not METHODS[name].can_apply():
             raise METHODS[name].not_yet()
-    planned = _not_applicable()
-    space = _space(profile, cluster, (*barred, *planned), needed, ())
+    left_out = (*_not_applicable(), *(name for name in less_exact(precision) if name not in needed))
+    space = _space(profile, cluster, (*barred, *left_out), needed, ())
     for slot in (MESH, DATA_PARALLEL) if cluster.world_size > 1 else ():
         if not any(level.choices for level in space.levels if level.kind.slot == slot):
             names = [name for name in METHODS if METHODS[name].slot == slot and METHODS[name].can_apply()]
@@ -217,6 +219,7 @@ def plannable(
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
     applicable: bool = False,
+    precision: Exactness = EXACTNESS[-1],
 ) -> Space:
     """What may be planned for a cluster: of all methods, also those that can only be planned for yet.
 
@@ -225,6 +228,7 @@ def plannable(
         fixed: methods that every composition has with the knobs that were set; knobs left unset vary, and so does what
             is beside them.
         applicable: leave out what cannot be applied yet.
+        precision: as for `compositions`.
 
     Raises:
         StrategyError: as `compositions`.
@@ -234,6 +238,8 @@ def plannable(
     for each in given:
         if each.name in barred:
             raise StrategyError(f"{each.name} is both excluded and fixed; leave it out of one of them")
+    chosen = {*needed, *(each.name for each in given)}
+    barred = (*barred, *(name for name in less_exact(precision) if name not in chosen))
     if applicable:
         barred = (*barred, *(name for name in _not_applicable() if name not in needed))
     return _space(profile, cluster, barred, needed, given)
@@ -310,6 +316,12 @@ def _with_knobs_of(given: Method, choice: Method) -> Method | None:
         return type(given)(**knobs)
     except ValidationError:
         return None
+
+
+def less_exact(precision: Exactness) -> tuple[str, ...]:
+    """Names of the methods that train in less exact numbers."""
+    allowed = EXACTNESS.index(precision)
+    return tuple(name for name in METHODS if EXACTNESS.index(METHODS[name].exactness) > allowed)
 
 
 def _not_applicable() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from atorch.auto.strategy.strategy import Strategy
     from atorch.cluster import ClusterSpec
     from atorch.cost import Cost, ModelProfile
+
+
+Exactness = Literal["fp32", "autocast", "half", "fp8"]
+EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
+"""What numbers a method trains in, the most exact first: the model's own, autocast ones, 16-bit or 8-bit parameters."""
 
 
 class Phase(IntEnum):
@@ -59,6 +64,9 @@ class Method(BaseModel):
     """Whether it keeps fp32 masters of 16-bit parameters itself, and divides gradients by the loss scale."""
     needs_sample: ClassVar[bool] = False
     """Whether it watches the model at work on a batch, `ctx.sample_batch`, before it changes anything."""
+
+    exactness: ClassVar[Exactness] = "fp32"
+    """What numbers it trains in; a search takes nothing less exact than the user allows."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
@@ -122,6 +130,11 @@ class Method(BaseModel):
     def needs(self) -> tuple[str, ...]:
         """Names of the methods beside which alone it does anything."""
         return ()
+
+    @property
+    def numbers(self) -> str:
+        """What it does to the numbers that are trained with, as a clause; nothing where they stay the model's own."""
+        return ""
 
     @classmethod
     def can_apply(cls) -> bool:

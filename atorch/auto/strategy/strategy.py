@@ -108,6 +108,10 @@ class Strategy(Sequence[Method]):
     def __len__(self) -> int:
         return len(self.methods)
 
+    def __bool__(self) -> bool:
+        """True: plain training, of no methods, is a strategy too."""
+        return True
+
     def __iter__(self) -> Iterator[Method]:
         return iter(self.methods)
 

@@ -16,6 +16,7 @@ from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.estimate import estimate_of, score, split_by_memory
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.space import compositions, plannable
+from atorch.auto.planner.space import less_exact as less_exact_names
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
@@ -92,6 +93,28 @@ def test_excluded_and_included(start):
 def test_what_does_not_hold(start, arguments, match):
     with pytest.raises(StrategyError, match=match):
         compositions(start[0], cluster(2), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("precision", "less_exact"),
+    [("fp32", {"amp_native", "half", "fp8"}), ("autocast", {"half", "fp8"}), ("half", {"fp8"}), ("fp8", set())],
+)
+def test_numbers_are_as_exact_as_asked_for(start, precision, less_exact):
+    assert {name for name in METHODS if name in less_exact_names(precision)} == less_exact
+    for space in (
+        compositions(start[0], cluster(), precision=precision),
+        plannable(start[0], cluster(), precision=precision),
+    ):
+        held = {name for each in names(space, start[1]) for name in each}
+        assert not held & less_exact
+        assert held >= {"amp_native", "half"} - less_exact
+
+
+def test_what_is_included_or_fixed_is_allowed_whatever_its_numbers(start):
+    assert all("half" in each for each in names(compositions(start[0], cluster(), included=["half"], precision="fp32"),
+                                                start[1]))  # fmt: skip
+    fixed = plannable(start[0], cluster(), fixed=Strategy.of([("half", "bf16")]), precision="fp32")
+    assert all("half" in each for each in names(fixed, start[1]))
 
 
 def test_what_can_only_be_planned_for_is_not_tried(start):

@@ -149,3 +149,9 @@ def test_cost_and_apply_fold_in_order() -> None:
 def test_shown_with_the_knobs_that_differ_from_the_defaults() -> None:
     assert str(BOTH) == "toy_mesh + toy_amp(bf16)"
     assert str(Strategy()) == "plain"
+
+
+def test_a_strategy_of_no_methods_is_one():
+    assert Strategy()
+    assert Strategy.of([])
+    assert not len(Strategy())
