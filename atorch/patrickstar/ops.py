@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.patrickstar.config import Fp16Section
+from atorch.patrickstar.outputs import ScaledBackward
 from atorch.patrickstar.profiler import profiler
 from atorch.runtime.amp import LossScale, ScaledOptimizer
 from atorch.runtime.chunk.memory import ChunkSet
@@ -52,6 +53,7 @@ class FP16Adam(WrappedOptimizer):
         self._chunks: ChunkSet | None = None
         self._loaded: dict[str, Any] = {}  # before there were chunks
         self._tell: Callable[[str], None] = profiler.phase
+        self._backward: ScaledBackward | None = None
         self._excess = 1.0  # of the gradients' norm over its limit, in the step under way
         super().__init__(self._make(list(params)))
 
@@ -60,8 +62,11 @@ class FP16Adam(WrappedOptimizer):
         """Whether the last step was, for gradients that were not finite."""
         return isinstance(self.inner, ScaledOptimizer) and self.inner.step_was_skipped
 
-    def live_in(self, chunks: ChunkSet, tell: Callable[[str], None]) -> None:
-        """The parameters are in chunks from now on, and what was loaded goes on there; `tell` is told of phases."""
+    def live_in(self, chunks: ChunkSet, tell: Callable[[str], None], backward: ScaledBackward) -> None:
+        """The parameters are in chunks from now on, and what was loaded goes on there; `tell` is told of phases.
+
+        Gradients come by passes that `backward` watches.
+        """
         before = self.state_dict()
         inner: WrappedOptimizer = ChunkOptimizer(self._make, self.inner.param_groups, chunks, loss_scale=self._divisor)
         if self.loss_scaler is not None and _is_dynamic(self.loss_scaler):
@@ -69,6 +74,7 @@ class FP16Adam(WrappedOptimizer):
         if self._loaded:
             inner.load_state_dict(before)
         self.inner, self._chunks, self._tell, self._loaded = inner, chunks, tell, {}
+        self._backward = backward
         self._share()
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,26 +95,48 @@ class FP16Adam(WrappedOptimizer):
         """Step, or skip the step on all processes.
 
         Raises:
-            ArgumentError: a closure was given.
+            ArgumentError: a closure was given, or gradients came without the loss scale.
         """
         self._refuse(closure)
+        if self._chunks is not None and self._backward is not None:
+            self._backward.check(self._chunks.device)
         self._tell("optimizer")
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if self._chunks is not None:
-            average_alone(self._chunks, parameters)
+        parameters = self._averaged()
         if self._chunks is not None and self.gradient_clipping > 0:
-            norm = float(clip_grads(parameters, math.inf)) / self._scale()
+            norm = float(clip_grads(parameters, math.inf)) / self.scale()
             self._excess = max(1.0, (norm + 1e-6) / self.gradient_clipping)
         result = self.inner.step()
         self._tell("other")
         return result
 
-    def _scale(self) -> float:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down where their norm, without the loss scale and over all processes, exceeds `max_norm`.
+
+        All processes must call it. Returns the norm before.
+        """
+        scale = self.scale()
+        return clip_grads(self._averaged(), max_norm * scale, norm_type) / scale
+
+    def _averaged(self) -> list[Tensor]:
+        """All parameters, with gradients that are averaged over the processes; averaging again changes nothing."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self._chunks is not None:
+            average_alone(self._chunks, parameters)
+        return parameters
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        super().zero_grad(set_to_none)
+        if self._backward is not None:
+            self._backward.cleared()
+
+    def scale(self) -> float:
+        """What gradients are multiplied by."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler()
 
     def _divisor(self) -> float:
         """What gradients are divided by in fp32, so that they are neither scaled nor too long."""
-        return self._scale() * self._excess
+        return self.scale() * self._excess
 
 
 def loss_scale_of(section: Fp16Section | None) -> LossScale | None:

@@ -21,6 +21,7 @@ from atorch.patrickstar.core import PatrickStarClient
 from atorch.patrickstar.embeddings import host_embeddings, look_up_on_host, table_of
 from atorch.patrickstar.foresight import Foresight
 from atorch.patrickstar.ops import FP16Adam, loss_scale_of
+from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of, plain, scaled_backward
 from atorch.patrickstar.parts import load_parts, own_part
 from atorch.patrickstar.recorder import Recorder
 from atorch.profiler.tensors import tensors_of
@@ -68,6 +69,7 @@ class PatrickStarEngine(Wrapper):
         self._courses = Courses(self._foresight, client.group, client.device)
         self._operations: Operations | None = None
         self._recorder: Recorder | None = None
+        self._backward = ScaledBackward(self.optimizer.scale, self._phase, client.group)
 
     @property
     def residency(self) -> Residency | None:
@@ -85,15 +87,16 @@ class PatrickStarEngine(Wrapper):
         Raises:
             OutOfBudgetError: on the first batch, where no order of fetching keeps the budget.
         """
+        passes = self._passes((args, kwargs))
         args, kwargs = self._moved((args, kwargs))
         self._courses.expect((args, kwargs), tensors_of((args, kwargs)))
         if self._recorder is None:
             self._recorder = self._settle(args, kwargs)
         self._recorder.phase("forward")
-        return self.module(*args, **kwargs)
+        return marked_output(self.module(*args, **kwargs), passes)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss` to those that are there, times the loss scale.
+        """Add the gradients of `loss` to those that are there, times the loss scale; `loss.backward()` does the same.
 
         Raises:
             ArgumentError: it is no loss that has come from this engine's model.
@@ -103,10 +106,19 @@ class PatrickStarEngine(Wrapper):
                 f"backward was given {shown(loss)}; give the loss, one number that was computed from what the engine "
                 "returned, with gradients enabled"
             )
-        self._recorder.phase("backward")
-        scale = self.loss_scaler
-        (loss if scale is None else loss.float() * scale()).backward()
-        self._recorder.phase("other")
+        loss = marked_output(plain(loss), (self._backward, *passes_of(loss)))
+        scaled_backward(loss, self.optimizer.scale())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, as the optimizer does."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down where their norm, without the loss scale and over all processes, exceeds `max_norm`.
+
+        The same as `atorch.clip_grad_norm(model, max_norm)`. All processes must call it; it returns the norm before.
+        """
+        return self.optimizer.clip_grad_norm_(max_norm, norm_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state: fp32 masters, and buffers as they are.
@@ -126,6 +138,21 @@ class PatrickStarEngine(Wrapper):
         if self.client.group is None:
             return self.module.load_state_dict(state_dict, strict=strict)
         return load_parts(self.module, state_dict, strict, self.client.device)
+
+    def _phase(self, name: str) -> None:
+        if self._recorder is not None:
+            self._recorder.phase(name)
+
+    def _passes(self, data: Any) -> list[ScaledBackward]:
+        """Whose loss scale what is computed from `data` by the model should have; of nobody where there is none."""
+        found: list[ScaledBackward] = [] if self.loss_scaler is None else [self._backward]
+
+        def look(leaf: Any, place: str) -> Any:
+            found.extend(passes_of(leaf))
+            return leaf
+
+        map_leaves(look, data)
+        return [self._backward, *found] if found else found
 
     def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
         """Move the parameters into chunks, for passes such as that of this batch."""
@@ -158,7 +185,8 @@ class PatrickStarEngine(Wrapper):
         self._courses.begin(self._operations.residency.course)
         self._operations.course_for = partial(self._courses.next, self._operations.course_of)
         recorder = Recorder(self._operations)
-        self.optimizer.live_in(chunks, recorder.phase)
+        self._backward.watch(self.module)
+        self.optimizer.live_in(chunks, recorder.phase, self._backward)
         return recorder
 
     def _foreseen(self) -> Pass:
@@ -190,6 +218,7 @@ class PatrickStarEngine(Wrapper):
         def move(leaf: Any, place: str) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
+            leaf = plain(leaf)
             return leaf.to(self.client.device, DTYPE if leaf.is_floating_point() else leaf.dtype, non_blocking=True)
 
         return map_leaves(move, data)

@@ -1,0 +1,188 @@
+"""What an engine returns, so that backward starts with the loss scale whoever calls it.
+
+Under a loss scale an output, and whatever is computed from it, is an `EngineOutput`: its `backward` runs that of the
+loss times the scale, as the engine's own does. Whatever brings gradients without the scale all the same, such as
+`torch.autograd.backward`, is told before the optimizer steps: it would divide them by the scale, and learn next to
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.errors import ArgumentError
+from atorch.runtime.nested import map_leaves
+
+
+class ScaledBackward:
+    """The backward passes of one engine.
+
+    Args:
+        scale: what its optimizer divides gradients by.
+        tell: is told of phases.
+        group: the processes that train with it; None for this one alone.
+    """
+
+    def __init__(
+        self, scale: Callable[[], float], tell: Callable[[str], None], group: dist.ProcessGroup | None
+    ) -> None:
+        self.scale, self._tell, self._group = scale, tell, group
+        self._running = 1.0  # what the loss of the pass under way was multiplied by
+        self._was_used = False
+        self._wrong: set[str] = set()  # parameters whose gradients another scale has
+
+    def watch(self, model: nn.Module) -> None:
+        """See with which scale the gradients of `model` come."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+
+    def _arrived(self, name: str, _: Tensor) -> None:
+        if self._running != self.scale():
+            self._wrong.add(name)
+
+    @contextmanager
+    def running(self, scale: float) -> Iterator[None]:
+        """A pass of a loss that was multiplied by `scale`."""
+        self._tell("backward")
+        before, self._running, self._was_used = self._running, scale, True
+        try:
+            yield
+        finally:
+            self._running = before
+            self._tell("other")
+
+    def cleared(self) -> None:
+        """There are no gradients any more."""
+        self._wrong.clear()
+
+    def check(self, device: torch.device) -> None:
+        """Refuse gradients that do not have the scale, on all processes. They may meet on `device`.
+
+        Raises:
+            ArgumentError: there are some.
+        """
+        number = len(self._wrong)
+        if self._group is not None and (self._was_used or self.scale() != 1.0):
+            flag = torch.tensor(number, device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+            number = int(flag)
+        if number:
+            raise ArgumentError(
+                f"gradients of {number} parameters came without the loss scale of {self.scale():g}, by which the "
+                "optimizer would divide them; call model.backward(loss), or backward of a loss that was computed from "
+                "what the engine returned (torch.autograd.backward knows no scale), after optimizer.zero_grad()"
+            )
+
+
+class EngineOutput(Tensor):
+    """What engines returned, or what was computed from it; `passes` are theirs."""
+
+    passes: tuple[ScaledBackward, ...]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func`; results that gradients flow through are of this class, too."""
+        result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            return _marked(result, args, kwargs or {})
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """As of any tensor, with gradients times the engine's loss scale.
+
+        Raises:
+            ArgumentError: it comes from several engines, whose scales differ.
+        """
+        scales = {each.scale() for each in self.passes}
+        if len(scales) > 1:
+            listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
+            raise ArgumentError(
+                f"the loss comes from several engines, and their loss scales differ: {listed}; call backward(loss) of "
+                "the engine whose optimizer steps next"
+            )
+        scaled_backward(
+            self, scales.pop(), gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+
+    # Where torch asks whether a tensor is of its own class.
+
+    def __format__(self, format_spec: str) -> str:
+        return format(plain(self), format_spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(plain(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same tensor, of torch's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def passes_of(tensor: Any) -> tuple[ScaledBackward, ...]:
+    """Of the engines that a tensor came from."""
+    return tensor.passes if isinstance(tensor, EngineOutput) else ()
+
+
+def marked_output(output: Any, passes: Iterable[ScaledBackward]) -> Any:
+    """What a model returned, in containers of any depth, as of these engines."""
+    passes = tuple(dict.fromkeys(passes))
+
+    def mark(leaf: Any, place: str) -> Any:
+        if type(leaf) is not Tensor or not leaf.requires_grad:
+            return leaf
+        result = leaf.as_subclass(EngineOutput)
+        result.passes = passes
+        return result
+
+    return map_leaves(mark, output) if passes else output
+
+
+def scaled_backward(loss: Tensor, scale: float, gradient: Tensor | None = None, **options: Any) -> None:
+    """Backward of `loss` times `scale`, of which the engines that it came from know."""
+    with ExitStack() as stack:
+        for each in passes_of(loss):
+            stack.enter_context(each.running(scale))
+        loss = plain(loss)
+        if scale != 1.0:
+            loss = (loss if loss.itemsize >= 4 else loss.float()) * scale
+        loss.backward(None if gradient is None else plain(gradient).to(loss.dtype), **options)
+
+
+def _marked(result: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(result, (list, tuple)):
+        for each in result:  # torch's containers keep what they were made with
+            _marked(each, args, kwargs)
+        return result
+    if not isinstance(result, EngineOutput) or "passes" in vars(result):
+        return result
+    if not result.requires_grad:
+        return result.as_subclass(Tensor)
+    result.passes = tuple(dict.fromkeys(found for each in (*args, *kwargs.values()) for found in _within(each)))
+    return result
+
+
+def _within(value: Any) -> Iterator[ScaledBackward]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _within(each)
+    else:
+        yield from passes_of(value)
