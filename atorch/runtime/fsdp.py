@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from atorch.runtime.fsdp_collectives import Passes
+
 
 def shard(
     module: nn.Module,
@@ -42,6 +44,7 @@ def shard(
     forward_prefetch: bool = False,
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
+    find_unused_parameters: bool = False,
 ) -> list[nn.Parameter]:
     """Shard `module` in place over `mesh`: one axis of shards, or two, replicas × shards.
 
@@ -61,6 +64,8 @@ def shard(
         sync_module_states: start from rank 0's values. Off, each rank contributes its own shard of its own values.
         param_init_fn: fills a module whose parameters are on the meta device, once they are shards on the real one;
             without it the module's `reset_parameters`.
+        find_unused_parameters: ranks may leave different parameters of a group unused. Off, that is refused, as are
+            modules that not all ranks run, or not in one order, in any case (`fsdp_order`).
 
     Returns:
         The parameters that wait in host memory.
@@ -69,6 +74,8 @@ def shard(
         ArgumentError: a module on the meta device that nothing can fill.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    from atorch.runtime.fsdp_collectives import keep_order
 
     device = _device(mesh)
     whole = {*ignored, *(parameter for parameter in module.parameters() if parameter.dim() == 0)}
@@ -88,10 +95,12 @@ def shard(
         reshard = False if keep else reshard_after_forward
         where = CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_away else OffloadPolicy()
         fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
+    passes = keep_order(module, mesh, find_unused_parameters=find_unused_parameters)
+    names = {parameter: name for name, parameter in module.named_parameters()}
     for parameter in whole:
         parameter.data = parameter.data.to(device)
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_averager(mesh))
+            parameter.register_post_accumulate_grad_hook(_averager(mesh, passes, names.get(parameter, "")))
     waiting = [place for places, is_away in zip(owned, away, strict=True) if is_away for place in places]
     on_host = {owner for owner, _ in waiting}
     _materialize(module, lambda each: torch.device("cpu") if each in on_host else device, param_init_fn)
@@ -154,7 +163,7 @@ def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.devi
             broadcast([(0, tensors)], mesh.get_group(axis))
 
 
-def _averager(mesh: DeviceMesh) -> Callable[[Tensor], None]:
+def _averager(mesh: DeviceMesh, passes: Passes | None, name: str) -> Callable[[Tensor], None]:
     # Averaging what has accumulated is right after every backward: the part that was averaged before stays as it is.
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     size = mesh.size()
@@ -162,6 +171,8 @@ def _averager(mesh: DeviceMesh) -> Callable[[Tensor], None]:
     def average(parameter: Tensor) -> None:
         if parameter.grad is not None:
             gradient = local(parameter.grad)  # of a part, where it is split over another mesh
+            if passes is not None:
+                passes.before_average(name, gradient, groups)
             for group in groups:
                 dist.all_reduce(gradient, group=group)
             gradient /= size

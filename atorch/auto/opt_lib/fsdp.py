@@ -156,6 +156,7 @@ class Fsdp(Method):
                 offload=max(float(self.cpu_offload), parameters_on_host(ctx.strategy)),
                 forward_prefetch=self.forward_prefetch,
                 sync_module_states=self.sync_module_states,
+                find_unused_parameters=ctx.find_unused_parameters,
             )
         if ctx.compute_dtype is None and precision.param_dtype is not None:
             ctx = replace(ctx, compute_dtype=DTYPES[precision.param_dtype])

@@ -1,0 +1,160 @@
+"""One order of FSDP2's collectives on all ranks, compared where it is new, followed without a word after that.
+
+FSDP2 gathers and reduces wherever a rank's own pass goes. Ranks that take different branches would pair up collectives
+of different modules: equal sizes mix parameters silently, unequal ones hang. So before a collective every rank says
+which it is going to issue, its *step*. The ranks compare steps only where they do not know what comes:
+
+- a step after which another one has never come, or after which several have: they compare digests, on the host;
+- a step after which one has always come: a rank that wants that one issues it. A rank that wants another does not
+  know whether the others do. It takes part in what is expected, with zeros, up to the next comparison, which every
+  backward pass and every pass without gradients ends with. There all of them have strayed to the same step, which is
+  then known, or all of them raise.
+
+In every state the ranks so issue the same collectives, and a training that repeats itself pays for one comparison of
+three numbers a step. Parameters are untouched when ranks raise: the end of backward is compared, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from atorch.errors import StrategyError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Work = Callable[[], "list[dist.Work | None]"]
+
+
+class Step(NamedTuple):
+    """What a rank is about to do: a collective of one group's parameters, or the begin or end of a pass."""
+
+    action: str
+    name: str = ""
+    numel: int = 0
+    in_backward: bool = False
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether ranks always compare it: the ends, and reductions that a pipeline does behind its backward passes."""
+        return self in ENDS or (self.action == REDUCES and not self.in_backward)
+
+    def __str__(self) -> str:
+        size = f" of {self.numel:,} elements" if self.numel else ""
+        return f"{self.action} {self.name}".rstrip() + size + (" in backward" if self.in_backward else "")
+
+
+REDUCES = "reduces gradients of"
+BACKWARD_ENDS = Step("ends its backward pass")
+FORWARD_ENDS = Step("ends a forward pass without gradients")
+ENDS = (BACKWARD_ENDS, FORWARD_ENDS)
+
+
+class CollectiveOrder:
+    """The steps that may follow each other, known to all ranks of a mesh alike.
+
+    Every rank tells it the steps that it comes to, before it issues what belongs to them.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        on_host = all("cpu:gloo" in dist.get_backend_config(group) for group in self._groups)
+        self._device = torch.device("cpu" if on_host else mesh.device_type)
+        self._following: dict[Step | None, list[Step]] = {}
+        self._stand_ins: dict[Step, Work] = {}
+        self._last: Step | None = None
+        self._passed: set[Step] = set()  # since the last comparison; without a comparison no step comes twice
+        self._compared_s = time.monotonic()
+        self._longest_s = 0.0  # between two comparisons
+
+    def come_to(self, step: Step, stand_in: Work = list, note: str = "", flag: bool = False) -> bool:
+        """Return when all ranks do `step` next; whether any rank has set `flag`, where they were compared.
+
+        Args:
+            stand_in: issues the step's collectives with zeros and returns what to wait for.
+            note: compared with the step where it ends a pass; says what this rank has done.
+
+        Raises:
+            StrategyError: the ranks come to different steps; on all of them.
+        """
+        following = self._following.get(self._last, [])
+        if len(following) == 1 and following[0] == step and not step.is_compared and step not in self._passed:
+            self._last = step
+            self._passed.add(step)
+            return False
+        after, strays = self._last, len(following) == 1 and following[0] != step
+        where = ""
+        if strays:
+            where = f"where it was expected to {following[0]}" + (f" after it {after}" if after else "")
+            self._stand_in_until_compared(step)
+        flag = self._compare(f"{step} {note}".strip(), where, flag)
+        self._stand_ins.setdefault(step, stand_in)
+        known = self._following.setdefault(after, [])
+        if step not in known:
+            known.append(step)
+        self._last, self._passed = step, {step} - set(ENDS)
+        return flag
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether nothing has happened since a pass ended."""
+        return self._last in ENDS
+
+    def _stand_in_until_compared(self, wanted: Step) -> None:
+        """Take part in the steps that the others expect, as far as nobody compares."""
+        limit = timedelta(seconds=5 + 3 * self._longest_s)
+        while len(following := self._following.get(self._last, [])) == 1:
+            (step,) = following
+            if step.is_compared or step in self._passed:
+                return
+            try:
+                for work in self._stand_ins[step]():
+                    if work is not None:
+                        work.wait(limit)
+            except RuntimeError as error:
+                raise StrategyError(_told([f"this rank {wanted}", f"others were expected to {step}"])) from error
+            self._last = step
+            self._passed.add(step)
+
+    def _compare(self, what: str, where: str, flag: bool) -> bool:
+        """Whether any rank has set `flag`; raise where one does something else, or strays from somewhere else."""
+        self._longest_s = max(self._longest_s, time.monotonic() - self._compared_s)
+        digest = int.from_bytes(hashlib.blake2b(repr((what, where)).encode(), digest_size=7).digest(), "big")
+        numbers = torch.tensor([digest, -digest, int(flag)], device=self._device)
+        for group in self._groups:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+        largest, smallest, any_flag = numbers.tolist()
+        self._compared_s = time.monotonic()
+        if largest != -smallest:
+            said: list[Any] = [(dist.get_rank(), f"{what} {where}".strip())]
+            for group in self._groups:
+                parts: list[Any] = [None] * group.size()
+                dist.all_gather_object(parts, said, group=group)
+                said = [each for part in parts for each in part]
+            self._last, self._passed = None, set()
+            raise StrategyError(_told([f"rank {rank} {each}" for rank, each in sorted(said)]))
+        return bool(any_flag)
+
+    def any_of(self, flags: Sequence[int]) -> list[int]:
+        """For each place, whether any rank's flag is set."""
+        values = torch.tensor(list(flags), dtype=torch.uint8, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+        return values.tolist()
+
+
+def _told(said: Sequence[str]) -> str:
+    different = list(dict.fromkeys(said))[:8]
+    return (
+        f"processes take different ways through the model: {'; '.join(different)}. Where parameters are sharded (fsdp, "
+        "zero2) all processes must run the same modules in the same order and leave the same parameters without a "
+        "gradient: draw what a branch depends on alike on all (one seed, or rank 0's value), or use ddp or zero1 with "
+        "find_unused_parameters=True"
+    )
