@@ -78,9 +78,10 @@ def auto_accelerate(
     Raises:
         ArgumentError, StrategyError, CapabilityError: on every rank, for whatever does not hold.
     """
-    from atorch.auto.session import Options, run
+    from atorch.auto.arguments import call_of_auto_accelerate
+    from atorch.auto.session import run
 
-    job = {
+    given = {
         "model": model,
         "optim_func": optim_func,
         "dataset": dataset,
@@ -91,18 +92,15 @@ def auto_accelerate(
         "optim_param_func": optim_param_func,
         "dataloader_args": dataloader_args,
         "distributed_sampler_cls": distributed_sampler_cls,
+        "excluded": excluded,
+        "included": included,
+        "load_strategy": load_strategy,
         "lr_scheduler_cls": lr_scheduler_cls,
         "lr_scheduler_args": lr_scheduler_args,
+        "finetune_strategy": finetune_strategy,
+        "save_strategy_to_file": save_strategy_to_file,
     }
-    return run(
-        job,
-        Options.of(kargs),
-        load_strategy=load_strategy,
-        finetune=finetune_strategy,
-        excluded=excluded,
-        included=included,
-        target=save_strategy_to_file,
-    )
+    return run(call_of_auto_accelerate(given, kargs))
 
 
 @overload
@@ -161,8 +159,7 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         from atorch.auto.offline import plan_elsewhere
 
         return plan_elsewhere(model, given, cluster, kargs)
-    from atorch.auto.session import Options, positioned, searched, split
+    from atorch.auto.arguments import call_of_plan
+    from atorch.auto.session import searched
 
-    job, options = split(kargs | positioned(given, ("optim_func", "dataset", "loss_func"), kargs))
-    excluded, included = job.pop("excluded", None), job.pop("included", None)
-    return searched({"model": model, **job}, Options.of(options), excluded, included)
+    return searched(call_of_plan(model, given, kargs))

@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from atorch.auto.checks import check_job
 from atorch.auto.context import Context, LossFunc, ParamGroups
 from atorch.cluster import ClusterSpec
 from atorch.distributed.world import World
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, shown
 from atorch.runtime.loader import make_loader, to_device
 
 InputFormat = Literal["unpack_sequence", "unpack_dict"]
 
+_OF_OPTIMIZERS = ("step", "zero_grad", "param_groups", "state_dict")
 _CALLS: Mapping[str | None, Callable[[nn.Module, Any], Any]] = {
     None: lambda model, batch: model(batch),
     "unpack_sequence": lambda model, batch: model(*batch),
@@ -49,24 +51,11 @@ def make_context(
     Raises:
         ArgumentError: an argument that does not hold.
     """
-    _check_model(model, optim_func)
-    _check_callables(
-        optim_func=optim_func,
-        loss_func=loss_func,
-        prepare_input=prepare_input,
-        optim_param_func=optim_param_func,
-        distributed_sampler_cls=distributed_sampler_cls,
-        lr_scheduler_cls=lr_scheduler_cls,
-    )
-    optim_args = _mapping("optim_args", optim_args)
-    loader_args = _mapping("dataloader_args", dataloader_args)
-    scheduler_args = _mapping("lr_scheduler_args", lr_scheduler_args)
-    if model_input_format not in list(_CALLS):  # by equality: what was given need not be hashable
-        raise ArgumentError(
-            f"model_input_format is {model_input_format!r}; it is None, 'unpack_sequence' or 'unpack_dict'"
-        )
-    if lr_scheduler_cls is not None and optim_func is None:
-        raise ArgumentError("lr_scheduler_cls needs an optimizer; give optim_func too")
+    check_job(
+        model, optim_func, dataset, loss_func, prepare_input, model_input_format, optim_args, optim_param_func,
+        dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args,
+    )  # fmt: skip
+    optim_args, loader_args, scheduler_args = map(_copied, (optim_args, dataloader_args, lr_scheduler_args))
 
     def loader(rank: int, size: int) -> DataLoader[Any]:
         assert dataset is not None
@@ -96,11 +85,19 @@ def make_context(
     )
 
 
+def _copied(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    return dict(given or {})
+
+
 def _optimizer(optim_func: Callable[..., Any], optim_args: Mapping[str, Any]) -> Callable[[ParamGroups], Any]:
     def make(groups: ParamGroups) -> Any:
         made = optim_func(groups, **optim_args)
-        if not hasattr(made, "step"):
-            raise ArgumentError(f"optim_func returned {made!r}; it returns an optimizer of the parameters it is given")
+        lacks = [name for name in _OF_OPTIMIZERS if not hasattr(made, name)]
+        if lacks:
+            raise ArgumentError(
+                f"optim_func returned {shown(made)}, which has no {', '.join(lacks)}; it returns an optimizer of the "
+                "parameters it is given: an instance of a subclass of torch.optim.Optimizer"
+            )
         return made
 
     return make
@@ -122,37 +119,6 @@ def scalar_loss(loss_func: LossFunc) -> LossFunc:
         return loss
 
     return checked
-
-
-def _check_model(model: object, optim_func: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is {type(model).__name__}; auto_accelerate takes a torch.nn.Module")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ArgumentError(f"model is wrapped in {type(model).__name__} already; give the plain module")
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise ArgumentError(
-            f"{type(model).__name__} has lazy modules without parameters yet; run one batch through it before"
-        )
-    if hasattr(model, "_atorch"):
-        raise ArgumentError("this model was accelerated before; give a fresh one, a strategy changes modules in place")
-    if optim_func is not None and not any(p.requires_grad for p in model.parameters()):
-        count = sum(1 for _ in model.parameters())
-        raise ArgumentError(
-            f"{type(model).__name__} has no trainable parameter ({count} in all); "
-            "set requires_grad on some, or leave optim_func out"
-        )
-
-
-def _check_callables(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise ArgumentError(f"{name} is {value!r}, which cannot be called")
-
-
-def _mapping(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
-        raise ArgumentError(f"{name} is {given!r}; give a dict of keyword arguments")
-    return dict(given or {})
 
 
 def _param_groups(func: Callable[[nn.Module], ParamGroups] | None) -> Callable[[tuple[nn.Module, ...]], ParamGroups]:

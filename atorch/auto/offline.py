@@ -15,15 +15,15 @@ import psutil
 import torch
 from torch import nn
 
+from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.planner.estimate import RESERVE
-from atorch.auto.session import positioned
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.distributed.world import World
-from atorch.errors import ArgumentError, near_miss, shown
+from atorch.errors import ArgumentError, shown
 from atorch.logs import logger
 from atorch.profiler.tensors import tensor_bytes
 from atorch.profiler.trace import trace
@@ -59,7 +59,7 @@ def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Map
     options = {name: wanted.pop(name) for name in _OPTIONS if name in wanted}
     for name in wanted:
         if name not in _JOB:
-            known = near_miss(name, (*_OPTIONS, *_JOB, "sample_batch"))
+            known = meant(name, (*_OPTIONS, *_JOB, "sample_batch"))
             raise ArgumentError(f"plan for a cluster has no argument {name!r}; {known}")
     spec = cluster_of(cluster)
     return plan_for(subject_of(model, sample_batch, spec, **wanted), spec, **options)

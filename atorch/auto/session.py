@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from atorch.auto.arguments import Call, Options
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import batch_place, complete, fills_meta, idle_axes
@@ -19,74 +17,32 @@ from atorch.auto.provenance import fingerprint, provenance, versions
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
-from atorch.distributed.collectives import agree, from_rank_zero, synchronise, together
-from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
+from atorch.distributed.collectives import agree, agreed, from_rank_zero, synchronise, together
+from atorch.distributed.description import Facts, described
+from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.calibration import Calibration, Source
+    from atorch.auto.planner.calibration import Calibration
     from atorch.auto.planner.plan import Plan
 
 MAX_KEPT = 50  # rejected compositions in a strategy's report
-FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "objective", "reserve", "verify")  # arguments of `plan`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The keywords of `auto_accelerate` and `plan` beyond their signature."""
-
-    ignore_dryrun_on_load_strategy: bool = True
-    verbose: bool = False
-    time_limit: float | None = None  # seconds for the search
-    calibration: Source = True  # where the search keeps and finds what was measured on this machine
-    find_unused_parameters: bool = False
-    sampler_seed: int = 0
-    sample_batch: Any = None  # what `prepare_input` takes, for methods that watch the model where there is no dataset
-
-    @classmethod
-    def of(cls, keywords: Mapping[str, Any]) -> Options:
-        """The options from keywords; raises ArgumentError for one that does not exist or does not hold."""
-        known = [each.name for each in fields(cls)]
-        for name in keywords:
-            if name not in known:
-                raise ArgumentError(f"auto_accelerate has no argument {name!r}; {near_miss(name, known)}")
-        options = cls(**keywords)
-        limit = options.time_limit
-        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
-            raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
-        source = options.calibration
-        if not isinstance(source, (bool, str, os.PathLike)) or (not isinstance(source, bool) and Path(source).is_dir()):
-            raise ArgumentError(
-                f"calibration is {source!r}; it is True for this machine's file in your cache directory, False for "
-                "none, or the path of a file"
-            )
-        return options
-
-
-def run(
-    job: Mapping[str, Any],
-    options: Options,
-    *,
-    load_strategy: Any,
-    finetune: bool,
-    excluded: Sequence[str] | None,
-    included: Sequence[str] | None,
-    target: str | os.PathLike[str] | None,
-) -> tuple[bool, AccelerateResult | None, Strategy | None]:
-    """What `auto_accelerate` does with the arguments of `make_context` in `job` and its own."""
-    searches = load_strategy is None or finetune
+def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
+    """What `auto_accelerate` does with its arguments."""
+    options, target = call.options, call.target
     with speaking(options.verbose and worlds.init().rank == 0):
-        ctx = _context(job, options, searches)
-        together(lambda: _check_target(target) if target is not None and ctx.world.rank == 0 else None)
-        given = None if load_strategy is None else _loaded(load_strategy, ctx)
-        together(lambda: _check_real(ctx.root, None if searches else given))
-        if not searches and (excluded or included or options.time_limit is not None):
+        ctx = _context(call)
+        given = None if call.strategy is None else _loaded(call.strategy, ctx)
+        together(lambda: _check_real(ctx.root, None if call.searches else given))
+        if not call.searches and (call.excluded or call.included or options.time_limit is not None):
             logger.warning(
                 "excluded, included and time_limit are the search's; the load_strategy is applied as it is "
                 "(finetune_strategy=True searches the knobs that it leaves unset)"
             )
         try:
-            strategy = _chosen(ctx, given, options, finetune, excluded, included)
+            strategy = _chosen(ctx, given, options, call.finetune, call.excluded, call.included)
         except NoFeasiblePlanError as error:
             if ctx.world.rank == 0:
                 from atorch.report.text import show_rejections
@@ -101,50 +57,19 @@ def run(
         return True, result, strategy
 
 
-def searched(
-    job: Mapping[str, Any], options: Options, excluded: Sequence[str] | None, included: Sequence[str] | None
-) -> Plan:
+def searched(call: Call) -> Plan:
     """What `plan` does."""
     from atorch.auto.planner import search
 
-    ctx = _context(job, options, searches=True)
+    ctx = _context(call)
     return search(
         ctx,
-        excluded=excluded,
-        included=included,
-        time_limit=options.time_limit,
-        verbose=options.verbose,
-        calibration=_calibration(options, ctx),
+        excluded=call.excluded,
+        included=call.included,
+        time_limit=call.options.time_limit,
+        verbose=call.options.verbose,
+        calibration=_calibration(call.options, ctx),
     )
-
-
-def split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of `plan`, those that describe the job apart from the options; raises ArgumentError for others."""
-    own = {each.name for each in fields(Options)}
-    job = {name: value for name, value in keywords.items() if name not in own}
-    known = {*inspect.signature(make_context).parameters, "excluded", "included"} - {"world", "cluster"} - own
-    for name in job:
-        if name in FOR_A_CLUSTER:
-            raise ArgumentError(
-                f"{name} is for a plan for a cluster; give one, as in plan(model, sample_batch, "
-                f"cluster='8xH100-80GB', {name}=…)"
-            )
-        if name not in known:
-            raise ArgumentError(f"plan has no argument {name!r}; {near_miss(name, known | own)}")
-    return job, {name: value for name, value in keywords.items() if name in own}
-
-
-def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Positional arguments of `plan` under their names; raises ArgumentError for one too many, or given twice."""
-    if len(given) > len(names):
-        raise ArgumentError(
-            f"plan was given {1 + len(given)} arguments by position; these are model, {', '.join(names)}"
-        )
-    placed = dict(zip(names, given, strict=False))
-    for name in placed:
-        if name in keywords:
-            raise ArgumentError(f"plan was given {name} twice, by position and by name; leave one out")
-    return placed
 
 
 def accelerate(ctx: Context, strategy: Strategy) -> tuple[AccelerateResult, Strategy]:
@@ -156,7 +81,18 @@ def accelerate(ctx: Context, strategy: Strategy) -> tuple[AccelerateResult, Stra
         synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
     applied = strategy.apply(with_sample(ctx, strategy))
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
+    if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
+        agreed("optim_func", dict, lambda: result.optim, _settings)
     return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
+
+
+def _settings(optim: Any) -> dict[str, Facts]:
+    """What the optimizer is and how its groups are set, which code may have drawn from elsewhere than the arguments."""
+    facts = dict(described("the optimizer", type(optim)))
+    for index, group in enumerate(getattr(optim, "param_groups", ())):
+        own = {name: value for name, value in group.items() if name != "params"}
+        facts.update(described(f"the optimizer's group {index}", own))
+    return {"optimizer": facts}
 
 
 def with_sample(ctx: Context, strategy: Strategy) -> Context:
@@ -180,22 +116,19 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     return replace(ctx, sample_batch=from_rank_zero(together(first)))
 
 
-def _context(job: Mapping[str, Any], options: Options, searches: bool) -> Context:
-    world = worlds.init()
-    cluster = ClusterSpec.detect(world, measure=searches)
+def _context(call: Call) -> Context:
+    world, options = worlds.init(), call.options
+    cluster = ClusterSpec.detect(world, measure=call.searches)
     made = together(
         lambda: make_context(
-            **job,
+            **call.job,
             world=world,
             cluster=cluster,
             find_unused_parameters=options.find_unused_parameters,
             sampler_seed=options.sampler_seed,
         )
     )
-    made = replace(made, sample_batch=options.sample_batch)
-    if searches or not options.ignore_dryrun_on_load_strategy:
-        together(lambda: _need_for_steps(made))
-    return made
+    return replace(made, sample_batch=options.sample_batch)
 
 
 def _calibration(options: Options, ctx: Context) -> Calibration | None:
@@ -204,31 +137,12 @@ def _calibration(options: Options, ctx: Context) -> Calibration | None:
     return Calibration.of(options.calibration, ctx.cluster, versions())
 
 
-def _check_target(path: str | os.PathLike[str]) -> None:
-    """That a strategy could be saved there: known now, not after a search."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"save_strategy_to_file is {path!r}; it is the path of a file")
-    folder = Path(path).absolute().parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
-        raise ArgumentError(f"save_strategy_to_file is {str(path)!r}, where no file can be written; give another path")
-
-
 def _check_real(model: nn.Module, given: Strategy | None) -> None:
     """That the model has values, or the strategy gives it some."""
     if any(parameter.is_meta for parameter in model.parameters()) and (given is None or not fills_meta(given)):
         raise ArgumentError(
             f"{type(model).__name__} has parameters on the meta device, without values; atorch.plan() plans for it, "
             "and fsdp in a load_strategy fills it by reset_parameters; else give it on a real device"
-        )
-
-
-def _need_for_steps(ctx: Context) -> None:
-    needed = {"optim_func": ctx.make_optimizer, "dataset": ctx.make_loader, "loss_func": ctx.loss_func}
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
-        raise ArgumentError(
-            f"the fully automatic mode and dry runs take real steps, so they need {' and '.join(missing)}; "
-            "give it, or give a load_strategy alone"
         )
 
 

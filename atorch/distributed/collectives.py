@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from atorch import errors
+from atorch.distributed.description import Fact, Facts, digest
 from atorch.errors import ArgumentError, AtorchError, shown
 
 T = TypeVar("T")
+MAX_DIFFERENCES = 3  # that an error names
 
 
 def several() -> bool:
@@ -84,6 +87,100 @@ def together(work: Callable[[], T]) -> T:
             kind, message = failure
             raise getattr(errors, kind)(f"rank {rank} failed: {message}")
     return result
+
+
+def agreed(
+    call: str,
+    given: Callable[[], Mapping[str, Facts]],
+    work: Callable[[], T],
+    found: Callable[[T], Mapping[str, Facts]] = lambda made: {},
+) -> T:
+    """What `work` returns, where all processes make the same `call` and it raised on none; else an error on all.
+
+    The one exchange that a call begins with, whatever each process was given: nobody waits for a process that has
+    turned elsewhere. A process that never comes is an error when the group's time-out passes.
+
+    Args:
+        call: the name of the call, which the others must be making too.
+        given: what must be equal, by argument.
+        work: what this process does alone: reading and checking its arguments.
+        found: more that must be equal, of what `work` returned.
+
+    Raises:
+        ArgumentError: the calls or the arguments differ; the places and all values are named.
+        AtorchError: `work` raised; of the kind that it raised on the first such rank.
+    """
+    error: Exception | None = None
+    made: list[T] = []
+    facts: dict[str, Facts] = {}
+    try:
+        made.append(work())
+        facts.update(found(made[0]))
+    except Exception as raised:  # also what users' code raises: no rank may be left waiting
+        error = raised
+    try:
+        facts = {**given(), **facts}
+    except Exception as raised:
+        error = error or raised
+    failure = None if error is None else (_kind(error), _told(error))
+    said = _answers((call, failure, {name: digest(each) for name, each in facts.items()}), call)
+    differing = _differing([digests for _, _, digests in said])
+    told = ""
+    if any(other != call for other, _, _ in said):
+        told = _told_apart("the call", [Fact(other) for other, _, _ in said])
+    elif differing:
+        own = {place: fact for name in differing for place, fact in facts.get(name, {}).items()}
+        told = differences(_answers(own, call))
+    failed = [(rank, *failure) for rank, (_, failure, _) in enumerate(said) if failure is not None]
+    if failed and (told or error is None):
+        rank, kind, message = failed[0]
+        raise getattr(errors, kind)(f"rank {rank} failed: {message}{told and f'. Processes differ: {told}'}") from error
+    if error is not None:
+        raise error
+    if told:
+        raise ArgumentError(f"{call} was called differently by the processes: {told}. Give all of them the same")
+    return made[0]
+
+
+def differences(facts: Sequence[Facts]) -> str:
+    """Where the ranks' facts differ, and what each rank has there; the first MAX_DIFFERENCES places."""
+    places = dict.fromkeys(place for each in facts for place in each)
+    told = [
+        _told_apart(place, [each.get(place, Fact("not given")) for each in facts])
+        for place in places
+        if len({each.get(place) for each in facts}) > 1
+    ]
+    more = len(told) - MAX_DIFFERENCES
+    return "; ".join(told[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _told_apart(place: str, facts: Sequence[Fact]) -> str:
+    """`place is 0.1 on rank 0 and 0.2 on ranks 1, 2`."""
+    ranks: dict[Fact, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        ranks.setdefault(fact, []).append(rank)
+    told = [f"{fact} on rank{'s' * (len(on) > 1)} {_listed(on)}" for fact, on in ranks.items()]
+    return f"{place} is {' and '.join(told)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def _differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
+    """The names under which not all ranks have the same; what a rank could not describe is not compared."""
+    return [name for name in digests[0] if len({each.get(name, "") for each in digests} - {""}) > 1]
+
+
+def _answers(value: T, call: str) -> list[T]:
+    """Every rank's `value`; one that does not answer is an error, not torch's."""
+    try:
+        return gather_objects(value)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ArgumentError(
+            f"{call} got no answer from the other processes, which all have to call it: one has ended, or does "
+            f"something else ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def agree(value: Any, what: str, error: type[AtorchError]) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from atorch.auto import auto_accelerate
+from atorch.auto.arguments import Options
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS
-from atorch.auto.session import Options
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.runtime.fsdp1_arguments import ROWS
 from tests.house.source import ROOT, dotted

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from atorch.distributed.collectives import agreed
+from atorch.distributed.description import described
+from atorch.distributed.world import init
 from atorch.patrickstar.building import built
 from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
@@ -33,11 +36,15 @@ def initialize_engine(
     Raises:
         ArgumentError: the configuration does not hold, or `model_func` is or returns a model that was made before.
     """
-    read = EngineConfig.of(config)
-    if client is None:
-        client = PatrickStarClient(local_rank, read.chunk_size, read.client)
-        model = built(model_func)
-    else:
-        model = model_func if isinstance(model_func, nn.Module) else built(model_func)
-    engine = PatrickStarEngine(model, client, read)
+    init()
+
+    def made() -> tuple[nn.Module, PatrickStarClient, EngineConfig]:
+        read = EngineConfig.of(config)
+        if client is None:
+            own = PatrickStarClient(local_rank, read.chunk_size, read.client)
+            return built(model_func), own, read
+        return model_func if isinstance(model_func, nn.Module) else built(model_func), client, read
+
+    given = {"model_func": described("model_func", model_func), "client": described("client", client)}
+    engine = PatrickStarEngine(*agreed("initialize_engine", lambda: given, made))
     return engine, engine.optimizer

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import gather_objects, synchronise, together
+from atorch.distributed.collectives import agreed, gather_objects, synchronise, together
+from atorch.distributed.description import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
 from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
@@ -40,6 +41,13 @@ MOMENT_BYTES = 8.0  # of Adam's moments, for a parameter
 BYTES_TRAINED = 16  # a parameter: 2 for itself, 2 for its gradient, 4 for its master, and its moments
 
 
+def _shared_settings(config: EngineConfig) -> Mapping[str, Facts]:
+    """What must be equal on all processes; what each may use of its own machine need not be."""
+    shared = config.model_dump()
+    shared["client"].pop("mem_tracer", None)
+    return {"config": described("config", shared)}
+
+
 class PatrickStarEngine(Wrapper):
     """A model in chunks; its names and state dicts are the model's own.
 
@@ -53,7 +61,10 @@ class PatrickStarEngine(Wrapper):
         self, model: nn.Module, client: PatrickStarClient, config: Mapping[str, Any] | EngineConfig | None = None
     ) -> None:
         super().__init__()
-        self.module, self.client, self.config = model, client, EngineConfig.of(config)
+        self.module, self.client = model, client
+        self.config = agreed(
+            "PatrickStarEngine", lambda: described_model(model), lambda: EngineConfig.of(config), _shared_settings
+        )
         adam = self.config.optimizer.params
         self.optimizer = FP16Adam(
             model.parameters(),

@@ -1,0 +1,236 @@
+"""What a front door was given, read and checked on each process, and described so that processes can compare it.
+
+Equal on all processes must be: the model's class, modes, parameters and buffers; the dataset's class and length; the
+strategy's methods, wherever each process reads them from; and every other argument by kind and value, as
+`distributed/description.py` says. A process's own may be: `verbose`, the paths in `save_strategy_to_file` and
+`calibration`, of which rank 0's count, the sizes in `sample_batch`, what partials in `prepare_input`,
+`distributed_sampler_cls` and `dataloader_args` were given, and the values of weights, which become rank 0's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atorch.auto.checks import check_job
+from atorch.auto.strategy import Strategy
+from atorch.distributed import world as worlds
+from atorch.distributed.collectives import agreed
+from atorch.distributed.description import Fact, Facts, described, described_dataset, described_model, structure
+from atorch.errors import ArgumentError, near_miss
+
+if TYPE_CHECKING:
+    from atorch.auto.planner.calibration import Source
+
+_ABOUT_STRATEGIES = ("excluded", "included", "load_strategy", "finetune_strategy", "save_strategy_to_file")
+FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "objective", "reserve", "verify")  # arguments of `plan`
+INSTEAD: Mapping[str, str] = {
+    r"lr|learning_rate|weight_decay|betas|eps|momentum": "it to the optimizer, as optim_args={'lr': 1e-3}",
+    r"optim|optimizer|optim(izer)?_(cls|class|fn|type)": "optim_func, such as torch.optim.AdamW, and its optim_args",
+    r"optim(izer)?_(kwargs|params|config)|optimizer_args": "optim_args, as {'lr': 1e-3}",
+    r"(train_?)?(data_?)?loader|train_data(set)?|data|trainset": "dataset, and dataloader_args={'batch_size': 32}",
+    r"batch_size|num_workers|shuffle|collate_fn|drop_last|pin_memory|(data)?loader_(args|kwargs)|dataloader_kwargs": (
+        "dataloader_args, as {'batch_size': 32}, in which batch_size is that of all processes together"
+    ),
+    r"loss|loss_fn|criterion|loss_function": "loss_func, a function (input, output) -> loss",
+    r"(lr_?)?scheduler(_cls|_class|_fn)?": "lr_scheduler_cls, such as torch.optim.lr_scheduler.StepLR",
+    r"(lr_?)?scheduler_(args|kwargs|params)|lr_scheduler_kwargs": "lr_scheduler_args, as {'step_size': 10}",
+    r"strategy|strategies|methods": "load_strategy",
+    r"save_path|save_strategy(_path)?|strategy_file": "save_strategy_to_file",
+    r"exclude|excludes": "excluded",
+    r"include|includes": "included",
+    r"input_format|unpack": "model_input_format",
+}
+"""What to give in place of arguments that there are not, by how these are often called."""
+
+OPTIONAL = ("optim_args", "dataloader_args", "lr_scheduler_args", "excluded", "included")
+"""Arguments of which None means none."""
+CALLED_BY_RANK = ("prepare_input", "distributed_sampler_cls", "dataloader_args")
+"""Arguments in which a partial may hold what is this process's own."""
+OWN = ("model", "dataset", "load_strategy", "sample_batch", "save_strategy_to_file", "calibration", "verbose")
+"""Arguments that are described in a way of their own, or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keywords of `auto_accelerate` and `plan` beyond their signature."""
+
+    ignore_dryrun_on_load_strategy: bool = True
+    verbose: bool = False
+    time_limit: float | None = None  # seconds for the search
+    calibration: Source = True  # where the search keeps and finds what was measured on this machine
+    find_unused_parameters: bool = False
+    sampler_seed: int = 0
+    sample_batch: Any = None  # what `prepare_input` takes, for methods that watch the model where there is no dataset
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
+        """The options from keywords; raises ArgumentError for one that does not exist or does not hold.
+
+        others: arguments of the door beside these, which may have been meant.
+        """
+        known = [each.name for each in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, (*known, *others))}")
+        options = cls(**keywords)
+        limit = options.time_limit
+        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+            raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
+        source = options.calibration
+        if not isinstance(source, (bool, str, os.PathLike)) or (not isinstance(source, bool) and Path(source).is_dir()):
+            raise ArgumentError(
+                f"calibration is {source!r}; it is True for this machine's file in your cache directory, False for "
+                "none, or the path of a file"
+            )
+        return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of a front door, read and checked, as all processes have them."""
+
+    job: Mapping[str, Any]  # of `make_context`
+    options: Options
+    strategy: Strategy | None = None  # as it was given
+    finetune: bool = False
+    excluded: Any = None
+    included: Any = None
+    target: str | os.PathLike[str] | None = None
+
+    @property
+    def searches(self) -> bool:
+        """Whether a strategy is searched for, in whole or in part."""
+        return self.strategy is None or self.finetune
+
+
+def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Call:
+    """The call of `auto_accelerate` that all processes make: its arguments, and keywords beyond the signature.
+
+    Raises:
+        AtorchError: on every process, where an argument does not hold on one, or they differ.
+    """
+    job = {name: value for name, value in given.items() if name not in _ABOUT_STRATEGIES}
+
+    def read() -> Call:
+        options = Options.of(keywords, list(given))
+        check_job(**job)
+        source, target = given["load_strategy"], given["save_strategy_to_file"]
+        call = Call(
+            job=job,
+            options=options,
+            strategy=None if source is None else Strategy.of(source),
+            finetune=given["finetune_strategy"],
+            excluded=given["excluded"],
+            included=given["included"],
+            target=target,
+        )
+        if call.searches or not options.ignore_dryrun_on_load_strategy:
+            _need_for_steps(job)
+        if target is not None and worlds.init().rank == 0:
+            _check_target(target)
+        return call
+
+    worlds.init()
+    return agreed("auto_accelerate", lambda: _given({**given, **keywords}), read, _found)
+
+
+def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
+    """The call of `plan` for its own devices that all processes make.
+
+    Raises:
+        AtorchError: on every process, where an argument does not hold on one, or they differ.
+    """
+    names = ("optim_func", "dataset", "loss_func")
+
+    def read() -> Call:
+        wanted, options = _split({**keywords, **positioned(given, names, keywords)})
+        excluded, included = wanted.pop("excluded", None), wanted.pop("included", None)
+        job = {"model": model, **wanted}
+        call = Call(job=job, options=Options.of(options), excluded=excluded, included=included)
+        check_job(**job)
+        _need_for_steps(job)
+        return call
+
+    worlds.init()
+    arguments = {"model": model, **keywords, **dict(zip(names, given, strict=False))}
+    return agreed("plan", lambda: _given(arguments), read, _found)
+
+
+def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Positional arguments of `plan` under their names; raises ArgumentError for one too many, or given twice."""
+    if len(given) > len(names):
+        raise ArgumentError(
+            f"plan was given {1 + len(given)} arguments by position; these are model, {', '.join(names)}"
+        )
+    placed = dict(zip(names, given, strict=False))
+    for name in placed:
+        if name in keywords:
+            raise ArgumentError(f"plan was given {name} twice, by position and by name; leave one out")
+    return placed
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """The end of an error about an argument that there is not: what to give instead."""
+    for wrong, instead in INSTEAD.items():
+        if re.fullmatch(wrong, name.lower()):
+            return f"give {instead}"
+    return near_miss(name, known)
+
+
+def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of `plan`, those that describe the job apart from the options; raises ArgumentError for others."""
+    own = {each.name for each in fields(Options)}
+    job = {name: value for name, value in keywords.items() if name not in own}
+    known = {*inspect.signature(check_job).parameters, "excluded", "included"}
+    for name in job:
+        if name in FOR_A_CLUSTER:
+            raise ArgumentError(
+                f"{name} is for a plan for a cluster; give one, as in plan(model, sample_batch, "
+                f"cluster='8xH100-80GB', {name}=…)"
+            )
+        if name not in known:
+            raise ArgumentError(f"plan has no argument {name!r}; {meant(name, known | own)}")
+    return job, {name: value for name, value in keywords.items() if name in own}
+
+
+def _given(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
+    """What must be equal of the arguments before they are read."""
+    plain: dict[str, Fact] = {}
+    for name, value in arguments.items():
+        if name not in OWN:
+            value = () if value is None and name in OPTIONAL else value
+            plain.update(described(name, value, bound=name not in CALLED_BY_RANK))
+    saves = arguments.get("save_strategy_to_file")
+    plain["save_strategy_to_file"] = Fact("not given" if saves is None else "given")
+    plain.update(structure("sample_batch", arguments.get("sample_batch")))
+    return {"arguments": plain, "dataset": described_dataset(arguments.get("dataset"))}
+
+
+def _found(call: Call) -> Mapping[str, Facts]:
+    """What must be equal of what was read."""
+    strategy = Fact("None" if call.strategy is None else f"[{call.strategy}]")
+    return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job["model"])}
+
+
+def _check_target(path: str | os.PathLike[str]) -> None:
+    """That a strategy could be saved there: known now, not after a search."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"save_strategy_to_file is {path!r}; it is the path of a file")
+    folder = Path(path).absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
+        raise ArgumentError(f"save_strategy_to_file is {str(path)!r}, where no file can be written; give another path")
+
+
+def _need_for_steps(job: Mapping[str, Any]) -> None:
+    missing = [name for name in ("optim_func", "dataset", "loss_func") if job.get(name) is None]
+    if missing:
+        raise ArgumentError(
+            f"the fully automatic mode and dry runs take real steps, so they need {' and '.join(missing)}; "
+            "give it, or give a load_strategy alone"
+        )

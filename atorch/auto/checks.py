@@ -1,0 +1,195 @@
+"""The arguments that describe a job, checked before anything is planned, moved or built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from atorch.errors import ArgumentError, shown
+
+SYMMETRIC = (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss)
+"""torch's losses that are the same whichever of the two comes first."""
+
+
+def check_job(
+    model: nn.Module,
+    optim_func: Callable[..., Any] | None = None,
+    dataset: Dataset[Any] | None = None,
+    loss_func: Callable[..., Any] | None = None,
+    prepare_input: Callable[..., Any] | None = None,
+    model_input_format: str | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+    optim_param_func: Callable[..., Any] | None = None,
+    dataloader_args: Mapping[str, Any] | None = None,
+    distributed_sampler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_args: Mapping[str, Any] | None = None,
+) -> None:
+    """That the arguments hold, each for itself and beside the others; see `make_context`.
+
+    Raises:
+        ArgumentError: an argument that does not hold.
+    """
+    _check_mode()
+    _check_model(model)
+    _check_optimizer(optim_func)
+    _check_trainable(model, optim_func)
+    _check_dataset(dataset)
+    _check_loss(loss_func)
+    _check_class("lr_scheduler_cls", lr_scheduler_cls, "lr_scheduler_args", torch.optim.lr_scheduler.LRScheduler)
+    _check_class("distributed_sampler_cls", distributed_sampler_cls, None, torch.utils.data.Sampler)
+    for name, value in (("prepare_input", prepare_input), ("optim_param_func", optim_param_func)):
+        if value is not None and not callable(value):
+            raise ArgumentError(f"{name} is {shown(value)}, which cannot be called")
+    for name, given in (
+        ("optim_args", optim_args),
+        ("dataloader_args", dataloader_args),
+        ("lr_scheduler_args", lr_scheduler_args),
+    ):
+        _check_keywords(name, given)
+    if optim_args is not None and "params" in optim_args:
+        raise ArgumentError("optim_args has params; give the optimizer's parameters by optim_param_func(model)")
+    if model_input_format not in [None, "unpack_sequence", "unpack_dict"]:  # by equality: it need not be hashable
+        raise ArgumentError(
+            f"model_input_format is {shown(model_input_format)}; it is None, 'unpack_sequence' or 'unpack_dict'"
+        )
+    if lr_scheduler_cls is not None and optim_func is None:
+        raise ArgumentError("lr_scheduler_cls needs an optimizer; give optim_func too")
+
+
+def _check_mode() -> None:
+    """Modes of torch in which nothing can be trained, or would be made where nobody looks for it."""
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "this is called under torch.inference_mode(), in which nothing can be trained; call it outside"
+        )
+    default = torch.get_default_device()
+    if default.type == "meta":
+        raise ArgumentError(
+            "torch's default device is meta, on which every tensor that is made has no values; call "
+            "torch.set_default_device('cpu') first, or make the model under `with torch.device('meta')` alone"
+        )
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ArgumentError(f"model is the class {model.__name__}; give an instance, such as {model.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is {type(model).__name__}; auto_accelerate takes a torch.nn.Module")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ArgumentError(f"model is wrapped in {type(model).__name__} already; give the plain module")
+    for name, module in _modules(model, ""):
+        if type(module).__hash__ is None:
+            raise ArgumentError(
+                f"{type(module).__name__} ({name or 'the model'}) defines __eq__ and no __hash__, by which torch finds "
+                "a model's modules and parameters; add `__hash__ = torch.nn.Module.__hash__` to the class"
+            )
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if any(nn.parameter.is_lazy(tensor) for _, tensor in tensors):
+        raise ArgumentError(
+            f"{type(model).__name__} has lazy modules without parameters yet; run one batch through it before"
+        )
+    for name, tensor in tensors:
+        if tensor.is_inference():
+            raise ArgumentError(
+                f"{name} of {type(model).__name__} was made under torch.inference_mode() and cannot be trained; "
+                "make the model outside of it"
+            )
+    if hasattr(model, "_atorch"):
+        raise ArgumentError("this model was accelerated before; give a fresh one, a strategy changes modules in place")
+
+
+def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all inside it, as `named_modules` gives them, which needs their hashes."""
+    yield name, module
+    for own, child in module._modules.items():
+        if child is not None:
+            yield from _modules(child, f"{name}.{own}" if name else own)
+
+
+def _check_trainable(model: nn.Module, optim_func: object) -> None:
+    if optim_func is not None and not any(p.requires_grad for p in model.parameters()):
+        count = sum(1 for _ in model.parameters())
+        raise ArgumentError(
+            f"{type(model).__name__} has no trainable parameter ({count} in all); "
+            "set requires_grad on some, or leave optim_func out"
+        )
+
+
+def _check_optimizer(optim_func: object) -> None:
+    if isinstance(optim_func, torch.optim.Optimizer):
+        name = type(optim_func).__name__
+        known = {key: value for key, value in optim_func.defaults.items() if key in ("lr", "momentum", "weight_decay")}
+        raise ArgumentError(
+            f"optim_func is an optimizer that was made already, of parameters which a strategy may replace; give "
+            f"its class and its arguments: optim_func=torch.optim.{name}, optim_args={known!r}"
+            if type(optim_func).__module__.startswith("torch.optim")
+            else f"optim_func is a {name} that was made already, of parameters which a strategy may replace; give its "
+            f"class, optim_func={name}, and its arguments as optim_args={known!r}"
+        )
+    if isinstance(optim_func, str):
+        found = next((name for name in dir(torch.optim) if name.lower() == optim_func.lower()), "AdamW")
+        raise ArgumentError(f"optim_func is {optim_func!r}; give the class itself, torch.optim.{found}")
+    if optim_func is not None and not callable(optim_func):
+        raise ArgumentError(
+            f"optim_func is {shown(optim_func)}, which cannot be called; give torch.optim.AdamW or such"
+        )
+
+
+def _check_dataset(dataset: object) -> None:
+    if isinstance(dataset, DataLoader):
+        size = dataset.batch_size or getattr(dataset.batch_sampler, "batch_size", None)
+        raise ArgumentError(
+            "dataset is a DataLoader; give the data that it loads, dataset=loader.dataset, and its settings as "
+            f"dataloader_args={{'batch_size': {size}}}, in which batch_size is that of all processes together"
+        )
+    if isinstance(dataset, Mapping):
+        raise ArgumentError(
+            f"dataset is a {type(dataset).__name__} of {shown(list(dataset))}, no sequence of samples; give one of "
+            "its parts, such as dataset['train']"
+        )
+    if isinstance(dataset, (str, bytes, type)):
+        raise ArgumentError(f"dataset is {shown(dataset)}; give the dataset itself, a torch.utils.data.Dataset")
+    if dataset is not None and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        raise ArgumentError(
+            f"dataset is a {type(dataset).__name__}; it needs __getitem__ and __len__, or to be an IterableDataset"
+        )
+
+
+def _check_loss(loss_func: object) -> None:
+    if isinstance(loss_func, type):
+        raise ArgumentError(f"loss_func is the class {loss_func.__name__}; give a function (input, output) -> loss")
+    if isinstance(loss_func, nn.modules.loss._Loss) and not isinstance(loss_func, SYMMETRIC):
+        raise ArgumentError(
+            f"loss_func is {loss_func}, which takes (output, target), and loss_func is called with (input, output); "
+            "give `lambda batch, output: criterion(output, batch[1])`, where batch[1] is the target"
+        )
+    if loss_func is not None and not callable(loss_func):
+        raise ArgumentError(f"loss_func is {shown(loss_func)}, which cannot be called")
+
+
+def _check_class(name: str, given: object, arguments: str | None, kind: type) -> None:
+    if isinstance(given, kind):
+        rest = f" and its arguments as {arguments}" if arguments else ""
+        raise ArgumentError(
+            f"{name} is a {type(given).__name__} that was made already; give its class, {name}="
+            f"{type(given).__name__},{rest}: it is made for what the strategy makes"
+        )
+    if given is not None and not callable(given):
+        raise ArgumentError(f"{name} is {shown(given)}, which cannot be called")
+
+
+def _check_keywords(name: str, given: object) -> None:
+    if isinstance(given, DataLoader):
+        raise ArgumentError(f"{name} is a DataLoader; give a dict of its arguments, as {{'batch_size': 32}}")
+    if given is not None and not isinstance(given, Mapping):
+        raise ArgumentError(f"{name} is {shown(given)}; give a dict of keyword arguments")
+    for key in given or ():
+        if not isinstance(key, str):
+            raise ArgumentError(
+                f"{name} has the key {shown(key)}; give a dict of keyword arguments, whose keys are names"
+            )

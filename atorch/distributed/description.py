@@ -1,0 +1,236 @@
+"""What values are, in words that are equal on two processes where the values are the same.
+
+Processes cannot compare objects, only what travels. A value with a meaning of its own is described by kind and value:
+numbers, strings, dtypes, enums, tensors, and containers, dataclasses and partials item by item. Classes are described
+by qualified name, functions by that and their code. Everything else is described by its class alone: an object's repr
+may hold addresses, and its attributes may rightly be this rank's own. So may what a function has closed over, which is
+left out, and the index of a device.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import numbers
+import os
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from atorch.errors import shown
+
+
+class Fact(NamedTuple):
+    """What one thing is."""
+
+    kind: str
+    value: str = ""
+
+    def __str__(self) -> str:
+        """The value where that says the kind too, else both."""
+        return self.value if self.kind in (NUMBER, TEXT) else f"{self.kind} {self.value}".strip()
+
+
+NUMBER, TEXT = "a number", "a text"
+Facts = Mapping[str, Fact]
+"""What the parts of a value are, by where they are in it, such as `optim_args['lr']`."""
+
+MAX_ITEMS = 1000  # of a container that are looked at
+MAX_DEPTH = 8
+MAX_ELEMENTS = 1_000_000  # of a tensor whose values are looked at
+SHOWN = 4  # elements of a tensor that are named, of more a digest
+
+
+def described(name: str, value: Any, *, bound: bool = True) -> Facts:
+    """The parts of `value`, called `name`, and what each is.
+
+    bound: with what partials among them were given, which may be a rank's own.
+    """
+    return dict(_parts(name, value, 0, bound))
+
+
+def structure(name: str, value: Any) -> Facts:
+    """As `described`, by kind alone: tensors by dtype and number of dimensions."""
+    return {place: Fact(fact.kind) for place, fact in described(name, value).items()}
+
+
+def described_model(model: nn.Module) -> Mapping[str, Facts]:
+    """A model's class, its modules in their modes, its parameters and its buffers, each in order."""
+    first: dict[int, str] = {}
+    parameters, buffers = {}, {}
+    for index, (name, each) in enumerate(model.named_parameters(remove_duplicate=False)):
+        tied = first.setdefault(id(each), name)
+        trains = "trains" if each.requires_grad else "is frozen (requires_grad=False)"
+        also = "" if tied == name else f", is {tied!r}"
+        parameters[f"parameter {index} of the model"] = Fact(f"{name!r} {_shape(each)}, {trains}{also}")
+    for index, (name, buffer) in enumerate(model.named_buffers(remove_duplicate=False)):
+        buffers[f"buffer {index} of the model"] = Fact(f"{name!r} {_shape(buffer)}")
+    modules = {
+        f"module {name!r} of the model" if name else "the model": Fact(
+            f"a {_qualified(type(module))} in {'training' if module.training else 'eval'} mode"
+        )
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+    return {"modules": modules, "parameters": parameters, "buffers": buffers}
+
+
+def described_dataset(dataset: Any) -> Facts:
+    """A dataset's class and length."""
+    if dataset is None:
+        return {"dataset": Fact("None")}
+    try:
+        length = f"{len(dataset)} samples"
+    except Exception:  # a stream has none, and what a user's __len__ raises is not the concern here
+        length = "no length"
+    return {"dataset": Fact(f"a {_qualified(type(dataset))} of {length}")}
+
+
+def digest(facts: Facts) -> str:
+    """A short text that is equal for equal facts, whatever their order."""
+    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:24]
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    if nn.parameter.is_lazy(tensor):
+        return "without a shape yet"
+    where = ", on the meta device" if tensor.is_meta else ""
+    return f"{tuple(tensor.shape)} {_name(tensor.dtype)}{where}"
+
+
+def _parts(name: str, value: Any, depth: int, bound: bool) -> Iterator[tuple[str, Fact]]:
+    """Every part with its place; what holds itself ends at MAX_DEPTH."""
+    inside = _items(name, value, bound) if depth < MAX_DEPTH else None
+    if inside is None:
+        yield name, _single(value)
+        return
+    for place, item in inside:
+        yield from _parts(place, item, depth + 1, bound)
+
+
+def _items(name: str, value: Any, bound: bool) -> list[tuple[str, Any]] | None:
+    """The parts of a container one level down, with their places; None where `value` is a single thing."""
+    if isinstance(value, functools.partial):
+        given = [*enumerate(value.args), *value.keywords.items()] if bound else []
+        return [(name, value.func), *((f"{name}'s argument {key!r}", item) for key, item in given)]
+    if isinstance(value, Mapping) and _is_readable(value):
+        return [(f"{name}[{_key(key)}]", value[key]) for key in list(value)[:MAX_ITEMS]]
+    if is_dataclass(value) and not isinstance(value, type):
+        known = [each.name for each in fields(value) if each.compare and hasattr(value, each.name)]
+        return [(name, type(value)), *((f"{name}.{each}", getattr(value, each)) for each in known)]
+    if isinstance(value, (list, tuple)):
+        return [(f"{name}[{index}]", item) for index, item in enumerate(value[:MAX_ITEMS])]
+    if isinstance(value, (set, frozenset)):
+        return [(f"{name}[{text}]", True) for text in sorted(map(_key, value))[:MAX_ITEMS]]
+    return None
+
+
+def _is_readable(value: Mapping[Any, Any]) -> bool:
+    """Whether reading the mapping has no effect: a defaultdict has none for its keys, a user's class might."""
+    return isinstance(value, dict) or type(value).__module__ == "types"
+
+
+def _key(key: Any) -> str:
+    return str(_single(key))
+
+
+def _single(value: Any) -> Fact:
+    """What a thing without parts is."""
+    if value is None or isinstance(value, (bool, np.bool_)):
+        return Fact(str(value))
+    if isinstance(value, enum.Enum):
+        return Fact(f"{_qualified(type(value))}.{value.name}")
+    if isinstance(value, (str, bytes, os.PathLike)):
+        return Fact(TEXT, _text(os.fspath(value)))
+    if isinstance(value, (np.number, numbers.Number)):
+        return Fact(NUMBER, _number(value))
+    if isinstance(value, torch.Tensor):
+        kind = f"a tensor of {_name(value.dtype)}, {value.dim()} dimensions"
+        return Fact(kind, _values(value))
+    if isinstance(value, np.ndarray):
+        whole = value.size <= MAX_ELEMENTS and not value.dtype.hasobject
+        told = _hash(value.tobytes()) if whole and value.size > SHOWN else repr(value.tolist()) if whole else ""
+        return Fact(f"an array of {value.dtype}, {value.ndim} dimensions", f"{value.shape} {told}")
+    if isinstance(value, torch.device):
+        return Fact(f"a {value.type} device")
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, range, slice)):
+        return Fact(repr(value))
+    return Fact(_callable(value) if callable(value) else f"a {_qualified(type(value))}")
+
+
+def _text(text: str | bytes) -> str:
+    """A text's repr, with a digest where it is too long to be shown."""
+    whole = repr(text)
+    return whole if len(whole) <= 200 else f"{shown(text, 200)} ({_hash(whole.encode())})"
+
+
+def _number(value: Any) -> str:
+    """A number's value, equal for what is equal: 1, 1.0 and numpy's."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, numbers.Integral):
+        return repr(int(value))
+    if isinstance(value, numbers.Real):
+        real = float(value)
+        return repr(int(real)) if real.is_integer() else repr(real)
+    return repr(value)
+
+
+def _values(tensor: torch.Tensor) -> str:
+    """A tensor's shape, with its values or a digest of them where these are at hand."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
+        return ""
+    if tensor.is_quantized or tensor.numel() > MAX_ELEMENTS:
+        return str(tuple(tensor.shape))
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if values.numel() <= SHOWN:
+        return f"{tuple(tensor.shape)} {values.tolist()}"
+    return f"{tuple(tensor.shape)} {_hash(values.reshape(-1).view(torch.uint8).numpy().tobytes())}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _callable(value: Any) -> str:
+    """A class by name, a function by name and code, a method by its owner's class as well, else the class."""
+    if isinstance(value, type):
+        return _qualified(value)
+    if isinstance(value, MethodType):
+        return f"{_callable(value.__func__)} of a {_qualified(type(value.__self__))}"
+    if isinstance(value, FunctionType):
+        return f"{_qualified(value)} (code {_hash(_code(value.__code__).encode())})"
+    if isinstance(value, BuiltinFunctionType):
+        return _qualified(value)
+    return f"a {_qualified(type(value))}"
+
+
+def _qualified(value: Any) -> str:
+    """Module and name; what one process started as its main program another may have been given by multiprocessing."""
+    module = getattr(value, "__module__", None) or ""
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return name if module in ("", "builtins", "__main__", "__mp_main__") else f"{module}.{name}"
+
+
+def _code(code: CodeType) -> str:
+    """What a function does, in words that do not depend on hash seeds, addresses or where it stands in its file."""
+    constants = [_constant(each) for each in code.co_consts]
+    return repr((code.co_code, code.co_names, code.co_varnames, constants))
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return _code(value)
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(_constant, value)))}}}"
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return f"({', '.join(map(_constant, value))})"
+    return repr(value)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]

@@ -1,0 +1,326 @@
+"""Processes that are called differently are told so at once, all of them; what may differ is left alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import atorch
+from atorch import auto_accelerate
+from atorch.distributed.collectives import agreed, stand_on
+from atorch.errors import ArgumentError, AtorchError
+from atorch.patrickstar.core import PatrickStarClient
+from atorch.patrickstar.runtime import PatrickStarEngine, initialize_engine
+from tests.auto.test_accelerate import PAIRS, Net, job, loss_func
+from tests.pool import Pool
+
+
+def other_loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return loss_func(batch, output) * 2
+
+
+def drawn_from_elsewhere(rank: int) -> Any:
+    """An optimizer whose learning rate is nowhere in the arguments."""
+    rate = 0.1 * (1 + rank)
+    return lambda parameters, lr: torch.optim.SGD(parameters, lr=rate)
+
+
+class Wide(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+
+class Turned(nn.Module):
+    """The parameters of `Net`, in another order."""
+
+    def __init__(self, order: tuple[str, ...] = ("weight", "bias")) -> None:
+        super().__init__()
+        values = {"weight": torch.zeros(1, 4), "bias": torch.zeros(1, 4)}
+        for name in order:
+            self.register_parameter(name, nn.Parameter(values[name]))
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor | None = None) -> torch.Tensor:
+        return (x * self.weight + self.bias).sum(1, keepdim=True)
+
+
+def frozen() -> nn.Module:
+    model = Net()
+    model.linear.bias.requires_grad_(False)
+    return model
+
+
+def given(case: str, rank: int, folder: str) -> dict[str, Any]:
+    """The arguments of a rank: those of `job`, and on rank 1 one that differs."""
+    ddp = {"load_strategy": ["ddp"]}
+    one = rank == 1
+    return {
+        "load_strategy": {"load_strategy": ["fsdp"] if one else ["ddp"]},
+        "knob": {"load_strategy": [("ddp", {"bucket_cap_mb": 5 if one else 6})]},
+        "search and load": {"load_strategy": None if one else ["ddp"]},
+        "finetune": {**ddp, "finetune_strategy": one},
+        "dry run": {**ddp, "ignore_dryrun_on_load_strategy": not one},
+        "no dataset": {**ddp, "dataset": None if one else PAIRS},
+        "no dataset, search": {"load_strategy": None, "dataset": None if one else PAIRS},
+        "dataset length": {**ddp, "dataset": PAIRS[:8] if one else PAIRS},
+        "dataset type": {**ddp, "dataset": tuple(PAIRS) if one else PAIRS},
+        "batch size": {**ddp, "dataloader_args": {"batch_size": 8 if one else 4}},
+        "learning rate": {**ddp, "optim_args": {"lr": 0.2 if one else 0.1}},
+        "optimizer": {**ddp, "optim_func": torch.optim.Adam if one else torch.optim.SGD},
+        "no optimizer": {**ddp, "optim_func": None if one else torch.optim.SGD},
+        "learning rate in a partial": {
+            **ddp,
+            "optim_args": None,
+            "optim_func": functools.partial(torch.optim.SGD, lr=0.2 if one else 0.1),
+        },
+        "learning rate in a closure": {**ddp, "optim_func": drawn_from_elsewhere(rank)},
+        "scheduler": {
+            **ddp,
+            "lr_scheduler_cls": torch.optim.lr_scheduler.StepLR,
+            "lr_scheduler_args": {"step_size": 2 if one else 3},
+        },
+        "loss": {**ddp, "loss_func": other_loss if one else loss_func},
+        "lambda": {**ddp, "prepare_input": (lambda data, to: data) if one else (lambda data, to: (*data,))},
+        "input format": {**ddp, "model_input_format": None if one else "unpack_sequence"},
+        "excluded": {"load_strategy": None, "excluded": ["fsdp"] if one else None},
+        "seed": {**ddp, "sampler_seed": 1 if one else 2},
+        "time limit": {"load_strategy": None, "time_limit": 3 if one else 4},
+        "option": {**ddp, "find_unused_parameters": one},
+        "unknown keyword": {**ddp, **({"verbos": True} if one else {})},
+        "keyword of one": {**ddp, **({"time_limit": 3} if one else {})},
+        "saved": {**ddp, "save_strategy_to_file": f"{folder}/strategy.json" if one else None},
+        "saved by rank 0": {**ddp, "save_strategy_to_file": None if one else f"{folder}/strategy.json"},
+        "file of one": {"load_strategy": f"{folder}/none.json" if one else f"{folder}/ddp.json"},
+        "model": {**ddp, "model": Wide() if one else Net()},
+        "no model": {**ddp, "model": None if one else Net()},
+        "order": {**ddp, "model": Turned(("bias", "weight")) if one else Turned()},
+        "frozen": {**ddp, "model": frozen() if one else Net()},
+        "eval": {**ddp, "model": Net().eval() if one else Net()},
+    }[case]
+
+
+DIFFERENCES = {
+    "load_strategy": "load_strategy is .*ddp.* on rank 0 and .*fsdp.* on rank 1",
+    "knob": "load_strategy is .*6.* on rank 0 and .*5.* on rank 1",
+    "search and load": "load_strategy is .*ddp.* on rank 0 and None on rank 1",
+    "finetune": "finetune_strategy is False on rank 0 and True on rank 1",
+    "dry run": "ignore_dryrun_on_load_strategy is True on rank 0 and False on rank 1",
+    "no dataset": "dataset is a list of 16 samples on rank 0 and None on rank 1",
+    "no dataset, search": "so they need dataset.* Processes differ: dataset is a list of 16 samples on rank 0 and None",
+    "dataset length": "dataset is a list of 16 samples on rank 0 and a list of 8 samples on rank 1",
+    "dataset type": "dataset is a list of 16 samples on rank 0 and a tuple of 16 samples on rank 1",
+    "batch size": r"dataloader_args\['batch_size'\] is 4 on rank 0 and 8 on rank 1",
+    "learning rate": r"optim_args\['lr'\] is 0.1 on rank 0 and 0.2 on rank 1",
+    "optimizer": "optim_func is .*SGD on rank 0 and .*Adam on rank 1",
+    "no optimizer": "optim_func is .*SGD on rank 0 and None on rank 1",
+    "learning rate in a partial": "optim_func's argument 'lr' is 0.1 on rank 0 and 0.2 on rank 1",
+    "learning rate in a closure": r"the optimizer's group 0\['lr'\] is 0.1 on rank 0 and 0.2 on rank 1",
+    "scheduler": r"lr_scheduler_args\['step_size'\] is 3 on rank 0 and 2 on rank 1",
+    "loss": "loss_func is .*loss_func.* on rank 0 and .*other_loss.* on rank 1",
+    "lambda": "prepare_input is .*lambda.*code.* on rank 0 and .*lambda.*code.* on rank 1",
+    "input format": "model_input_format is 'unpack_sequence' on rank 0 and None on rank 1",
+    "excluded": r"excluded\[0\] is not given on rank 0 and 'fsdp' on rank 1",
+    "seed": "sampler_seed is 2 on rank 0 and 1 on rank 1",
+    "time limit": "time_limit is 4 on rank 0 and 3 on rank 1",
+    "option": "find_unused_parameters is False on rank 0 and True on rank 1",
+    "unknown keyword": "rank 1 failed: .* no argument 'verbos'; did you mean 'verbose'",
+    "keyword of one": "time_limit is not given on rank 0 and 3 on rank 1",
+    "saved": "save_strategy_to_file is not given on rank 0 and given on rank 1",
+    "saved by rank 0": "save_strategy_to_file is given on rank 0 and not given on rank 1",
+    "file of one": "rank 1 failed: .*none.json",
+    "model": r"parameter 0 of the model is 'linear.weight' \(1, 4\) .* on rank 0 and .* \(1, 8\) .* on rank 1",
+    "no model": "rank 1 failed: model is NoneType",
+    "order": "parameter 0 of the model is 'weight' .* on rank 0 and 'bias' .* on rank 1",
+    "frozen": r"parameter 1 of the model is 'linear.bias' .*, trains on rank 0 and .* is frozen .* on rank 1",
+    "eval": "the model is a .*Net in training mode on rank 0 and .* in eval mode on rank 1",
+}
+
+
+def accelerate_as_given(rank: int, size: int, case: str, folder: str) -> str:
+    arguments = {"model": Net(), **job(**given(case, rank, folder))}
+    try:
+        auto_accelerate(arguments.pop("model"), **arguments)
+    except AtorchError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_a_difference_is_told_on_all_ranks(pool: Pool, case: str, tmp_path: Path) -> None:
+    (tmp_path / "ddp.json").write_text('["ddp"]')
+    first, second = pool.run(accelerate_as_given, case, str(tmp_path), timeout=20)
+    assert re.search(DIFFERENCES[case], first)
+    assert re.search(DIFFERENCES[case].removeprefix("rank 1 failed: "), second)
+
+
+def of_its_own(rank: int, size: int, case: str, folder: str) -> bool:
+    """What may differ between processes."""
+    model = Net()
+    if case == "weights":
+        torch.manual_seed(rank)
+        model = Net()
+    more: dict[str, Any] = {
+        "weights": {},
+        "verbose": {"verbose": rank == 0},
+        "where it is saved": {"save_strategy_to_file": f"{folder}/{rank}.json"},
+        "where it is read": {"load_strategy": f"{folder}/read{rank}.json"},
+        "forms of a strategy": {"load_strategy": '["ddp"]' if rank else ["ddp"]},
+        "device of the inputs": {"prepare_input": functools.partial(moved, rank=rank)},
+        "worker": {"dataloader_args": {"batch_size": 4, "worker_init_fn": functools.partial(start_worker, rank=rank)}},
+        "forms of nothing": {
+            "optim_args": {"lr": 0.1},
+            "excluded": None if rank else [],
+            "dataloader_args": {"batch_size": 4},
+        },
+        "forms of a number": {"optim_args": {"lr": 1 if rank else 1.0}},
+        "sizes of a sample": {"sample_batch": (torch.zeros(2, 4 + rank), torch.zeros(2))},
+        "callable instances": {"loss_func": Loss(rank)},
+    }[case]
+    return bool(auto_accelerate(model, **job(**{"load_strategy": ["ddp"], **more}))[0])
+
+
+def moved(data: Any, device: Any, rank: int) -> Any:
+    return data
+
+
+def start_worker(worker: int, rank: int) -> None: ...
+
+
+class Loss:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, batch: Any, output: torch.Tensor) -> torch.Tensor:
+        return loss_func(batch, output)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "weights",
+        "verbose",
+        "where it is saved",
+        "where it is read",
+        "forms of a strategy",
+        "device of the inputs",
+        "worker",
+        "forms of nothing",
+        "forms of a number",
+        "sizes of a sample",
+        "callable instances",
+    ],
+)
+def test_what_is_a_processs_own_may_differ(pool: Pool, case: str, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"read{rank}.json").write_text('["ddp"]')
+    assert pool.run(of_its_own, case, str(tmp_path)) == [True, True]
+
+
+def plan_differently(rank: int, size: int, case: str) -> str:
+    more: dict[str, Any] = {
+        "keyword": {"time_limitt": 3} if rank else {},
+        "value": {"optim_args": {"lr": 0.1 * (1 + rank)}},
+        "dataset": {},
+    }[case]
+    try:
+        dataset = PAIRS[:8] if rank and case == "dataset" else PAIRS
+        atorch.plan(Net(), torch.optim.SGD, dataset, loss_func, **more)  # type: ignore[call-overload]
+    except ArgumentError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("keyword", "did you mean 'time_limit'"),
+        ("value", "is 0.1 on rank 0 and 0.2 on"),
+        ("dataset", "8 samples on rank 1"),
+    ],
+)
+def test_plans_are_told_too(pool: Pool, case: str, message: str) -> None:
+    assert all(message in told for told in pool.run(plan_differently, case, timeout=20))
+
+
+def start_engines(rank: int, size: int, case: str) -> str:
+    config: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    try:
+        if case == "learning rate":
+            config["optimizer"]["params"]["lr"] += rank
+            initialize_engine(Net, rank, config)
+        elif case == "key":
+            initialize_engine(Net, rank, {**config, **({"optimiser": 3} if rank else {})})
+        elif case == "model":
+            initialize_engine(Wide if rank else Net, rank, config)
+        elif case == "by hand":
+            PatrickStarEngine(Wide() if rank else Net(), PatrickStarClient(rank), config)
+        elif rank:
+            initialize_engine(Net, rank, config)
+        else:
+            auto_accelerate(Net(), **job(load_strategy=["ddp"]))
+    except ArgumentError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("learning rate", "lr'] is 0.01 on rank 0 and 1.01 on rank 1"),
+        ("key", "'optimiser'"),
+        (
+            "model",
+            "model_func is tests.auto.test_accelerate.Net on rank 0 and tests.auto.test_arguments.Wide on rank 1",
+        ),
+        ("by hand", "parameter 0 of the model is 'linear.weight' (1, 4)"),
+        ("another door", "the call is auto_accelerate on rank 0 and initialize_engine on rank 1"),
+    ],
+)
+def test_engines_are_told_too(pool: Pool, case: str, message: str) -> None:
+    assert all(message in told for told in pool.run(start_engines, case, timeout=20))
+
+
+def call_alone(rank: int, size: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    told = ""
+    if rank == 0:
+        with stand_on(group):
+            try:
+                agreed("auto_accelerate", dict, lambda: None)
+            except ArgumentError as error:
+                told = str(error)
+    dist.barrier()
+    return told
+
+
+def test_a_process_that_does_not_come_is_told_when_the_time_is_up(pool: Pool) -> None:
+    told, _ = pool.run(call_alone, timeout=30)
+    assert "auto_accelerate got no answer from the other processes, which all have to call it" in told
+
+
+def count_collectives(rank: int, size: int, case: str) -> list[str]:
+    """What a door sends first, whichever branch it would take."""
+    calls: list[str] = []
+    real = dist.all_gather_object
+
+    def counted(values: list[Any], value: Any, group: Any = None) -> None:
+        calls.append(value[0] if isinstance(value, tuple) else "?")
+        real(values, value, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", counted)
+        accelerate_as_given(rank, size, case, "")
+    return calls[:1]
+
+
+@pytest.mark.parametrize("case", ["search and load", "no dataset", "unknown keyword", "no model", "eval"])
+def test_the_first_collective_is_the_agreement(pool: Pool, case: str) -> None:
+    assert pool.run(count_collectives, case) == [["auto_accelerate"], ["auto_accelerate"]]
