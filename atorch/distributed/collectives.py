@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -176,7 +175,7 @@ def _answers(value: T, call: str) -> list[T]:
     """Every rank's `value`; one that does not answer is an error, not torch's."""
     try:
         return gather_objects(value)
-    except (RuntimeError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError) as error:
         raise ArgumentError(
             f"{call} got no answer from the other processes, which all have to call it: one has ended, or does "
             f"something else ({str(error).splitlines()[0]})"
