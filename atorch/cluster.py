@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atorch.errors import ArgumentError
+from atorch.files import write
 
 if TYPE_CHECKING:
     import torch
@@ -141,10 +141,9 @@ class ClusterSpec:
         Raises:
             ArgumentError: the path cannot be written to.
         """
-        try:
-            Path(path).write_text(json.dumps(self.to_json_data(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"the cluster file {path} cannot be written: {error}") from error
+        from atorch.cluster_file import FORMAT
+
+        write(path, json.dumps(self.to_json_data(), indent=2) + "\n", FORMAT)
 
     @classmethod
     def detect(cls, world: World, *, measure: bool = True) -> ClusterSpec:

@@ -6,7 +6,6 @@ name that its driver gives it and the file's aliases, whatever their case, punct
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from atorch.cluster import ClusterSpec, DeviceSpec
-from atorch.cluster_file import cluster_of, with_source
+from atorch.cluster_file import FORMAT, cluster_of, with_source
 from atorch.errors import ArgumentError, near_miss, shown
+from atorch.strict_json import read_json
 from atorch.units import GiB
 
 FILES = Path(__file__).parent / "clusters"
@@ -31,10 +31,7 @@ def load(
     """What `ClusterSpec.load` returns."""
     nodes, devices, name = _counted(source)
     path = Path(name) if name.endswith(".json") else FILES / f"{_file_of(name)}.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"the cluster file {path} cannot be read: {error}") from error
+    data = read_json(path, FORMAT)
     cluster = cluster_of(_overridden(data, overrides), path.name)
     return replace(
         cluster,
@@ -46,7 +43,7 @@ def load(
 def describing(plain: ClusterSpec) -> ClusterSpec | None:
     """The known cluster whose file is about `plain`'s device, with what `plain` says of itself; None where none is."""
     for path in sorted(FILES.glob("*.json")):
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = _known(path)
         if _is_about(data, plain.device):
             known, own = cluster_of(data, path.name), plain.device
             device = replace(known.device, name=own.name, memory_bytes=own.memory_bytes, capability=own.capability)
@@ -106,9 +103,16 @@ def _file_of(name: str) -> str:
 def _meanings() -> Iterator[tuple[str, str]]:
     """Every key that names a file, and the file's stem."""
     for path in FILES.glob("*.json"):
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = _known(path)
         for name in (path.stem, data["device"]["name"], *data.get("aliases", ())):
             yield _key(name), path.stem
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """The data of a file of atorch's own."""
+    data = read_json(path, FORMAT)
+    assert isinstance(data, dict), "it is an object"
+    return data
 
 
 def _key(name: str) -> str:

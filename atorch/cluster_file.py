@@ -17,7 +17,10 @@ from typing import Any, NoReturn
 
 from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, LinkSpec
 from atorch.errors import ArgumentError, near_miss, shown
+from atorch.strict_json import Format
 from atorch.units import GiB
+
+FORMAT = Format("cluster file", ArgumentError)
 
 
 @dataclass(frozen=True)

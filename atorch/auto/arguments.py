@@ -23,6 +23,7 @@ from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agreed
 from atorch.distributed.description import Fact, Facts, described, described_dataset, described_model, structure
 from atorch.errors import ArgumentError, near_miss
+from atorch.files import FileKind, check_target
 
 if TYPE_CHECKING:
     from atorch.auto.planner.calibration import Source
@@ -222,9 +223,10 @@ def _check_target(path: str | os.PathLike[str]) -> None:
     """That a strategy could be saved there: known now, not after a search."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"save_strategy_to_file is {path!r}; it is the path of a file")
-    folder = Path(path).absolute().parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path).is_dir():
-        raise ArgumentError(f"save_strategy_to_file is {str(path)!r}, where no file can be written; give another path")
+    try:
+        check_target(path, FileKind("strategy file", ArgumentError))
+    except ArgumentError as error:
+        raise ArgumentError(f"save_strategy_to_file names a place where no file can be written: {error}") from None
 
 
 def _need_for_steps(job: Mapping[str, Any]) -> None:

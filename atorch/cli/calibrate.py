@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atorch.cli.files import check_targets
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -32,7 +34,7 @@ def calibrate(output: Output = Path("cluster.json"), quick: Quick = False) -> No
     from atorch.profiler.calibrate import calibrate as measured
 
     world = worlds.init()
-    together(lambda: _check(output) if world.rank == 0 else None)
+    together(lambda: check_targets(output) if world.rank == 0 else None)
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     if world.rank == 0:
         typer.echo(f"measuring with {world.size} process{'es' * (world.size > 1)} for about {budget_s:.0f} s", err=True)
@@ -44,18 +46,6 @@ def calibrate(output: Output = Path("cluster.json"), quick: Quick = False) -> No
             source = cluster.source_of(place)
             table.add_row(figure, value, "measured" if source.startswith("measured") else escape(source))
         Console().print(table)
-
-
-def _check(output: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured for it.
-
-    Raises:
-        ArgumentError: its folder is not there.
-    """
-    from atorch.errors import ArgumentError
-
-    if not output.absolute().parent.is_dir():
-        raise ArgumentError(f"--output is {str(output)!r}, and there is no folder {str(output.parent)!r}; make it")
 
 
 def _rows(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:

@@ -5,8 +5,6 @@ The model's class is one of transformers' own, found by the config's `model_type
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +64,12 @@ def _found(path: Path) -> tuple[Any, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     from atorch.errors import ArgumentError
+    from atorch.strict_json import Format, read_json
 
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path} is no JSON file: {error}") from error
-    if not isinstance(data, Mapping):
+    # An infinite limit is written by configs of state-space models; classes of images may have 20,000 names.
+    form = Format("model config", ArgumentError, max_bytes=2**24, max_values=200_000, allows_infinity=True)
+    data = read_json(path, form)
+    if not isinstance(data, dict):
         raise ArgumentError(f"{path} holds no object; give a model's config.json")
     return {**data, "use_cache": False}
 

@@ -5,37 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def write(path: Path, text: str) -> None:
-    """Write all of `text`.
-
-    Raises:
-        ArgumentError: the file cannot be written.
-    """
-    write_bytes(path, text.encode(errors="replace"))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """Write all of `content`.
 
     Raises:
         ArgumentError: the file cannot be written.
     """
+    from atorch import files
     from atorch.errors import ArgumentError
 
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ArgumentError(f"{str(path)!r} cannot be written: {error.strerror}; give another path") from error
+    content = content.encode(errors="replace") if isinstance(content, str) else content
+    files.write(path, content, files.FileKind("file", ArgumentError))
 
 
-def check_folders(*paths: Path | None) -> None:
+def check_targets(*paths: Path | None) -> None:
     """Refuse files that cannot be written, before anything is computed for them.
 
     Raises:
-        ArgumentError: a folder is not there.
+        ArgumentError: a folder is not there, or what is at a path is no ordinary file.
     """
+    from atorch import files
     from atorch.errors import ArgumentError
 
     for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ArgumentError(f"{str(path)!r} is in no folder that is there; make {str(path.parent)!r} first")
+        if path is not None:
+            files.check_target(path, files.FileKind("file", ArgumentError))

@@ -74,7 +74,7 @@ def plan(
     save: Annotated[File, _file("--save", "Write the file of the best strategy that can be applied today.")] = None,
 ) -> None:
     """Find the best strategy for a model on a cluster, neither of which need be here."""
-    files.check_folders(json_file, html, save)
+    files.check_targets(json_file, html, save)
     shape = {
         "layers": layers,
         "hidden": hidden,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from atorch.cli.files import check_folders, write, write_bytes
+from atorch.cli.files import check_targets, write
 
 
 class _ProfileUnlessNamed(TyperGroup):
@@ -59,7 +59,7 @@ def schedule(
 
     A forward pass takes one unit of time, a backward pass two; sending takes none.
     """
-    check_folders(svg)
+    check_targets(svg)
 
     from rich.console import Console
 
@@ -103,14 +103,14 @@ def profile(
         raise ArgumentError(f"--output is {str(output)!r}; it ends in .png for a picture, in .html for a page")
     if not profile.exists():
         raise ArgumentError(f"{str(profile)!r} is no file that is there; visualize takes a profile, or `schedule`")
-    check_folders(*paths)
+    check_targets(*paths)
 
     from atorch.patrickstar.pictures import draw
     from atorch.patrickstar.profile import Profile
 
     drawing = draw(Profile.load(profile), fig_type, memory_type)
     for path in paths:
-        write_bytes(path, drawing.png() if path.suffix == ".png" else drawing.page())
+        write(path, drawing.png() if path.suffix == ".png" else drawing.page())
     typer.echo(drawing.said)
     for path in paths:
         typer.echo(f"  {path}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from atorch.errors import ArgumentError, CheckpointError, shown
+from atorch.files import FileKind, check_source, check_target, replacing
 
 PLACE = "*"
+CHECKPOINT = FileKind("checkpoint", CheckpointError)
 
 
 def merge_checkpoints(pattern: str, num: int) -> Path:
@@ -17,7 +21,8 @@ def merge_checkpoints(pattern: str, num: int) -> Path:
 
     Raises:
         ArgumentError: the pattern has no place for the rank, or more than one, or there are no ranks.
-        CheckpointError: a file is missing, is no state dict, or has another value for a key than one before.
+        CheckpointError: a file is missing, is no state dict, or has another value for a key than one before; or the
+            merged one cannot be written.
     """
     if pattern.count(PLACE) != 1 or num < 1:
         raise ArgumentError(
@@ -25,12 +30,15 @@ def merge_checkpoints(pattern: str, num: int) -> Path:
             "--pattern=checkpoint-*.pt --num=4"
         )
     paths = [Path(pattern.replace(PLACE, str(rank))) for rank in range(num)]
-    missing = [str(path) for path in paths if not path.is_file()]
+    target = Path(pattern.replace(PLACE, "merged"))
+    check_target(target, CHECKPOINT)
+    missing = [str(path) for path in paths if not path.exists()]
     if missing:
         raise CheckpointError(f"{', '.join(missing)} of {num} files are not there; give the number of ranks that saved")
     merged: dict[str, Any] = {}
     came_from: dict[str, Path] = {}
     for path in paths:
+        check_source(path, CHECKPOINT)
         for key, value in _state_dict(path).items():
             if key in merged and not _same(merged[key], value):
                 raise CheckpointError(
@@ -39,20 +47,37 @@ def merge_checkpoints(pattern: str, num: int) -> Path:
                 )
             merged.setdefault(key, value)
             came_from.setdefault(key, path)
-    target = Path(pattern.replace(PLACE, "merged"))
-    torch.save(merged, target)
+    with replacing(target, CHECKPOINT) as file:
+        torch.save(merged, file)
     return target
 
 
-def _state_dict(path: Path) -> dict[str, Any]:
+# What torch raises for a file that it did not write, or that holds more than weights.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    OverflowError,
+    struct.error,
+    torch.serialization.pickle.UnpicklingError,  # type: ignore[attr-defined]
+)
+
+
+def _state_dict(path: Path) -> Mapping[str, Any]:
     """The state dict in a file; nothing that it names is run."""
+    if not path.stat().st_size:
+        raise CheckpointError(f"{str(path)!r} is empty; save it again, or merge files of another step")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    # The last one is what torch raises for a file that holds more than weights.
-    except (OSError, EOFError, RuntimeError, torch.serialization.pickle.UnpicklingError) as error:  # type: ignore[attr-defined]
+    except _UNREADABLE as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"{str(path)!r} cannot be read as weights: {str(error).splitlines()[0]}; give what torch.save wrote of "
-            "model.state_dict()"
+            f"{str(path)!r} cannot be read as weights: {why}; give what torch.save wrote of model.state_dict()"
         ) from error
     if not isinstance(state, dict) or "param_groups" in state or not all(isinstance(key, str) for key in state):
         what = "an optimizer's state" if isinstance(state, dict) and "param_groups" in state else shown(type(state))
@@ -61,6 +86,24 @@ def _state_dict(path: Path) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Whether two values are one, NaN and NaN too, in containers of any depth."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
+        return one.shape == other.shape and one.dtype == other.dtype and _equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    return bool(one == other or (one != one and other != other))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout != other.layout:
+        return False
+    if one.layout is torch.sparse_coo:
+        one, other = one.coalesce(), other.coalesce()
+        return _same((one.indices(), one.values()), (other.indices(), other.values()))
+    if one.itemsize == 1 and one.is_floating_point():  # float8 has no comparison
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

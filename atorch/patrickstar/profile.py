@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atorch.errors import CheckpointError, shown
+from atorch.files import write
+from atorch.strict_json import Format, read_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+FORMAT = Format("profile", CheckpointError, max_bytes=2**26, max_depth=4, max_values=2**23)
 Tier = Literal["GPU", "CPU"]
 """The device that computes, whatever it is, and the host's memory."""
 
@@ -89,18 +92,16 @@ class Profile(BaseModel):
         Raises:
             CheckpointError: the file cannot be read, or is no profile.
         """
+        origin = "give a file that atorch.patrickstar's profiler.save wrote"
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise CheckpointError(
-                f"{str(path)!r} cannot be read: {error.strerror}; give a file that profiler.save wrote"
-            ) from error
+            return cls.model_validate(read_json(path, FORMAT))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {origin} (PatrickStar's own are pickles, which are not read)") from None
         except ValidationError as error:
             fault = error.errors()[0]
             place = ".".join(map(str, fault["loc"])) or "the file"
             raise CheckpointError(
-                f"{str(path)!r} is no profile: {place} is {shown(fault['input'], 40)}: {fault['msg']}; give a file "
-                "that atorch.patrickstar's profiler.save wrote (PatrickStar's own are pickles, which are not read)"
+                f"{str(path)!r} is no profile: {place} is {shown(fault['input'], 40)}: {fault['msg']}; {origin}"
             ) from None
 
     def save(self, path: Path) -> None:
@@ -109,10 +110,18 @@ class Profile(BaseModel):
         Raises:
             CheckpointError: the file cannot be written.
         """
-        try:
-            path.write_text(self.model_dump_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be written: {error.strerror}; give another path") from error
+        text = self.model_dump_json() + "\n"
+        if len(text) > FORMAT.max_bytes or self._num_values() > FORMAT.max_values:
+            raise CheckpointError(
+                f"the profile has {len(text):,} bytes and {self._num_values():,} values, and one that can be read "
+                f"again has {FORMAT.max_bytes:,} and {FORMAT.max_values:,} at most; profile fewer steps"
+            )
+        write(path, text, FORMAT)
+
+    def _num_values(self) -> int:
+        """Of the file: events, and what each of them has."""
+        events = (self.phases, self.memory, self.chunks)
+        return len(type(self).model_fields) + 1 + sum(len(each) * (1 + len(each[0])) for each in events if each)
 
     def from_first_phase(self) -> Profile:
         """The profile with times since its first phase; where chunks were before is where they were then."""

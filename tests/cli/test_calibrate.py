@@ -43,5 +43,5 @@ def test_the_file_has_a_name_by_itself(measured, tmp_path, monkeypatch):
 
 def test_a_place_that_is_not_there_is_told_before_measuring(measured, tmp_path, capsys):
     assert main(["calibrate", "-o", str(tmp_path / "nowhere" / "mine.json")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "is in no folder that is there" in capsys.readouterr().err
     assert measured[1] == []

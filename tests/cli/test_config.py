@@ -58,7 +58,7 @@ def test_a_config_means_a_job(data, seq, name, shape, written):
 @pytest.mark.parametrize(
     ("data", "seq", "told"),
     [
-        ("{", 16, "is no JSON file"),
+        ("{", 16, "line 1 column 2: Expecting property name"),
         ("[]", 16, "holds no object"),
         ({**LLAMA, "model_type": "lamma"}, 16, "has model_type 'lamma', which transformers"),
         ({"hidden_size": 64}, 16, "has model_type None"),

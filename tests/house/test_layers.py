@@ -29,6 +29,8 @@ LAYERS = {
     "atorch.cost": 1,
     "atorch.blocks": 1,
     "atorch.errors": 0,
+    "atorch.files": 0,
+    "atorch.strict_json": 0,
     "atorch.registry": 0,
     "atorch.units": 0,
     "atorch.logs": 0,

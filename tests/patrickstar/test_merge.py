@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import OrderedDict
@@ -73,3 +74,54 @@ def test_a_broken_file_is_told(tmp_path: Path) -> None:
 def test_a_pattern_has_one_place_for_the_rank(pattern: str, num: int) -> None:
     with pytest.raises(ArgumentError, match="has one `\\*`"):
         merge_checkpoints(pattern, num)
+
+
+def test_equal_values_of_any_kind_are_one(tmp_path: Path) -> None:
+    """As NaN is NaN: buffers that have diverged alike on all ranks, and what modules keep beside tensors."""
+    nan = torch.tensor([float("nan"), 1.0])
+    state = {
+        "a": nan,
+        "b": [nan, {"c": (nan, 1.0, float("nan"))}],
+        "d": torch.ones(2).to(torch.float8_e4m3fn),
+        "e": torch.eye(2).to_sparse(),
+        "f": "text",
+    }
+    merged = merge_checkpoints(save(tmp_path, state, state), 2)
+    assert set(torch.load(merged, weights_only=True)) == set(state)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, float("nan")])),
+        ([torch.zeros(2)], [torch.ones(2)]),
+        ([torch.zeros(2)], [torch.zeros(2), 1]),
+        ({"b": torch.zeros(2)}, {"b": 0}),
+        (torch.zeros(()), 0),
+        (torch.eye(2), torch.eye(2).to_sparse()),
+    ],
+)
+def test_values_that_differ_in_part_are_told(one: Any, other: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="^a in .* differs"):
+        merge_checkpoints(save(tmp_path, {"a": one}, {"a": other}), 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02]q\x00.", b"\x80\x02", b"\x00" * 100])
+def test_files_that_are_empty_or_cut_short_are_told(content: bytes, tmp_path: Path) -> None:
+    pattern = save(tmp_path, {"a": torch.zeros(2)}, {})
+    (tmp_path / "checkpoint-1.pt").write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-1\.pt' (is empty|cannot be read as weights: .|holds <class)"
+    ):
+        merge_checkpoints(pattern, 2)
+    assert not (tmp_path / "checkpoint-merged.pt").exists()
+
+
+def test_what_is_no_ordinary_file_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+    pattern = save(tmp_path, {"a": torch.zeros(2)}, {})
+    os.mkfifo(tmp_path / "checkpoint-2.pt")
+    with pytest.raises(CheckpointError, match=r"checkpoint-2\.pt' is a pipe"):
+        merge_checkpoints(pattern, 3)
+    os.mkfifo(tmp_path / "checkpoint-merged.pt")
+    with pytest.raises(CheckpointError, match=r"checkpoint-merged\.pt' is a pipe"):
+        merge_checkpoints(pattern, 2)

@@ -124,7 +124,7 @@ def test_phases_end_where_the_next_begins() -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"\x80\x04\x95 a pickle", "is no profile"),
+        (b"\x80\x04\x95 a pickle", "pickles, which are not read"),
         (b'{"version": 2}', "version is 2"),
         (b'{"chunks": [[0, 0.0, "PARAM_FP16", 0, "TPU", 1]]}', r"chunks\.0\.4 is 'TPU'"),
     ],
@@ -136,7 +136,7 @@ def test_a_file_that_is_no_profile_is_told_with_the_place(content: bytes, told: 
 
 
 def test_files_that_cannot_be_read_or_written_are_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="there is no profile"):
         Profile.load(tmp_path / "nowhere.json")
     with pytest.raises(CheckpointError, match="cannot be written"):
         recorded().save(tmp_path / "no folder" / "profile.json")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,12 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost
+from atorch.errors import ArgumentError
+from atorch.files import read_bytes, write
 from atorch.logs import logger
+from atorch.strict_json import Format, parse
 
+FORMAT = Format("calibration", ArgumentError)
 KEPT = 128
 Source = bool | str | os.PathLike[str]  # True: the file of this machine; False: none
 
@@ -80,10 +83,12 @@ class Calibration:
     def read(self) -> tuple[Observation, ...]:
         """What was measured on this machine, the oldest first; nothing where there is no file that tells."""
         try:
-            file = _File.model_validate_json(self.path.read_bytes())
-        except FileNotFoundError:
-            return ()
-        except (OSError, ValidationError) as error:
+            if not self.path.exists():
+                return ()
+            data = read_bytes(self.path, FORMAT)
+            parse(data, FORMAT)
+            file = _File.model_validate_json(data)
+        except (ArgumentError, OSError, ValidationError) as error:
             reason = str(error).splitlines()[0]
             logger.warning("the calibration %s is ignored and begun anew, it cannot be read: %s", self.path, reason)
             return ()
@@ -102,21 +107,10 @@ class Calibration:
             known[each.job, each.methods] = each
         file = _File(machine=self.machine, observations=list(known.values())[-KEPT:])
         try:
-            self._write(file.model_dump_json(indent=1))
-        except OSError as error:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write(self.path, file.model_dump_json(indent=1) + "\n", FORMAT)  # other jobs may be reading it
+        except (ArgumentError, OSError) as error:
             logger.warning("no calibration is kept, so that the next search has to measure as much: %s", error)
-
-    def _write(self, text: str) -> None:
-        """Whole or not at all: other jobs may be reading it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-        try:
-            with open(handle, "w", encoding="utf-8") as target:
-                target.write(text + "\n")
-            os.replace(name, self.path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
 
 
 def job_of(start: Cost) -> str:

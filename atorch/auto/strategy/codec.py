@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import stat
-from pathlib import Path
 
 from atorch.auto.strategy.items import ITEM_FORMS, strategy_of
 from atorch.auto.strategy.method import METHODS, RECIPES, Method
 from atorch.auto.strategy.strategy import Strategy
-from atorch.auto.strategy.strict_json import MAX_BYTES, Json, check, parse, step
 from atorch.errors import StrategyError, near_miss, shown
+from atorch.files import read_bytes, write
+from atorch.strict_json import Format, Json, check, parse, step
 
+FORMAT = Format("strategy file", StrategyError)
 VERSION = 1
 LINE = 120  # characters
 _FIELDS = ("atorch_strategy", "methods", "metadata")
@@ -63,9 +62,9 @@ def to_json(strategy: Strategy) -> str:
         for index, each in enumerate(strategy)
     ]
     listed = "[\n    " + ",\n    ".join(methods) + "\n  ]" if methods else "[]"
-    metadata = _pretty(check(strategy.metadata, "$.metadata"), indent=2)
+    metadata = _pretty(check(strategy.metadata, "$.metadata", FORMAT), indent=2)
     text = f'{{\n  "atorch_strategy": {VERSION},\n  "methods": {listed},\n  "metadata": {metadata}\n}}\n'
-    parse(text.encode())  # what is written can be read: the limits on the whole hold too
+    parse(text.encode(), FORMAT)  # what is written can be read: the limits on the whole hold too
     return text
 
 
@@ -87,28 +86,13 @@ def save(strategy: Strategy, path: str | os.PathLike[str]) -> None:
     Raises:
         StrategyError: the strategy cannot be written as JSON, or the path cannot be written to.
     """
-    text = to_json(strategy)
-    try:
-        target = os.path.realpath(path)  # a link stays a link
-        scratch = Path(f"{target}.{secrets.token_hex(4)}.tmp")
-        try:
-            with open(scratch, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, target)
-        finally:
-            scratch.unlink(missing_ok=True)
-    except OSError as error:
-        raise StrategyError(f"cannot write the strategy to {shown(os.fspath(path))}: {error.strerror}") from None
-    except ValueError as error:  # NUL or half a character
-        raise StrategyError(f"{shown(os.fspath(path))} is no file name: {error}") from None
+    write(path, to_json(strategy), FORMAT)
 
 
 def _from_json(text: str | bytes) -> Strategy:
     if isinstance(text, bytes):
         _refuse_pickle(text)
-    document = parse(text)
+    document = parse(text, FORMAT)
     if isinstance(document, list):
         return strategy_of(document, place="$")
     if not isinstance(document, dict):
@@ -152,21 +136,12 @@ def _refuse_pickle(data: bytes) -> None:
 
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:
-    named = shown(os.fspath(path))
     try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISREG(mode):  # a pipe or a device could be read for ever
-            with open(path, "rb") as file:
-                return file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        hint = f"; to name a method, give a list: [{named}]" if path in METHODS or path in RECIPES else ""
-        raise StrategyError(f"there is no strategy file {named}{hint}") from None
-    except OSError as error:
-        raise StrategyError(f"cannot read {named}: {error.strerror}") from None
-    except ValueError as error:  # NUL or half a character
-        raise StrategyError(f"{named} is no file name: {error}") from None
-    kind = "a directory" if stat.S_ISDIR(mode) else "no ordinary file"
-    raise StrategyError(f"{named} is {kind}; give the path of a strategy file")
+        return read_bytes(path, FORMAT)
+    except StrategyError as error:
+        if path in METHODS or path in RECIPES:
+            raise StrategyError(f"{error}; to name a method, give a list: [{shown(path)}]") from None
+        raise
 
 
 def _config_of(each: Method, place: str) -> Json:
@@ -174,4 +149,4 @@ def _config_of(each: Method, place: str) -> Json:
         config = each.model_dump(mode="json", exclude_unset=True)
     except ValueError as error:  # pydantic's, for a type without a JSON form or a value that holds itself
         raise StrategyError(f"{place}: {each.name} has a knob that no file can hold: {error}") from None
-    return check(config, step(place, "config"))
+    return check(config, step(place, "config"), FORMAT)

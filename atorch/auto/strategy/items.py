@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from atorch.auto.strategy.method import METHODS, RECIPES, Method, Recipe
 from atorch.auto.strategy.strategy import Strategy
-from atorch.auto.strategy.strict_json import step
 from atorch.errors import StrategyError, near_miss, shown
+from atorch.strict_json import step
 
 T = TypeVar("T")
 

@@ -15,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atorch.auto.strategy import Strategy, codec, strict_json
+from atorch.auto.strategy import Strategy, codec
 from atorch.errors import StrategyError
+from atorch.strict_json import MAX_INTEGER
 from tests.auto.strategy.toys import ToyAmp, ToyMesh, ToyShard
 
 pytestmark = pytest.mark.usefixtures("toys")
@@ -153,7 +154,7 @@ def test_the_limits_are_exact() -> None:
     nested = '[["toy_shard", {"extra": {"x": ' + "[" * 28 + "]" * 28 + "}}]]"
     assert Strategy.of(nested).names() == ("toy_shard",)
     assert "nested deeper" in refused(nested.replace("[[[[", "[[[[[").replace("]]]]", "]]]]]"))
-    longest = json.dumps([["toy_shard", {"extra": {"x": "a" * strict_json.MAX_STRING, "y": -strict_json.MAX_INTEGER}}]])
+    longest = json.dumps([["toy_shard", {"extra": {"x": "a" * codec.FORMAT.max_string, "y": -MAX_INTEGER}}]])
     assert Strategy.of(longest).names() == ("toy_shard",)
 
 
@@ -205,8 +206,8 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "cannot read" in refused("a" * 100_000)
     assert len(refused("a" * 100_000)) < 400
     os.mkfifo(tmp_path / "pipe")
-    assert "is no ordinary file" in refused(tmp_path / "pipe")
-    assert "is no ordinary file" in refused("/dev/zero")
+    assert "is a pipe, no ordinary file" in refused(tmp_path / "pipe")
+    assert "is a device, no ordinary file" in refused("/dev/zero")
     monkeypatch.chdir(tmp_path)
     Path("[.json").write_text('["toy_mesh"]')
     assert Strategy.of(Path("[.json")).names() == ("toy_mesh",)
@@ -216,8 +217,8 @@ def test_a_file_is_named_in_its_error(tmp_path: Path) -> None:
     file = tmp_path / "strategy.json"
     file.write_text('["toy_amp", ["toy_shard", {"share": 2}]]')
     assert refused(str(file)).startswith(f"'{file}': $[1][1].share: toy_shard.share was given 2")
-    file.write_bytes(b" " * (strict_json.MAX_BYTES + 1))
-    assert refused(file) == f"'{file}': more than 1,048,576 bytes; a strategy is smaller"
+    file.write_bytes(b" " * (codec.FORMAT.max_bytes + 1))
+    assert refused(file) == f"'{file}': more than 1,048,576 bytes; a strategy file is smaller"
 
 
 def test_save_and_read(tmp_path: Path) -> None:
@@ -240,7 +241,9 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StrategyError, match="cannot write the strategy to .*strategy.json': No space left on device"):
+    with pytest.raises(
+        StrategyError, match="the strategy file .*strategy.json' cannot be written: No space left on device"
+    ):
         Strategy().save(file)
     assert file.read_text() == VERSION_1
     assert list(tmp_path.iterdir()) == [file]
@@ -257,7 +260,7 @@ def test_save_follows_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["no/such/folder/s.json", "a\0b", "/dev/null/x"])
 def test_a_place_that_cannot_be_written_to(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StrategyError, match="cannot write|is no file name"):
+    with pytest.raises(StrategyError, match="cannot be written|is no file name"):
         BOTH.save(path)
 
 
