@@ -7,6 +7,7 @@ never divided, so that the number of calls is not bytes over the size of a bucke
 from __future__ import annotations
 
 import heapq
+import math
 from functools import lru_cache
 
 from atorch.cost.profile import Segment
@@ -14,6 +15,8 @@ from atorch.cost.state import Cost
 
 BROADCAST_BYTES = 32 * 2**20
 """Of the flat buckets in which owners send parameters (runtime/buckets.py)."""
+MOST_VECTORS = 1024
+"""Of a copy of a segment, that are told apart: more would be no vectors, but weights of products that nobody counted."""
 
 
 def num_reductions(cost: Cost, itemsize: float, bucket_bytes: float) -> int:
@@ -83,4 +86,5 @@ def _of_copy(segment: Segment, tensor: int, experts: float) -> list[float]:
                 sizes.append(weight / divisor)
     if not width:
         return [left] if left else []
-    return [*sizes, *[float(width)] * int(left // width)]
+    vectors = min(math.ceil(left / width), MOST_VECTORS)
+    return [*sizes, *[left / vectors] * vectors] if left else sizes

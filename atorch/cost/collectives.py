@@ -34,14 +34,19 @@ class Group:
         """
         if kind == "send":
             hop = self.outer_latency_s if self.num_nodes > 1 else self.inner_latency_s
-            return count * hop + num_bytes / self.bandwidth
+            return count * hop + self.carrying_s(kind, num_bytes)
         rounds = rounds_of(kind)
         inner, outer = self.size / self.num_nodes - 1, self.num_nodes - 1
         latency = self.inner_latency_s * (self.size - self.num_nodes) + self.outer_latency_s * outer
         if kind == "all_reduce":
             tree = self.inner_latency_s * inner + self.outer_latency_s * math.log2(self.num_nodes)
             latency = rounds * min(latency, tree)
-        return count * latency + rounds * (1 - 1 / self.size) * num_bytes / self.bandwidth
+        return count * latency + self.carrying_s(kind, num_bytes)
+
+    def carrying_s(self, kind: Collective, num_bytes: float) -> float:
+        """Of these seconds, those in which the slowest link carries bytes."""
+        passes = 1.0 if kind == "send" else rounds_of(kind) * (1 - 1 / self.size)
+        return passes * num_bytes / self.bandwidth
 
 
 def rounds_of(kind: Collective) -> float:

@@ -84,6 +84,7 @@ class _Waiting(NamedTuple):
     activation_offload: float
     activations_ahead: float
     budget_bytes: float
+    whole_grads: bool
 
 
 _waiting = attrgetter(*_Waiting._fields)
@@ -206,12 +207,15 @@ def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Wai
     if shares.budget_bytes < math.inf:
         return _under_budget(course, moment, buffer_bytes, shares, saved)
     waiting, stepped = shares.param_offload, shares.optim_offload
-    moved = waiting * (course.parameters + course.gradients) + stepped * (course.optimizer + course.masters)
+    moved = waiting * (course.parameters + course.stepped_gradients) + stepped * (course.optimizer + course.masters)
     # The host steps copies of what does not wait there; masters have gradients of their own while they are stepped.
-    copies = max(0.0, stepped - waiting) * course.copied + stepped * course.masters
+    copied = course.stepped_parameters + course.stepped_gradients
+    copies = max(0.0, stepped - waiting) * copied + stepped * course.masters
+    # Whole gradients stay until they are reduced: what goes is this device's shard.
+    leaving = 0.0 if shares.whole_grads else waiting
     return Held(
         course.parameters * (1 - waiting),
-        moment.gradients * (1 - waiting),
+        moment.gradients * (1 - leaving),
         course.optimizer * (1 - stepped),
         course.masters * (1 - stepped),
         moment.activations - saved,

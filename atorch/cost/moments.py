@@ -48,7 +48,8 @@ class Course:
     optimizer: float
     masters: float
     buckets: float
-    copied: float  # parameters and gradients of what this device steps
+    stepped_parameters: float  # of what this device steps
+    stepped_gradients: float
     moments: tuple[Moment, ...]
     peak: Moment
     in_backward: Moment | None  # the largest while some blocks have gone backward and others have not
@@ -145,7 +146,8 @@ def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
         optimizer=state * terms.optim_itemsize,
         masters=state * terms.master_itemsize,
         buckets=terms.bucket_bytes + terms.bucket_itemsize * trained,
-        copied=state * (terms.param_itemsize + terms.grad_itemsize),
+        stepped_parameters=state * terms.param_itemsize,
+        stepped_gradients=state * terms.grad_itemsize,
         moments=moments,
         peak=max(moments, key=attrgetter("total")),
         in_backward=max(in_backward, key=attrgetter("total"), default=None),

@@ -5,7 +5,8 @@ activations go down while forward computes and come up while backward does. The 
 last gradient, and the next forward for it (Ren et al. 2021, arXiv 2101.06840, section 4).
 
 What waits by shares and what waits under a budget move differently. By shares, gradients of parameters that the device
-holds go down when all are there, and the parameters come up when they were stepped; nothing hides either. Under a
+holds go down when all are there, and the parameters come up when they were stepped; nothing hides either. Gradients of
+parameters that wait go down in backward, once they are reduced: in every micro-batch, or in the last alone. Under a
 budget gradients go down in the backward of every micro-batch, and what the host stepped comes up with the next forward.
 """
 
@@ -38,13 +39,16 @@ def host_seconds(cost: Cost, computing_s: Mapping[Stage, float], cluster: Cluste
 def _seconds(cost: Cost, stage: Stage, computing_s: float, course: Course, held: Held, rate: float) -> float:
     times, waiting = cost.num_micro_batches, course.parameters - held.parameters
     saved = cost.activation_offload * course.in_blocks / stage.in_flight * times
-    gradients = held.stepped * course.gradients * cost.grad_shards / cost.optim_shards
+    of_stepped = course.stepped_gradients
     parameters = held.stepped * course.parameters * cost.param_shards / cost.optim_shards
+    gradients = held.stepped * of_stepped
     if cost.budget_bytes < math.inf:
         fetched, down, alone = parameters + (times - 1.0) * waiting, times * gradients, 0.0
     else:
-        fetched, down = times * waiting, cost.param_offload * course.gradients
-        alone = gradients - down + max(0.0, parameters - waiting)
+        # Of parameters that wait they go down as they are reduced, and the host adds up what several reductions bring.
+        reductions = 1.0 if cost.whole_grads else times
+        fetched, down = times * waiting, reductions * cost.param_offload * of_stepped
+        alone = max(0.0, held.stepped - cost.param_offload) * of_stepped + max(0.0, parameters - waiting)
     again = 0.0 if cost.keeps_gathered else times * waiting
     step = 2.0 * (parameters + held.stepped * (course.optimizer + course.masters)) + gradients
     if not cost.fetches_ahead:

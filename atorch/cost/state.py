@@ -58,6 +58,7 @@ class Cost:
     grad_shards: float = 1.0
     optim_shards: float = 1.0
     grads_persist: bool = False  # gradients keep their place between steps: buckets, accumulation buffers
+    whole_grads: bool = False  # of sharded parameters, whole on the device until the last micro-batch reduces them
     fresh_itemsize: float = 0.0  # of a micro-batch's gradients, where these are added to the others when all are there
     cast_itemsize: float = 0.0  # low-precision copies of whole parameters that live while a step computes
     gathered_itemsize: float = 0.0  # of parameters that are gathered for use; 0 where they are not sharded

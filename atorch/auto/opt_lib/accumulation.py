@@ -16,7 +16,7 @@ def reduce_once(cost: Cost) -> Cost:
     if cost.num_micro_batches == 1 or not cost.gathered_itemsize or cost.grads_persist:
         return cost
     comm = (each if each.kind == "all_gather" else replace(each, each_micro_batch=False) for each in cost.comm)
-    return cost.but(grad_itemsize=4.0, grad_shards=1.0, comm=tuple(comm))
+    return cost.but(grad_itemsize=4.0, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
 
 
 def add_beside_buckets(cost: Cost) -> Cost:

@@ -1,0 +1,267 @@
+"""What arithmetic demands of every estimate: of random models, clusters and legal strategies, and of searches.
+
+The ordinary run looks at a fixed few thousand, the matrix at 100,000.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.planner.best_first import best_first
+from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.space import Node, compositions
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec, LinkSpec
+from atorch.cost import Cost, Memory, StepTimes, peak_memory
+from atorch.cost.collectives import group_of, group_of_neighbours, rounds_of
+from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
+from atorch.cost.memory import beside_host, stage_memory
+from atorch.cost.operations import peak_flops
+from atorch.cost.stages import Stage, stages_of
+from tests.auto.planner.drawn import Drawn, drawn, strategies
+
+WALKS = 20  # strategies of each job
+ROUNDING = 1e-9
+
+ordinary = settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+complete = settings(ordinary, max_examples=5_000)
+searches = settings(ordinary, max_examples=12)
+many_searches = settings(ordinary, max_examples=400)
+
+numbers = st.integers(min_value=0, max_value=2**40)
+
+
+def check_estimates(number: int) -> None:
+    """Of the strategies of one random job."""
+    chance, job = drawn(number)
+    times = StepTimes(job.cluster)
+    for node in strategies(chance, job, WALKS):
+        try:
+            check_terms(node.cost, job.cluster, times)
+            check_work(node.cost, job, times)
+            check_links(node.cost, job.cluster, times)
+            check_memory(node.cost)
+            check_more_micro_batches(node.cost, times)
+            check_faster(chance, node.cost, job.cluster, times)
+            check_more_memory(chance, node, job, times)
+        except AssertionError as error:
+            error.add_note(f"of job {number}: {Strategy(node.methods)}")
+            raise
+
+
+@ordinary
+@given(numbers)
+def test_estimates(number: int) -> None:
+    check_estimates(number)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(7_200)
+@complete
+@given(numbers)
+def test_100_000_estimates(number: int) -> None:
+    check_estimates(number)
+
+
+def check_terms(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
+    """No term is below nothing or without end, and parts are the whole, as they are and as they are reported."""
+    spent, memory, told = times.of(cost), peak_memory(cost), estimate_of(cost, cluster)
+    for name, value in spent._asdict().items():
+        assert 0 <= value < math.inf, f"{name} takes {value} s"
+    for each in fields(Memory):
+        assert 0 <= getattr(memory, each.name) < math.inf, f"{each.name} is {getattr(memory, each.name)} bytes"
+    for _, held in beside_host(cost, stages_of(cost)):
+        assert all(value >= 0 for value in held), f"{held} has something below nothing"
+        assert held.stepped <= 1
+    assert sum(told.time.values()) == pytest.approx(told.step_s, rel=ROUNDING)
+    assert all(0 < value <= told.step_s * (1 + ROUNDING) for value in told.time.values())
+    assert sum(told.memory.values()) == pytest.approx(told.peak_bytes, rel=ROUNDING)
+    unhidden = spent.total_s - spent.launch_s
+    parts = sum(value for name, value in spent._asdict().items() if name not in ("total_s", "launch_s"))
+    assert unhidden - ROUNDING * spent.total_s <= parts <= spent.total_s * (1 + ROUNDING)
+
+
+def check_work(cost: Cost, job: Drawn, times: StepTimes) -> None:
+    """A step takes at least its products at the device's peak, and the bytes that it must move at the memory's rate."""
+    device, samples = job.cluster.device, job.batch / cost.traced_batch
+    flops = 0.0
+    for each in cost.segments:
+        passes = [(3.0 if product.trainable else 2.0) * product.flops for product in each.matmuls]
+        flops += each.count * (sum(passes) + 3.0 * each.attention_flops * min(1.0, cost.attention_scale))
+    seconds = samples * flops / job.cluster.world_size / peak_flops(device, cost.dtype)
+    assert times.of(cost).total_s >= seconds * (1 - ROUNDING)
+    if not cost.optim_offload and cost.stages == 1:
+        moved = cost.num_trainable * (2 * cost.optim_itemsize + 2 * cost.param_itemsize) / cost.optim_shards
+        assert times.of(cost).total_s >= moved / device.memory_bandwidth * (1 - ROUNDING)
+
+
+def check_links(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
+    """No link, and not the one to the host, carries more in a step than it can."""
+    total = times.of(cost).total_s
+    for stage in stages_of(cost):
+        for between, seconds in carried_seconds(cost, cluster, stage).items():
+            assert total >= seconds * (1 - ROUNDING), f"links {'between' if between else 'in'} nodes carry more"
+    host = cluster.host_link
+    for course, held in beside_host(cost, stages_of(cost)):
+        waiting = course.parameters - held.parameters
+        up = held.stepped * course.parameters * cost.param_shards / cost.optim_shards
+        down = held.stepped * course.stepped_gradients
+        for moved in (max(up, waiting), down, cost.activation_offload * course.in_blocks):
+            assert total >= moved / host.bandwidth * (1 - ROUNDING)
+
+
+def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: Stage) -> dict[bool, float]:
+    """Seconds of the bytes alone that a device of a stage sends, by whether its group is of several nodes."""
+    spent = {False: 0.0, True: 0.0}
+
+    def add(comm, times: float) -> None:
+        if comm.axis == (EXPERT_AXIS,):
+            group = group_of_neighbours(cost.expert, cluster, cost.tensor)
+        else:
+            group = group_of(comm.axis, cost.axes, cluster)
+        passes = 1.0 if comm.kind == "send" else rounds_of(comm.kind) * (1 - 1 / group.size)
+        spent[group.num_nodes > 1] += times * passes * comm.num_bytes / group.bandwidth
+
+    params = sum(number * cost.local_params(each) for each, number in stage.parts)
+    of_parameters = params / cost.num_params
+    of_blocks = stage.num_blocks / max(1, cost.num_blocks)
+    if cost.stages == 1:
+        of_parameters = of_blocks = 1.0
+    for segment, number in stage.parts:
+        for comm in of_copy(cost, segment):
+            add(comm, number * cost.num_micro_batches)
+    for comm in cost.comm:
+        share = of_parameters if comm.scales_with == "parameters" else of_blocks
+        add(comm, share * (cost.num_micro_batches if comm.each_micro_batch else 1.0))
+    if cost.stages > 1:
+        group = group_of(("pipeline",), cost.axes, cluster)
+        sends = cost.num_micro_batches * (1.0 if cost.stages == 2 else 2.0)
+        spent[group.num_nodes > 1] += sends * boundary_bytes(cost) / group.bandwidth
+    return spent
+
+
+def check_memory(cost: Cost) -> None:
+    """The fullest device and its host hold at least its shard of parameters, gradients, states and masters."""
+    memory = peak_memory(cost)
+    for stage in stages_of(cost):
+        held = stage_memory(cost, stage)
+        elements = sum(number * cost.local_params(each) for each, number in stage.parts)
+        trained = sum(number * cost.local_trainable(each) for each, number in stage.parts)
+        kept = elements * cost.param_itemsize / cost.param_shards
+        states = trained * (cost.optim_itemsize + cost.master_itemsize) / cost.optim_shards
+        gradients = trained * cost.grad_itemsize / cost.grad_shards
+        if cost.budget_bytes == math.inf:
+            on_device = kept * (1 - cost.param_offload) + states * (1 - cost.optim_offload)
+            on_device += gradients * (1 - (0.0 if cost.whole_grads else cost.param_offload))
+            assert memory.total >= held.total >= on_device * (1 - ROUNDING)
+            on_host = kept * cost.param_offload + states * cost.optim_offload
+            assert memory.on_host >= on_host * (1 - ROUNDING)
+        assert memory.total + memory.on_host >= (kept + states) * (1 - ROUNDING)
+
+
+def check_more_micro_batches(cost: Cost, times: StepTimes) -> None:
+    """One more micro-batch of the same size takes no less time, and one more under way no less memory."""
+    parts = cost.num_micro_batches
+    more = cost.but(num_micro_batches=parts + 1, batch_size=cost.batch_size * (parts + 1) / parts)
+    assert times.of(more).total_s >= times.of(cost).total_s * (1 - ROUNDING)
+    assert peak_memory(more).total >= peak_memory(cost).total * (1 - ROUNDING)
+    for stage in stages_of(cost):
+        if stage.in_flight + 1 <= parts:
+            fuller = Stage(stage.index, stage.parts, stage.in_flight + 1)
+            assert stage_memory(cost, fuller).total >= stage_memory(cost, stage).total * (1 - ROUNDING)
+
+
+def check_faster(chance: random.Random, cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
+    """A faster device, memory or link makes no step slower."""
+    for name, faster in improved(chance, cluster):
+        assert StepTimes(faster).of(cost).total_s <= times.of(cost).total_s * (1 + ROUNDING), f"slower by {name}"
+
+
+def improved(chance: random.Random, cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
+    """The cluster with one figure better, for a few of them."""
+    much, device = chance.choice((1.01, 1.3, 10.0)), cluster.device
+    peaks = {name: much * value for name, value in device.peak_flops.items()}
+
+    def link(known: LinkSpec) -> LinkSpec:
+        return chance.choice(
+            (replace(known, bandwidth=known.bandwidth * much), replace(known, latency_s=known.latency_s / much))
+        )
+
+    ways: dict[str, Callable[[], ClusterSpec]] = {
+        "peak": lambda: replace(cluster, device=replace(device, peak_flops=peaks)),
+        "bandwidth": lambda: replace(cluster, device=replace(device, memory_bandwidth=device.memory_bandwidth * much)),
+        "launch": lambda: replace(cluster, device=replace(device, launch_s=device.launch_s / much)),
+        "intra_node": lambda: replace(cluster, intra_node=link(cluster.intra_node)),
+        "inter_node": lambda: replace(cluster, inter_node=link(cluster.inter_node)),
+        "host_link": lambda: replace(cluster, host_link=link(cluster.host_link)),
+    }
+    for name in chance.sample(sorted(ways), 3):
+        yield name, ways[name]()
+
+
+def check_more_memory(chance: random.Random, node: Node, job: Drawn, times: StepTimes) -> None:
+    """The same methods on devices with more memory fit where they did, and are no slower."""
+    device = job.cluster.device
+    more = device.memory_bytes * chance.choice((1.001, 1.1, 2.0))
+    larger = replace(job.cluster, device=replace(device, memory_bytes=more))
+    cost = Strategy(node.methods).cost(job.start(larger))
+    before, after = peak_memory(node.cost), peak_memory(cost)
+    fit = before.total <= usable_bytes(job.cluster) and before.on_host <= usable_host_bytes(job.cluster)
+    if fit:
+        assert after.total <= usable_bytes(larger)
+        assert after.on_host <= usable_host_bytes(larger)
+    assert times.of(cost).total_s <= times.of(node.cost).total_s * (1 + ROUNDING)
+
+
+def check_search(number: int) -> None:
+    """With more memory, of devices or of hosts, a search finds what is no slower; so with anything that is faster."""
+    chance, job = drawn(number)
+    if job.cluster.world_size > 16 or job.profile.num_blocks > 40:
+        return
+    much, device = chance.choice((1.1, 2.0, 16.0)), job.cluster.device
+    larger = replace(job.cluster, device=replace(device, memory_bytes=device.memory_bytes * much))
+    roomier = replace(job.cluster, host_memory_bytes=job.cluster.host_memory_bytes * much)
+    before = best_seconds(job, job.cluster)
+    if before is None:
+        return
+    for name, better in (("device memory", larger), ("host memory", roomier), *improved(chance, job.cluster)):
+        after = best_seconds(job, better)
+        assert after is not None, f"more {name} loses the plan of job {number}"
+        assert after <= before * (1 + ROUNDING), f"better {name} makes job {number} slower"
+
+
+def best_seconds(job: Drawn, cluster: ClusterSpec) -> float | None:
+    space = compositions(job.profile, cluster)
+    found = best_first(
+        space,
+        job.start(cluster),
+        cluster,
+        device_bytes=usable_bytes(cluster),
+        host_bytes=usable_host_bytes(cluster),
+        keep=1,
+        nearest=False,
+    ).columns
+    rows = found.fastest(1)
+    return float(found.step_s[rows[0]]) if rows else None
+
+
+@searches
+@given(numbers)
+def test_searches(number: int) -> None:
+    check_search(number)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(7_200)
+@many_searches
+@given(numbers)
+def test_400_searches(number: int) -> None:
+    check_search(number)
