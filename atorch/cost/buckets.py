@@ -16,7 +16,7 @@ from atorch.cost.state import Cost
 BROADCAST_BYTES = 32 * 2**20
 """Of the flat buckets in which owners send parameters (runtime/buckets.py)."""
 MOST_VECTORS = 1024
-"""Of a copy of a segment, that are told apart: more would be no vectors, but weights of products that nobody counted."""
+"""Of a copy of a segment, that are told apart: more would be no vectors, but weights that no product tells of."""
 
 
 def num_reductions(cost: Cost, itemsize: float, bucket_bytes: float) -> int:

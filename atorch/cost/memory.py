@@ -22,6 +22,9 @@ SLACK = 0.2
 of Megatron on B200 that tell both. An allocator that runs short gives most of it back."""
 
 
+ROUNDING = 1e-9  # of the bytes of moments that fill a budget alike
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """What one device holds at the peak of a step, in bytes."""
@@ -185,7 +188,9 @@ def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) ->
         passes.append(course.in_backward)  # when blocks' activations are back that were away before
     step = step._replace(transient=step.transient * (1.0 - waiting.optim_offload))
     shared = [(moment, _with_host(course, moment, buffer_bytes, waiting)) for moment in (*passes, step)]
-    return max(shared, key=lambda each: (round(each[1].total), each[1].on_host))
+    full = max(held.total for _, held in shared) * (1 - ROUNDING)
+    fullest = [each for each in shared if each[1].total >= full]
+    return max(fullest, key=lambda each: (each[1].on_host, -each[1].parameters))
 
 
 def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
@@ -235,7 +240,8 @@ def _saved_away(course: Course, moment: Moment, shares: _Waiting) -> float:
     if not (shares.activation_offload and moment.in_blocks):
         return 0.0
     away = min(shares.activation_offload * course.in_blocks, moment.in_blocks)
-    return away if moment.in_blocks == course.in_blocks else away - shares.activations_ahead * course.in_blocks
+    back = shares.activations_ahead * course.in_blocks / course.in_flight  # of the micro-batch that goes backward
+    return away if moment.in_blocks == course.in_blocks else away - back
 
 
 def _under_budget(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting, saved: float) -> Held:

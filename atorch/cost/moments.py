@@ -52,6 +52,7 @@ class Course:
     stepped_gradients: float
     moments: tuple[Moment, ...]
     peak: Moment
+    in_flight: float  # micro-batches
     in_backward: Moment | None  # the largest while some blocks have gone backward and others have not
 
     @property
@@ -126,18 +127,19 @@ def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
     # Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
     # micro-batches were through before the most are in flight, all are there.
     least = math.inf if cost.grads_persist else cost.num_micro_batches
-    return [_course(terms, stage, stage.in_flight >= least) for stage in stages]
+    piece = 1.0 / cost.interleave
+    return [_course(terms, stage, stage.in_flight >= least, piece) for stage in stages]
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
+def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
     copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in stage.parts]
     params = state = trained = 0.0
     for _, number, each in copies:
         params += number * each.stored_params
         state += number * each.stored_state
         trained += number * each.trained
-    *passes, step = _moments(terms, copies, stage.in_flight, appear)
+    *passes, step = _moments(terms, copies, stage.in_flight, appear, piece)
     moments = (*_uncovered(passes), step)
     most = max(moment.in_blocks for moment in passes)
     in_backward = [moment for moment in passes if 0 < moment.in_blocks < most]
@@ -150,6 +152,7 @@ def _course(terms: Terms, stage: Stage, appear: bool) -> Course:
         stepped_gradients=state * terms.grad_itemsize,
         moments=moments,
         peak=max(moments, key=attrgetter("total")),
+        in_flight=stage.in_flight,
         in_backward=max(in_backward, key=attrgetter("total"), default=None),
     )
 
@@ -171,19 +174,22 @@ def _uncovered(moments: Sequence[Moment]) -> Iterator[Moment]:
             yield each
 
 
-def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: float, appear: bool) -> Iterator[Moment]:
+def _moments(
+    terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: float, appear: bool, piece: float
+) -> Iterator[Moment]:
     """The loss, blocks' backwards, the optimizer's step.
 
-    Where gradients appear in the first backward, all are there in the second, when one micro-batch less is in flight.
+    Where gradients appear in the first backward, all are there in the second, when one micro-batch less is in flight:
+    one piece of it, of which a stage has several where it is interleaved.
     """
-    grads = params = kept = in_blocks = state = outside = inside = weights = 0.0
+    grads = params = kept = in_blocks = state = outside = weights = 0.0
     for is_block, number, each in parts:
         grads += number * each.stored_grads
         params += number * each.params
         kept += number * each.kept
         state += number * each.stored_state
         if is_block:
-            weights, inside = max(weights, each.weights), max(inside, each.working)
+            weights = max(weights, each.weights)
             in_blocks += number * each.kept
         else:
             outside = max(outside, each.working)
@@ -193,8 +199,10 @@ def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: fl
     around, within = _gathered(terms, parts)
     alive, saved = in_flight * kept, in_flight * in_blocks
     yield Moment(0.0 if appear else all_grads, alive, always + around, outside, saved)
-    if appear and in_flight > 1:
-        yield Moment(all_grads, alive - kept, always + within, max(inside, outside), saved - in_blocks)
+    again = appear and in_flight > 1
+    first, first_in_blocks = piece * kept, piece * in_blocks
+    if again:
+        yield Moment(all_grads, alive - first, always + around, outside, saved - first_in_blocks)
     done = fresh = 0.0  # elements of the gradients that this backward has made: as they are kept, and as they are made
     for is_block, number, each in reversed(parts):
         if is_block:
@@ -203,6 +211,9 @@ def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: fl
                 new = terms.fresh_itemsize * (fresh + turn * each.trained)
                 gone = (turn - 1.0) * each.kept
                 yield Moment(made, alive - gone, always + within + new, each.working, saved - gone)
+                if again:  # in the second backward, with all that the first has made
+                    left = max(0.0, alive - first - gone), max(0.0, saved - first_in_blocks - gone)
+                    yield Moment(all_grads, left[0], always + within + new, each.working, left[1])
             saved = max(0.0, saved - number * each.kept)
         alive = max(0.0, alive - number * each.kept)  # sums of parts round
         done += number * each.stored_grads
@@ -211,6 +222,9 @@ def _moments(terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: fl
             made = terms.grad_itemsize * done if appear else all_grads
             new = terms.fresh_itemsize * fresh + terms.placeholder_itemsize * each.weights
             yield Moment(made, alive, always + around + new, each.working, saved)
+            if again:
+                left = max(0.0, alive - first), max(0.0, saved - first_in_blocks)
+                yield Moment(all_grads, left[0], always + around + new, each.working, left[1])
     yield Moment(all_grads, 0.0, terms.step_itemsize * state, 0.0)
 
 
@@ -259,7 +273,7 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     working += 2.0 * segment.input_bytes * (scale - outside)
     if segment.is_block and terms.recompute:
         again = kept - _kept_when_recomputed(terms, segment, inside, outside)
-        kept, working = kept - terms.recompute * again, working + again
+        kept, working = kept - terms.recompute * again, working + max(0.0, again)
     return _Copy(
         params=dense + experts,
         stored_params=_stored(dense, experts, terms.param_shards, terms.expert),

@@ -13,7 +13,8 @@ budget gradients go down in the backward of every micro-batch, and what the host
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from atorch.cluster import ClusterSpec
 from atorch.cost.memory import Held, beside_host, uses_host
@@ -22,21 +23,29 @@ from atorch.cost.stages import Stage
 from atorch.cost.state import Cost
 
 
-def host_seconds(cost: Cost, computing_s: Mapping[Stage, float], cluster: ClusterSpec) -> float:
-    """What offloading adds to a step on the slowest of some stages, each of which computes for its seconds.
+class HostTime(NamedTuple):
+    """What offloading adds to a step."""
 
-    Parameters that wait are fetched for every forward and backward, unless backward still has them. Forward is a third
-    of the computation, or a quarter where backward runs it again. The host is taken to have as much memory bandwidth
-    for each device as the link between them.
+    total_s: float
+    backward_s: float  # of it, while backward waits
+
+
+def host_time(cost: Cost, stages: Sequence[Stage], passes_s: float, cluster: ClusterSpec) -> HostTime:
+    """What offloading adds to a step on the slowest of some stages, whose passes take so many seconds.
+
+    That is the pace of a pipeline's slowest stage, which the others wait for, and what devices send to each other
+    counts: it takes other links. Parameters that wait are fetched for every forward and backward, unless backward still
+    has them. Forward is a third of the passes, or a quarter where backward runs it again. The host is taken to have as
+    much memory bandwidth for each device as the link between them.
     """
     if not uses_host(cost):
-        return 0.0
+        return HostTime(0.0, 0.0)
     rate = cluster.host_link.bandwidth * cluster.host_link.efficiency
-    both = zip(computing_s.items(), beside_host(cost, tuple(computing_s)), strict=True)
-    return max(_seconds(cost, stage, seconds, course, held, rate) for (stage, seconds), (course, held) in both)
+    both = zip(stages, beside_host(cost, stages), strict=True)
+    return max(_seconds(cost, stage, passes_s, course, held, rate) for stage, (course, held) in both)
 
 
-def _seconds(cost: Cost, stage: Stage, computing_s: float, course: Course, held: Held, rate: float) -> float:
+def _seconds(cost: Cost, stage: Stage, passes_s: float, course: Course, held: Held, rate: float) -> HostTime:
     times, waiting = cost.num_micro_batches, course.parameters - held.parameters
     saved = cost.activation_offload * course.in_blocks / stage.in_flight * times
     of_stepped = course.stepped_gradients
@@ -52,8 +61,8 @@ def _seconds(cost: Cost, stage: Stage, computing_s: float, course: Course, held:
     again = 0.0 if cost.keeps_gathered else times * waiting
     step = 2.0 * (parameters + held.stepped * (course.optimizer + course.masters)) + gradients
     if not cost.fetches_ahead:
-        return (fetched + again + down + 2.0 * saved + alone + step) / rate
-    forward_s = computing_s / (3.0 + cost.recompute)
+        return HostTime((fetched + again + down + 2.0 * saved + alone + step) / rate, (again + down + saved) / rate)
+    forward_s = passes_s / (3.0 + cost.recompute)
     forward = max(fetched, saved) / rate - forward_s
-    backward = max(saved + again, down) / rate - (computing_s - forward_s)
-    return max(0.0, forward) + max(0.0, backward) + (alone + step) / rate
+    backward = max(0.0, max(saved + again, down) / rate - (passes_s - forward_s))
+    return HostTime(max(0.0, forward) + backward + (alone + step) / rate, backward)

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from atorch.cluster import ClusterSpec
 from atorch.cost.collectives import Group, group_of, group_of_neighbours, rounds_of
 from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
-from atorch.cost.memory import uses_host
-from atorch.cost.offload import host_seconds
+from atorch.cost.offload import host_time
 from atorch.cost.operations import seconds_of_copy
 from atorch.cost.profile import Segment
 from atorch.cost.stages import Cut, Parts, cut_of, heaviest_stages
@@ -38,6 +37,9 @@ class StepTime(NamedTuple):
     total_s: float
 
 
+Links = tuple[float, float]  # seconds in which links carry bytes: those in a node, those between nodes
+
+
 class _Copy(NamedTuple):
     """One copy of a segment for a micro-batch: what it computes, and what it sends that nothing or computing hides."""
 
@@ -46,6 +48,7 @@ class _Copy(NamedTuple):
     launch_s: float
     exposed_s: float
     hidden_s: float
+    carried: Links
     params: float
     trainable: float
 
@@ -66,6 +69,7 @@ class _MicroBatch(NamedTuple):
     computing_s: float
     exposed_s: float
     total_s: float
+    carried: Links
     params: float
     trainable: float
 
@@ -89,6 +93,7 @@ class _Whole(NamedTuple):
     once: tuple[float, float]
     by_parameters: tuple[float, float]  # in every micro-batch
     by_blocks: tuple[float, float]  # in every micro-batch
+    carried: tuple[Links, Links, Links]  # once, by parameters, by blocks
 
 
 _read_by_copies = attrgetter(
@@ -127,23 +132,21 @@ class StepTimes:
         slowest = max((run.micro for run in runs), key=lambda each: each.total_s)
         times, sending = cost.num_micro_batches, self._sending_seconds(cost)
         bubble = _bubble(cost, runs, slowest) + 2.0 * (cost.stages - 1) * sending
-        once, optimizer = _ending(cost, runs, whole, self.cluster)
+        host = host_time(cost, heaviest_stages(cost), times * slowest.total_s, self.cluster)
+        once, optimizer = _ending(cost, runs, whole, host.backward_s / times, self.cluster)
         exposed = times * slowest.exposed_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
-        offload = 0.0
-        if uses_host(cost):
-            computing = {id(run.parts): times * run.micro.computing_s for run in runs}
-            heaviest = {stage: computing[id(stage.parts)] for stage in heaviest_stages(cost)}
-            offload = host_seconds(cost, heaviest, self.cluster)
+        total = times * slowest.computing_s + bubble + optimizer + exposed + host.total_s + cost.extra_s
+        short = max(0.0, self._carrying_seconds(cost, runs, whole, sending) - total)
         return StepTime(
             matmul_s=times * slowest.matmul_s,
             traffic_s=times * slowest.traffic_s,
             launch_s=times * slowest.launch_s,
             bubble_s=bubble,
             optimizer_s=optimizer,
-            exposed_comm_s=exposed,
-            offload_s=offload,
+            exposed_comm_s=exposed + short,
+            offload_s=host.total_s,
             extra_s=cost.extra_s,
-            total_s=times * slowest.computing_s + bubble + optimizer + exposed + offload + cost.extra_s,
+            total_s=total + short,
         )
 
     def _group(self, cost: Cost, axis: tuple[str, ...]) -> Group:
@@ -173,6 +176,7 @@ class StepTimes:
     def _copy(self, cost: Cost, segment: Segment, waiting_s: float) -> _Copy:
         device = self.cluster.device
         computed, exposed, hidden = seconds_of_copy(cost, segment, device), 0.0, 0.0
+        carried = [0.0, 0.0]
         launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * device.launch_s
         meeting = MEETING_S if device.type == "cuda" else 0.0
         for comm in of_copy(cost, segment):
@@ -180,6 +184,7 @@ class StepTimes:
             seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
             exposed += (1.0 - comm.overlap) * (seconds + comm.count * rounds_of(comm.kind) * meeting)
             hidden += comm.overlap * seconds
+            carried[group.num_nodes > 1] += group.carrying_s(comm.kind, comm.num_bytes)
             launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
         return _Copy(
             matmul_s=computed.matmul_s,
@@ -187,6 +192,7 @@ class StepTimes:
             launch_s=launch,
             exposed_s=exposed,
             hidden_s=hidden,
+            carried=(carried[0], carried[1]),
             params=cost.local_params(segment),
             trainable=cost.local_trainable(segment),
         )
@@ -205,23 +211,42 @@ class StepTimes:
 
     def _whole(self, cost: Cost, copies: _Copies) -> _Whole:
         once, by_parameters, by_blocks = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+        carried = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
         for comm in cost.comm:
-            seconds = self._group(cost, comm.axis).seconds(comm.kind, comm.count, comm.num_bytes)
+            group, share = self._group(cost, comm.axis), 1.0
             if comm.each_micro_batch:
-                into = by_parameters if comm.scales_with == "parameters" else by_blocks
+                into, place = (by_parameters, 1) if comm.scales_with == "parameters" else (by_blocks, 2)
             elif comm.scales_with == "blocks":
-                into, seconds = by_blocks, seconds / cost.num_micro_batches
+                into, place, share = by_blocks, 2, 1.0 / cost.num_micro_batches
             else:
-                into = once
+                into, place = once, 0
+            seconds = share * group.seconds(comm.kind, comm.count, comm.num_bytes)
             into[0] += (1.0 - comm.overlap) * seconds
             into[1] += comm.overlap * seconds
+            carried[place][group.num_nodes > 1] += share * group.carrying_s(comm.kind, comm.num_bytes)
         return _Whole(
             num_params=copies.num_params,
             num_blocks=max(1, cost.num_blocks),
             once=(once[0], once[1]),
             by_parameters=(by_parameters[0], by_parameters[1]),
             by_blocks=(by_blocks[0], by_blocks[1]),
+            carried=((carried[0][0], carried[0][1]), (carried[1][0], carried[1][1]), (carried[2][0], carried[2][1])),
         )
+
+    def _carrying_seconds(self, cost: Cost, runs: Sequence[_Run], whole: _Whole, sending_s: float) -> float:
+        """What the links need to carry a step's bytes, whatever hides behind what: the longest of all stages' links.
+
+        A stage sends each micro-batch forward and its gradient back, but for the first stage and the last.
+        """
+        longest = 0.0
+        ways = (1.0 if cost.stages == 2 else 2.0) * sending_s
+        between = cost.stages > 1 and self._group(cost, ("pipeline",)).num_nodes > 1
+        for _, _, micro in runs:
+            share = micro.params / whole.num_params if cost.stages > 1 else 1.0
+            for place in (0, 1):
+                each = micro.carried[place] + (ways if place == between else 0.0)
+                longest = max(longest, cost.num_micro_batches * each + share * whole.carried[0][place])
+        return longest
 
 
 def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
@@ -236,7 +261,7 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
 
 def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, cluster: ClusterSpec) -> _MicroBatch:
     """A GPU runs an operation while the next ones are launched, so that the longer of both counts; a CPU does not."""
-    matmul = traffic = launch = exposed = hidden = params = trainable = blocks = 0.0
+    matmul = traffic = launch = exposed = hidden = inside = between = params = trainable = blocks = 0.0
     for segment, count in parts:
         copy = copies.of[id(segment)]
         matmul += count * copy.matmul_s
@@ -244,6 +269,8 @@ def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, clust
         launch += count * copy.launch_s
         exposed += count * copy.exposed_s
         hidden += count * copy.hidden_s
+        inside += count * copy.carried[0]
+        between += count * copy.carried[1]
         params += count * copy.params
         trainable += count * copy.trainable
         blocks += count if segment.is_block else 0.0
@@ -253,13 +280,19 @@ def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, clust
     of_parameters, of_blocks = (params / whole.num_params, blocks / whole.num_blocks) if cost.stages > 1 else (1.0, 1.0)
     exposed += of_parameters * whole.by_parameters[0] + of_blocks * whole.by_blocks[0]
     hidden += of_parameters * whole.by_parameters[1] + of_blocks * whole.by_blocks[1]
+    _, (inside_by_parameters, between_by_parameters), (inside_by_blocks, between_by_blocks) = whole.carried
+    inside += of_parameters * inside_by_parameters + of_blocks * inside_by_blocks
+    between += of_parameters * between_by_parameters + of_blocks * between_by_blocks
     if cluster.device.type != "cuda":
         exposed += max(0.0, hidden - matmul - traffic - launch)
         total = matmul + traffic + launch + exposed
     else:
         exposed += max(0.0, hidden - matmul - traffic)
         total = ((matmul + traffic + exposed) ** SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
-    return _MicroBatch(matmul, traffic, launch, total - exposed, exposed, total, params, trainable)
+    computing = max(matmul + traffic, total - exposed)  # which rounding may leave short
+    return _MicroBatch(
+        matmul, traffic, launch, computing, exposed, computing + exposed, (inside, between), params, trainable
+    )
 
 
 def reached_bandwidth(cluster: ClusterSpec) -> float:
@@ -275,24 +308,34 @@ def _cast_bytes(cost: Cost, params: float, trainable: float) -> float:
 
 def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
     """What the slowest stage waits for the first micro-batch to arrive and the last one to return."""
-    filling = sum(run.number * run.micro.total_s for run in runs) - slowest.total_s
-    if cost.schedule == "zero_bubble":
-        return filling / 3  # the weights' gradients, a third of the work, fill gaps: Qi et al. 2023, arXiv 2401.10241
-    return filling / cost.interleave
+    return _unfilled(cost) * (sum(run.number * run.micro.total_s for run in runs) - slowest.total_s)
 
 
-def _ending(cost: Cost, runs: Sequence[_Run], whole: _Whole, cluster: ClusterSpec) -> tuple[float, float]:
+def _unfilled(cost: Cost) -> float:
+    """Of the other stages' time for a micro-batch, what the slowest waits: less where gaps are filled.
+
+    Zero-bubble fills them with the weights' gradients, a third of the work: Qi et al. 2023, arXiv 2401.10241.
+    """
+    return 1 / 3 if cost.schedule == "zero_bubble" else 1 / cost.interleave
+
+
+def _ending(
+    cost: Cost, runs: Sequence[_Run], whole: _Whole, host_s: float, cluster: ClusterSpec
+) -> tuple[float, float]:
     """Seconds of communication, then of the optimizer, that end the step on the stage that is done last.
 
-    What can overlap hides behind the backward of the last micro-batch. Later stages are done with theirs earlier, while
-    the first ones still wait for gradients; so of equal stages only the first can be the last.
+    What can overlap hides behind the backward of the last micro-batch, which takes as long as the slowest stage's as
+    far as other work fills the gaps, and `host_s` longer for what comes from the host. Later stages are done with
+    theirs earlier, while the first ones still wait for gradients; so of equal stages only the first can be the last.
     """
     optimizer_s = _optimizer_bytes(cost) / reached_bandwidth(cluster)
     waited, last, longest = 0.0, (0.0, 0.0), 0.0
+    unfilled = _unfilled(cost)
+    waiting = host_s + (1.0 - unfilled) * BACKWARD * max(run.micro.total_s for run in runs)
     for _, number, micro in runs:
         share = micro.params / whole.num_params if cost.stages > 1 else 1.0
-        backward = BACKWARD * micro.total_s
-        exposed = share * whole.once[0] + max(0.0, share * whole.once[1] - backward)
+        backward = unfilled * BACKWARD * micro.total_s
+        exposed = share * whole.once[0] + max(0.0, share * whole.once[1] - backward - waiting)
         optimizer = micro.trainable * optimizer_s
         if exposed + optimizer - waited > longest:
             last = max(0.0, exposed - waited), optimizer

@@ -7,8 +7,8 @@ import pytest
 
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Cost, Region, Segment, peak_memory
-from atorch.cost.memory import host_bytes, uses_host
-from atorch.cost.offload import host_seconds
+from atorch.cost.memory import host_bytes, stage_memory, uses_host
+from atorch.cost.offload import host_time
 from atorch.cost.stages import stages_of
 
 BLOCK = Segment(
@@ -25,7 +25,7 @@ CLUSTER = ClusterSpec(
 
 
 def seconds(cost, computing_s=0.0):
-    return host_seconds(cost, {stages_of(cost)[0]: computing_s}, CLUSTER)
+    return host_time(cost, stages_of(cost)[:1], computing_s, CLUSTER).total_s
 
 
 def test_nothing_waits_unasked():
@@ -126,3 +126,26 @@ def test_a_budget_that_is_never_reached_costs_nothing():
     assert seconds(replace(PLAIN, budget_bytes=20_000.0)) == 0
     assert uses_host(replace(PLAIN, budget_bytes=20_000.0))
     assert not uses_host(replace(PLAIN, budget_bytes=math.inf))
+
+
+def test_whole_gradients_stay_until_they_are_reduced_and_this_devices_shard_goes_down():
+    shards = {"param_shards": 4.0, "optim_shards": 4.0, "gathered_itemsize": 4.0}
+    cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0, grads_persist=False, whole_grads=True, **shards)
+    cost = replace(cost, num_micro_batches=2.0, batch_size=2.0)
+    assert peak_memory(cost).gradients == 4000
+    assert host_bytes(cost) == 16_000 / 4
+    assert seconds(cost) == pytest.approx((4 * 4 + 24 + 4) / 4)
+    assert seconds(cost, computing_s=100.0) == pytest.approx((24 + 4) / 4), "never less than the host's step"
+
+
+def test_shards_of_gradients_go_down_with_every_micro_batch_that_reduces_them():
+    shards = {"param_shards": 4.0, "grad_shards": 4.0, "optim_shards": 4.0, "keeps_gathered": True}
+    cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0, num_micro_batches=3.0, batch_size=3.0, **shards)
+    assert seconds(cost) == pytest.approx((3 * 4 + 3 * 4 + 24 + 4) / 4)
+
+
+def test_of_several_micro_batches_in_flight_one_is_back_ahead():
+    cost = replace(PLAIN, grads_persist=False, stages=10, num_micro_batches=10.0, batch_size=10.0)
+    cost = replace(cost, activation_offload=1.0, activations_ahead=1.0)
+    for stage in stages_of(cost):
+        assert stage_memory(cost, stage).activations <= stage.in_flight * 50

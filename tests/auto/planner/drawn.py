@@ -71,9 +71,13 @@ def _of_transformer(chance: random.Random) -> ModelProfile:
     experts = latent = None
     if chance.random() < 0.3:
         count = chance.choice((2, 4, 8, 64))
-        experts = Experts(count=count, top_k=chance.randint(1, min(count, 8)), ffn=hidden, dense_layers=chance.choice((0, 1)))
+        experts = Experts(
+            count=count, top_k=chance.randint(1, min(count, 8)), ffn=hidden, dense_layers=chance.choice((0, 1))
+        )
     elif chance.random() < 0.1:
-        latent = LatentAttention(query_rank=chance.choice((0, 512)), kv_rank=256, nope_dim=64, rope_dim=32, value_dim=64)
+        latent = LatentAttention(
+            query_rank=chance.choice((0, 512)), kv_rank=256, nope_dim=64, rope_dim=32, value_dim=64
+        )
     shape = TransformerShape(
         layers=chance.choice((1, 2, 3, 4, 8, 12, 32, 80, 126)),
         hidden=hidden,
@@ -171,7 +175,9 @@ def _of_segments(chance: random.Random) -> ModelProfile:
 
 def _cluster(chance: random.Random) -> ClusterSpec:
     cluster = ClusterSpec.load(
-        chance.choice(DEVICES), num_nodes=chance.choice((1, 1, 2, 3, 16)), devices_per_node=chance.choice((1, 2, 4, 6, 8))
+        chance.choice(DEVICES),
+        num_nodes=chance.choice((1, 1, 2, 3, 16)),
+        devices_per_node=chance.choice((1, 2, 4, 6, 8)),
     )
     if chance.random() < 0.5:
         return cluster
