@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from atorch.runtime.buckets import average
-from atorch.runtime.replicate import replicas_of
+from atorch.runtime.replicate import Replicated, replicas_of
 
 
 class Reduction:
@@ -58,7 +58,10 @@ class Reduction:
             if not last:
                 return self._replicas.no_sync()
             # What the forward pass does where its own backward is next; torch's own pipelines do it like this.
-            self._replicas.reducer.prepare_for_backward([])
+            if isinstance(self._model, Replicated):
+                self._model.prepare_for_backward()
+            else:
+                self._replicas.reducer.prepare_for_backward([])
         return nullcontext()
 
     def afterwards(self) -> None:

@@ -3,10 +3,16 @@
 torch's DistributedDataParallel, under which names, state dicts and attributes stay the user's.
 Memory: as on one device, since gradients live in the buckets that are reduced. Communication per step: an all-reduce
 of the gradients, bucket by bucket, hidden behind the rest of backward.
+
+torch's averages what the first backward pass after each forward pass gives, and lets others go unseen: a second one with
+`retain_graph`, that of another output, of the first of two forward passes, of a method or a submodule that was called
+by itself, and whatever parameters get that were frozen when it was made. These are averaged here when such a pass
+ends, in calls of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from atorch.runtime.buckets import average
 from atorch.runtime.wrapper import Wrapper
 
 
@@ -23,14 +30,15 @@ class Replicated(Wrapper):
 
     It has one and is none: torch.distributed.checkpoint knows one by its type, and insists on names with `module.`.
 
-    Losses must come from calling the module itself; methods of the user's that are reached through it run on this
-    rank alone, as `generate` should, and their gradients would not be averaged.
+    Methods and submodules of the user's that are reached through it run on this rank alone, as `generate` should; a
+    backward pass through them averages gradients, too.
     """
 
     def __init__(self, replicas: DistributedDataParallel) -> None:
         super().__init__()
         self.module: nn.Module = replicas.module
         self._replicas = (replicas,)  # in a tuple, or its parameters would be found a second time
+        self._unseen = _Unseen(replicas)
 
     @property
     def replicas(self) -> DistributedDataParallel:
@@ -39,11 +47,70 @@ class Replicated(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; backward through it averages gradients."""
-        return self.replicas(*args, **kwargs)
+        self._unseen.look_for_unfrozen()
+        output = self.replicas(*args, **kwargs)
+        if torch.is_grad_enabled() and self.replicas.require_backward_grad_sync:
+            self._unseen.expect()
+        return output
+
+    def prepare_for_backward(self) -> None:
+        """Average in the next backward pass, of a forward pass that was told not to; torch's pipelines do it so."""
+        self.replicas.reducer.prepare_for_backward([])
+        self._unseen.expect()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes add gradients up without averaging them."""
         return self.replicas.no_sync()
+
+
+class _Unseen:
+    """Averages the gradients that DistributedDataParallel does not see, when the backward pass that gave them ends."""
+
+    def __init__(self, replicas: DistributedDataParallel) -> None:
+        self._replicas = replicas
+        self._seen = self._is_running = False  # whether torch waits for the next backward pass; whether one runs
+        self._known = [each for each in replicas.module.parameters() if each.requires_grad]
+        self._frozen = [each for each in replicas.module.parameters() if not each.requires_grad]
+        self._unfrozen: list[nn.Parameter] = []
+        for parameter in self._known:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def expect(self) -> None:
+        """torch averages what the next backward pass gives."""
+        self._seen, self._is_running = True, False  # a pass that raised has not ended
+
+    def look_for_unfrozen(self) -> None:
+        """Watch parameters that have been unfrozen since the last forward pass."""
+        found = [each for each in self._frozen if each.requires_grad]
+        if found:
+            self._frozen = [each for each in self._frozen if not each.requires_grad]
+            self._unfrozen += found
+            for parameter in found:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if not self._is_running:
+            self._is_running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        missed = self._unfrozen if self._seen else [*self._known, *self._unfrozen]
+        self._seen = self._is_running = False
+        if missed and self._replicas.require_backward_grad_sync:
+            # What was averaged before stays as it is, since averages are the same everywhere.
+            average_gradients(missed, self._replicas.process_group)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average `.grad` over the ranks of a group, where any of them has one; one that has none counts as zero."""
+    device = parameters[0].device
+    has = torch.tensor([each.grad is not None for each in parameters], dtype=torch.uint8, device=device)
+    dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
+    having = [each for each, anywhere in zip(parameters, has.tolist(), strict=True) if anywhere]
+    for parameter in having:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    average([each.grad for each in having if each.grad is not None], group)
 
 
 def replicas_of(model: nn.Module) -> DistributedDataParallel | None:
@@ -65,7 +132,7 @@ def replicate(
     """`module` on `device`, equal on all ranks of `group` (rank 0's values), its gradients averaged over them.
 
     A group of one rank and a module with nothing to train come back as they are: there is nothing to average.
-    Parameters that are frozen now stay local, as do buffers except that each forward pass starts from rank 0's.
+    Buffers stay local except that each forward pass starts from rank 0's.
 
     Args:
         find_unused_parameters: look for parameters that a forward pass did not use, for which backward must not wait.

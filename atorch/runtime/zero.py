@@ -55,11 +55,10 @@ class ShardedOptimizer(WrappedOptimizer):
         self._params = [_tensor(entry) for part in whole for entry in part["params"]]
         owners = deal_out([_bytes_to_train(param) for param in self._params], group.size())
         owner_of = dict(zip(self._params, owners, strict=True))
-        # Frozen parameters do not change, so they are not sent.
-        self._sent = [
-            (rank, [param for param, owner in owner_of.items() if owner == rank and param.requires_grad])
-            for rank in range(group.size())
+        self._shares = [
+            (rank, [param for param, owner in owner_of.items() if owner == rank]) for rank in range(group.size())
         ]
+        self._trained = {param for param in owner_of if param.requires_grad}
         mine = group.rank()
         share = [{**part, "params": [e for e in part["params"] if owner_of[_tensor(e)] == mine]} for part in whole]
         # Who takes bare parameters gets bare parameters; but only a group can say that there are none.
@@ -87,12 +86,15 @@ class ShardedOptimizer(WrappedOptimizer):
                 if set_to_none:
                     param.grad = None
                 else:
-                    param.grad.detach_().zero_()
+                    param.grad.detach().zero_()  # not in place: it may lie in a bucket that is reduced
 
     def step(self, closure: Any = None) -> Any:
         """Step this rank's share, then send it to the others and receive theirs."""
         result = self.inner.step(closure) if closure is not None else self.inner.step()
-        broadcast(self._sent, self._group)
+        # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
+        self._trained.update(param for param in self._params if param.requires_grad)
+        shares = ((rank, [param for param in share if param in self._trained]) for rank, share in self._shares)
+        broadcast(shares, self._group)
         return result
 
     def state_dict(self) -> dict[str, Any]:

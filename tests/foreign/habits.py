@@ -77,8 +77,8 @@ def arguments(make: Callable[[], nn.Module] = Net, logits: Callable[[Any], Tenso
 
     return {
         "model": make(),
-        "optim_func": torch.optim.AdamW,
-        "optim_args": {"lr": 5e-3},
+        "optim_func": torch.optim.SGD,  # which sees how large gradients are
+        "optim_args": {"lr": 0.1, "momentum": 0.9},
         "dataset": Samples(ROWS, sample),
         "loss_func": lambda batch, output: F.cross_entropy(logits(output).float(), batch[1]),
         "model_input_format": "unpack_sequence",
@@ -159,7 +159,7 @@ def resumes_from_a_file(job: Training) -> list[float]:
 
 
 def schedules(job: Training) -> list[float]:
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(job.optim, max_lr=1e-2, total_steps=STEPS, cycle_momentum=False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(job.optim, max_lr=0.2, total_steps=STEPS, cycle_momentum=False)
     done = []
     for batch in islice(job.batches(), STEPS):
         done.append(step(job, batch))
@@ -247,8 +247,6 @@ def hooks_gradients(job: Training) -> list[float]:
     done = []
     for batch in islice(job.batches(), STEPS):
         job.loss_func(batch, job.model(*batch)).backward()
-        for group in job.optim.param_groups:
-            group["lr"] = 0.1
         done.append(step(job, batch))
     return done
 

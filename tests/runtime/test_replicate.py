@@ -120,3 +120,83 @@ def unused(rank: int, size: int) -> list[float]:
 
 def test_unused_parameters_do_not_block(pool: Pool) -> None:
     assert pool.run(unused) == [[1.5], [1.5]]
+
+
+class TwoHeads(nn.Module):
+    """A body and two heads, of which one can be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        return self.head(hidden) + self.other(hidden)
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.body(x).tanh())
+
+
+def ordinary(model: Any, x: torch.Tensor) -> None:
+    model(x).mean().backward()
+
+
+def retained(model: Any, x: torch.Tensor) -> None:
+    output = model(x)
+    output.mean().backward(retain_graph=True)
+    output.square().mean().backward()
+
+
+def two_forwards(model: Any, x: torch.Tensor) -> None:
+    outputs = [model(x), model(2 * x)]
+    for output in outputs:
+        output.square().mean().backward()
+
+
+def a_method(model: Any, x: torch.Tensor) -> None:
+    model.second(x).square().mean().backward()
+
+
+def a_submodule(model: Any, x: torch.Tensor) -> None:
+    model.body(x).square().mean().backward()
+
+
+def a_penalty(model: Any, x: torch.Tensor) -> None:
+    model(x).mean().backward()
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+
+
+def unfrozen(model: Any, x: torch.Tensor) -> None:
+    model.other.requires_grad_(False)
+    model(x).mean().backward()
+    model.other.requires_grad_(True)
+    model(x).square().mean().backward()
+
+
+PASSES = {each.__name__: each for each in (retained, two_forwards, a_method, a_submodule, a_penalty, unfrozen)}
+
+
+def gradients_of_passes(rank: int, size: int, name: str, find_unused: bool) -> float:
+    """How far the gradients of unusual backward passes, over two rounds, are from those of the whole batch."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    if name == "unfrozen":
+        model.other.requires_grad_(False)  # when it is made
+    x = torch.randn(4, 3)
+    replicas = replicate(model, world(), CPU, find_unused_parameters=find_unused)
+    off = []
+    for backward in (PASSES[name], ordinary, PASSES[name]):
+        backward(whole, x)
+        backward(replicas, x[rank::size])
+        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None and theirs.grad is not None:
+                off.append(float((mine.grad - theirs.grad).abs().max()))
+    return max(off)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("name", PASSES)
+def test_every_backward_pass_averages(pool: Pool, name: str, find_unused: bool) -> None:
+    assert max(pool.run(gradients_of_passes, name, find_unused)) <= 1e-6

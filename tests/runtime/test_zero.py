@@ -222,3 +222,27 @@ def in_small_buckets(rank: int, size: int) -> list[bool]:
 def test_broadcast_in_buckets(pool: Pool, send: Any) -> None:
     for arrived in pool.run(send):
         assert all(arrived)
+
+
+def thawed(rank: int, size: int) -> tuple[float, bool]:
+    """How far apart ranks are once a layer was unfrozen, and whether gradients that are zeroed stay where they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
+    model[1].requires_grad_(False)
+    replicas = replicate(model, world(), CPU)
+    optim = ShardedOptimizer(list(model.parameters()), adam, world())
+    x = torch.randn(4, 3)[rank::size]
+    for step in range(4):
+        model[1].requires_grad_(step > 1)
+        replicas(x).square().mean().backward()
+        optim.step()
+        optim.zero_grad(set_to_none=False)
+    kept = all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return float((mine - first).abs().max()), kept
+
+
+def test_what_is_unfrozen_is_sent_and_gradients_can_be_zeroed(pool: Pool) -> None:
+    assert pool.run(thawed) == [(0.0, True), (0.0, True)]
