@@ -68,6 +68,7 @@ class Options:
     find_unused_parameters: bool = False
     sampler_seed: int = 0
     sample_batch: Any = None  # what `prepare_input` takes, for methods that watch the model where there is no dataset
+    verify: bool = True  # whether a strategy's first pass is held to plain training's
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
@@ -83,6 +84,8 @@ class Options:
         limit = options.time_limit
         if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
+        if not isinstance(options.verify, bool):
+            raise ArgumentError(f"verify is {options.verify!r}; it is True or False")
         source = options.calibration
         if not isinstance(source, (bool, str, os.PathLike)) or (not isinstance(source, bool) and Path(source).is_dir()):
             raise ArgumentError(

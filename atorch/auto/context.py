@@ -22,6 +22,7 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from atorch.auto.first_pass import PlainPass
     from atorch.auto.strategy import Strategy
     from atorch.runtime.tensor_parallel import ModelLayout
 
@@ -103,6 +104,7 @@ class Context:
     args: Mapping[str, bool] = field(default_factory=dict)
 
     sample_batch: Any = None
+    plain_pass: PlainPass | None = None  # plain training's first pass, to which dry runs are held
     profile: ModelProfile | None = None
     layout: ModelLayout | None = None  # how parameters are split over the axis tensor
     on_host: tuple[torch.Tensor, ...] = ()  # parameters, and what more memory is asked of, that are in host memory

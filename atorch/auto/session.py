@@ -10,6 +10,7 @@ from torch import nn
 
 from atorch.auto.arguments import Call, Options
 from atorch.auto.context import AccelerateResult, Context
+from atorch.auto.first_pass import PlainPass, cannot_evaluate, check, plain_pass
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import batch_place, complete, fills_meta, idle_axes
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
@@ -19,6 +20,7 @@ from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agree, agreed, from_rank_zero, synchronise, together
 from atorch.distributed.description import Facts, described
+from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
 
@@ -51,7 +53,7 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
             logger.warning("%s", error)
             return False, None, None
         logger.info("the strategy is %s", strategy)
-        result, strategy = accelerate(ctx, strategy)
+        result, strategy = accelerate(ctx, strategy, options.verify)
         if target is not None:
             together(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
         return True, result, strategy
@@ -69,20 +71,29 @@ def searched(call: Call) -> Plan:
         time_limit=call.options.time_limit,
         verbose=call.options.verbose,
         calibration=_calibration(call.options, ctx),
+        verify=call.options.verify,
     )
 
 
-def accelerate(ctx: Context, strategy: Strategy) -> tuple[AccelerateResult, Strategy]:
-    """Apply a complete strategy to the context's model and build: the result, and the strategy with what was learnt."""
+def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[AccelerateResult, Strategy]:
+    """Apply a complete strategy to the context's model and build: the result, and the strategy with what was learnt.
+
+    Raises:
+        StrategyError: with `verify`, where its first pass is not what plain training's is.
+    """
+    place = batch_place(strategy, ctx.device.type)
     if ctx.make_loader is not None:
         make = ctx.make_loader  # once before anything is changed: what does not hold leaves the model as it was
-        together(lambda: make(*batch_place(strategy, ctx.device.type)))
+        together(lambda: make(*place))
     if ctx.world.size > 1:
         synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
+    expected = _plain_pass(ctx, place[1]) if verify and strategy.methods else None
     applied = strategy.apply(with_sample(ctx, strategy))
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
         agreed("optim_func", dict, lambda: result.optim, _settings)
+    if expected is not None:
+        _check(applied, result, expected)
     return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
 
 
@@ -93,6 +104,27 @@ def _settings(optim: Any) -> dict[str, Facts]:
         own = {name: value for name, value in group.items() if name != "params"}
         facts.update(described(f"the optimizer's group {index}", own))
     return {"optimizer": facts}
+
+
+def _plain_pass(ctx: Context, shares: int) -> PlainPass:
+    """Plain training's first pass, where there is all that it takes; else the reason why not, told."""
+    from atorch.auto.planner.candidate import Feed
+
+    if ctx.make_optimizer is None or ctx.make_loader is None or ctx.loss_func is None:
+        return PlainPass(why_not="it takes optim_func, dataset and loss_func")
+    expected = plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
+    if expected.why_not is not None and ctx.world.rank == 0:
+        logger.warning("the strategy cannot be held to plain training's first pass: %s", expected.why_not)
+    return expected
+
+
+def _check(applied: Context, result: AccelerateResult, expected: PlainPass) -> None:
+    check(applied, result, expected)
+    # What splits the model may fail on one process alone, and leave the others waiting; a dry run is guarded.
+    if all(set(each.splits) <= set(BATCH_AXES) for each in applied.strategy or ()):
+        cannot = cannot_evaluate(applied, result, expected)
+        if cannot is not None and applied.world.rank == 0:
+            logger.warning("under %s %s", applied.strategy, cannot)
 
 
 def with_sample(ctx: Context, strategy: Strategy) -> Context:
@@ -232,6 +264,7 @@ def _chosen(
         time_limit=options.time_limit,
         verbose=options.verbose,
         calibration=_calibration(options, ctx),
+        verify=options.verify,
     )
     report = found.to_json_data()
     if ctx.world.rank == 0:

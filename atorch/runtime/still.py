@@ -39,3 +39,41 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards each module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model on `device`, without gradients; afterwards its values, buffers, gradients and attributes are back."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    members = [(held, dict(held)) for module in model.modules() for held in (module._parameters, module._buffers)]
+    parameters = [(each, each.data, each.grad) for each in model.parameters()]
+    buffers = [(each, each.data) for each in model.buffers()]
+    for parameter, values, _ in parameters:
+        parameter.grad = None
+        if values.device != device:
+            parameter.data = values.to(device)
+    for buffer, values in buffers:
+        buffer.data = values.to(device, copy=True)
+    try:
+        yield
+    finally:
+        for held, before in (*attributes, *members):
+            held.clear()
+            held.update(before)
+        for parameter, values, grad in parameters:
+            parameter.grad = None
+            parameter.data, parameter.grad = values, grad
+        for buffer, values in buffers:
+            buffer.data = values

@@ -17,6 +17,7 @@ LAYERS = {
     "atorch.auto.opt_lib": 4,
     "atorch.auto.strategy": 3,
     "atorch.auto.context": 3,
+    "atorch.auto.first_pass": 3,
     "atorch.runtime": 2,
     "atorch.profiler": 2,
     "atorch.saving": 2,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from atorch.auto.context import Context
+from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.profiler.copying import lazy_copy
 
@@ -31,6 +32,7 @@ class Feed:
     """The first batches of the user's own loader, read once for each way to share them out."""
 
     ctx: Context
+    num_batches: int = NUM_BATCHES
     _batches: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
 
     def batches(self, rank: int, size: int) -> list[Any]:
@@ -47,8 +49,8 @@ class Feed:
         if self.ctx.make_loader is None:
             raise ArgumentError("a dry run needs data; give a dataset")
         loader = self.ctx.make_loader(rank, size)
-        with _preserved_position(loader):
-            batches = list(itertools.islice(loader, NUM_BATCHES))
+        with preserved_rng(), _preserved_position(loader):  # loaders draw a seed
+            batches = list(itertools.islice(loader, self.num_batches))
         if not batches:
             raise ArgumentError("the dataset has no full batch, so nothing can be dry-run; use a smaller batch_size")
         return batches

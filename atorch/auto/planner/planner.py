@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from atorch.auto.context import Context
+from atorch.auto.first_pass import plain_pass
 from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.estimate import Scored, score, split_by_memory, usable_bytes
@@ -62,6 +63,7 @@ def search(
     verbose: bool = False,
     progress: Show | None = None,
     calibration: Calibration | None = None,
+    verify: bool = True,
 ) -> Plan:
     """The fastest strategy that runs, found on this job's own processes. All of them call this together.
 
@@ -72,6 +74,7 @@ def search(
         verbose: show a line for every dry run also where there is a progress bar.
         progress: called on rank 0 after every dry run; None shows a progress bar, or lines where there is no terminal.
         calibration: where what was measured before comes from, and what is measured is kept; None for neither.
+        verify: whether candidates are held to plain training's first pass (`first_pass`).
 
     Raises:
         NoFeasiblePlanError: nothing fits in memory, or nothing ran; the nearest miss is named.
@@ -87,6 +90,9 @@ def search(
                 lambda: (*starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed))
             )
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
+            if verify:
+                expected = plain_pass(ctx, ctx.world.size, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
+                ctx = replace(ctx, plain_pass=expected)
             ranking = ranked(profile, start, cluster, excluded, included, fixed)
             _need_one_that_fits(ranking, ctx)
             past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))

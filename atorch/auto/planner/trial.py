@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from atorch.auto.context import AccelerateResult, Context
+from atorch.auto.first_pass import cannot_evaluate, check
 from atorch.auto.planner.candidate import Feed, candidate
 from atorch.auto.strategy import Strategy
 from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
 from atorch.distributed.mesh import BATCH_AXES, Mesh, current, use_mesh
 from atorch.distributed.world import TIMEOUT, World
-from atorch.errors import ArgumentError, AtorchError
+from atorch.errors import ArgumentError, AtorchError, StrategyError
 from atorch.profiler.memory import PeakMemory
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class Trial:
         self._base, self._crew, self._feed = ctx, crew, feed
         self._device = ctx.device
         self._mesh: Mesh | None = None
+        self._applied: Context | None = None
         self._result: AccelerateResult | None = None
         self._batches: Iterator[Any] = iter(())
         self._began, self._elapsed_s = time.monotonic(), 0.0
@@ -104,9 +106,10 @@ class Trial:
         return self._elapsed_s
 
     def start(self) -> bool:
-        """Apply, build and take the first step; whether all ranks could. Its loss must be a number."""
-        if self._together(self._connect) is None or self._together(self._build) is None:
-            return False
+        """Apply, build, hold the first pass to plain training's, and take a step; whether all ranks could."""
+        for phase in (self._connect, self._build, self._check):
+            if self._together(phase) is None:
+                return False
         seconds = self._together(self._first_step)
         self.startup_s = self.elapsed_s
         return seconds is not None
@@ -134,7 +137,7 @@ class Trial:
 
     def close(self) -> None:
         """Let go of everything: the copy, its optimizer, and the groups they communicate over."""
-        self._result, self._batches = None, iter(())
+        self._applied, self._result, self._batches = None, None, iter(())
         mesh, self._mesh, group, self._group = self._mesh, None, self._group, None
         gc.collect()  # models that hook into themselves are cycles, and hold the group
         if mesh is not None:
@@ -157,9 +160,21 @@ class Trial:
             ctx = self.strategy.apply(candidate(self._base))
         finally:
             self._mesh = current()  # also where a later method raised: peers may be waiting in the mesh's groups
-        self._result = ctx.build()
+        self._applied, self._result = ctx, ctx.build()
         place = (0, 1) if ctx.mesh is None else (ctx.mesh.rank(*BATCH_AXES), ctx.mesh.size(*BATCH_AXES))
         self._batches = itertools.cycle(self._feed.batches(*place))
+
+    def _check(self) -> bool:
+        """That it computes what plain training does, and that the model can still be evaluated."""
+        expected = self._base.plain_pass
+        if expected is not None:
+            assert self._applied is not None, "built"
+            assert self._result is not None, "built"
+            check(self._applied, self._result, expected)
+            cannot = cannot_evaluate(self._applied, self._result, expected)
+            if cannot is not None:
+                raise StrategyError(cannot)
+        return True
 
     def _first_step(self) -> float:
         loss = self._step()

@@ -74,7 +74,7 @@ def sabotage(how: str, rank: int) -> Iterator[None]:
 
     @method("sabotage", phase=Phase.STEP)
     class Sabotage(Method):
-        how: Literal["apply", "step", "memory", "late", "nan", "none"] = "none"
+        how: Literal["apply", "step", "memory", "late", "nan", "wrong", "none"] = "none"
         rank: int = 0
 
         def cost(self, cost):
@@ -93,7 +93,8 @@ def sabotage(how: str, rank: int) -> Iterator[None]:
                     raise RuntimeError("broke in the third step")
                 if self.how == "memory" and mine:
                     raise MemoryError("a terabyte is not here")
-                return loss * float("nan") if self.how == "nan" and mine else loss
+                factor = {"nan": float("nan"), "wrong": 0.5}.get(self.how, 1.0) if mine else 1.0
+                return loss * factor
 
             return replace(ctx, loss_func=loss_func)
 

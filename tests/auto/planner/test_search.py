@@ -176,7 +176,8 @@ def test_a_candidate_over_its_share_is_rejected():
         pytest.param("apply", "ValueError: cannot be applied here", marks=pytest.mark.matrix),
         pytest.param("step", "RuntimeError: broke in the third step", marks=pytest.mark.matrix),
         pytest.param("memory", "MemoryError: a terabyte", marks=pytest.mark.matrix),
-        pytest.param("nan", "the loss of the first step is nan", marks=pytest.mark.matrix),
+        pytest.param("nan", "its first pass has loss nan", marks=pytest.mark.matrix),
+        ("wrong", "does not compute what plain training does"),
     ],
 )
 def test_what_goes_wrong_is_recorded_and_the_search_goes_on(how, reason):

@@ -1,0 +1,240 @@
+"""A strategy that computes something else than plain training is refused; one that computes the same never is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from atorch import auto_accelerate
+from atorch.auto import first_pass
+from atorch.auto.context import Context
+from atorch.auto.strategy import METHODS, Method, Phase, method
+from atorch.errors import ArgumentError, StrategyError
+from tests.pool import Pool, RankFailure
+
+ROWS, FEATURES = 8, 6
+CHECKPOINT = ("checkpoint", (nn.Linear,))
+
+
+class Net(nn.Module):
+    """Leaves behind what a pass can: running statistics, random numbers drawn, a counter, the last activations."""
+
+    def __init__(self, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(FEATURES, 16)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(16, 3)
+        self.calls, self.last = 0, None
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.norm(self.inner(inputs).relu()))
+        self.calls, self.last = self.calls + 1, hidden.detach()
+        return self.head(hidden)
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2 * ROWS, FEATURES, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (2 * ROWS,), generator=generator))
+
+
+def loss_func(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+def accelerate(model: nn.Module, load_strategy: Any, **more: Any) -> Any:
+    given = {
+        "optim_func": torch.optim.SGD,
+        "optim_args": {"lr": 0.1},
+        "dataset": samples(),
+        "loss_func": loss_func,
+        "dataloader_args": {"batch_size": ROWS},
+        "model_input_format": "unpack_sequence",
+        **more,
+    }
+    return auto_accelerate(model, load_strategy=load_strategy, **given)[1]
+
+
+@contextmanager
+def registered(apply: Callable[[Context], Any], **settings: Any) -> Iterator[str]:
+    """A method of the name "broken" that does `apply` to the context, which stays as it is otherwise."""
+
+    @method("broken", phase=Phase.SHARD, **settings)
+    class Broken(Method):
+        def apply(self, ctx: Context) -> Context:
+            apply(ctx)
+            return ctx
+
+    try:
+        yield "broken"
+    finally:
+        METHODS.remove("broken")
+
+
+def detach_inner(ctx: Context) -> None:
+    ctx.root.inner.register_forward_hook(lambda module, args, output: output.detach())
+
+
+def scale_gradients(ctx: Context) -> None:
+    ctx.root.head.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def lose_values(ctx: Context) -> None:
+    ctx.root.inner.weight.data.fill_(float("nan"))
+
+
+def change_values(ctx: Context) -> None:
+    ctx.root.head.bias.data[0] += 0.05
+
+
+@pytest.mark.parametrize("damage", [detach_inner, scale_gradients, lose_values, change_values])
+@pytest.mark.parametrize("model", [{}, {"norm": True, "dropout": 0.3}], ids=["exact", "random"])
+def test_what_computes_something_else_is_refused(model: dict[str, Any], damage: Callable[[Context], None]) -> None:
+    with registered(damage) as broken, pytest.raises(StrategyError, match=r"broken does not compute .* plain") as error:
+        accelerate(Net(**model), [broken])
+    assert str(error.value).count("gradient norm") == 2, "both figures"
+    assert "verify=False" in str(error.value)
+
+
+def test_it_can_be_turned_off() -> None:
+    with registered(scale_gradients) as broken:
+        accelerate(Net(), [broken], verify=False)
+    with pytest.raises(ArgumentError, match="verify is 3"):
+        accelerate(Net(), ["fsdp"], verify=3)
+
+
+@pytest.mark.parametrize("load_strategy", [[CHECKPOINT], [("micro_batch", {"size": 2})], ["compile"], ["chunk"]])
+def test_nothing_is_left_of_the_passes(load_strategy: Any) -> None:
+    model = Net(norm=True, dropout=0.3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    result = accelerate(model, load_strategy)
+    assert torch.equal(torch.rand(3), expected)
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert all(parameter.grad is None for parameter in result.model.parameters())
+    assert not result.optim.state_dict()["state"]
+    assert model.training
+
+
+def test_the_plain_pass_leaves_no_trace_on_the_model() -> None:
+    model = Net(norm=True)
+    model.head.bias.grad = torch.ones(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen: list[Any] = []
+
+    def look(ctx: Context) -> None:
+        seen.append((ctx.root.calls, ctx.root.last, ctx.root.head.bias.grad.clone()))
+        assert all(torch.equal(value, before[name]) for name, value in ctx.root.state_dict().items())
+
+    with registered(look) as looking:
+        accelerate(model, [looking])
+    assert seen[0][:2] == (0, None)
+    assert torch.equal(seen[0][2], torch.ones(3))
+    assert torch.equal(model.head.bias.grad, torch.ones(3))
+
+
+def under(rank: int, size: int, load_strategy: Any, model: dict[str, Any], most_shares: int) -> bool:
+    with mock.patch.object(first_pass, "MOST_SHARES", most_shares):
+        accelerate(Net(**model), load_strategy)
+    return True
+
+
+@pytest.mark.parametrize("most_shares", [1, 8])
+@pytest.mark.parametrize("load_strategy", [["ddp"], ["fsdp"], [("micro_batch", {"size": 2}), "zero1"]])
+def test_right_strategies_are_taken(pool: Pool, load_strategy: Any, most_shares: int) -> None:
+    """Also where statistics are of half a batch, and random numbers are other ones."""
+    for model in ({}, {"norm": True}, {"dropout": 0.5}):
+        assert all(pool.run(under, load_strategy, model, most_shares))
+
+
+def without_reduction(rank: int, size: int, model: dict[str, Any], most_shares: int) -> None:
+    with registered(lambda ctx: None, slot="data_parallel") as forgetful:
+        under(rank, size, [forgetful], model, most_shares)
+
+
+def reduces_one_twice(rank: int, size: int) -> None:
+    """Rank 1's share of one gradient is lost."""
+
+    def lose(ctx: Context) -> None:
+        if rank == 1:
+            ctx.root.inner.weight.register_hook(torch.zeros_like)
+
+    with registered(lose) as broken:
+        under(rank, size, [broken, "ddp"], {}, 8)
+
+
+@pytest.mark.parametrize("model", [{}, {"norm": True, "dropout": 0.3}], ids=["exact", "random"])
+def test_gradients_that_are_not_reduced_are_noticed(pool: Pool, model: dict[str, Any]) -> None:
+    with pytest.raises(RankFailure, match="does not compute what plain training does") as failure:
+        pool.run(without_reduction, model, 8)
+    assert str(failure.value).count("StrategyError: ") == 2, "on both ranks"
+
+
+def test_a_gradient_that_one_rank_loses_is_noticed_on_all(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="does not compute what plain training does") as failure:
+        pool.run(reduces_one_twice)
+    assert str(failure.value).count("StrategyError: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"model_input_format": None}, "TypeError"),
+        ({"loss_func": lambda batch, output: output.sum() * float("nan")}, "first pass is nan"),
+    ],
+)
+def test_where_plain_training_tells_nothing_that_is_said(
+    more: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "atorch"):
+        accelerate(Net(), [CHECKPOINT], **more)
+    assert "cannot be held to plain training's first pass" in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_model_that_does_not_fit_plainly_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch.object(first_pass, "ROOM", 0.0), caplog.at_level(logging.WARNING, "atorch"):
+        accelerate(Net(), [CHECKPOINT])
+    assert "parameters and gradients take" in caplog.text
+
+
+class Generating(Net):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids.float(), labels)
+
+    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        if self.training or getattr(self, "is_broken", False):
+            raise RuntimeError("cannot generate")
+        return input_ids
+
+
+def break_generate(ctx: Context) -> None:
+    ctx.root.is_broken = True
+
+
+def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    data = [{"input_ids": inputs, "labels": label} for inputs, label in samples()]
+    given = {
+        "dataset": data,
+        "model_input_format": "unpack_dict",
+        "loss_func": lambda batch, output: nn.functional.cross_entropy(output, batch["labels"]),
+    }
+    with caplog.at_level(logging.WARNING, "atorch"):
+        accelerate(Generating(), [CHECKPOINT], **given)
+    assert not caplog.records
+    with registered(break_generate) as broken, caplog.at_level(logging.WARNING, "atorch"):
+        accelerate(Generating(), [broken], **given)
+    assert "model.generate() fails: RuntimeError: cannot generate" in caplog.text
