@@ -4,10 +4,10 @@ torch's DistributedDataParallel, under which names, state dicts and attributes s
 Memory: as on one device, since gradients live in the buckets that are reduced. Communication per step: an all-reduce
 of the gradients, bucket by bucket, hidden behind the rest of backward.
 
-torch's averages what the first backward pass after each forward pass gives, and lets others go unseen: a second one with
-`retain_graph`, that of another output, of the first of two forward passes, of a method or a submodule that was called
-by itself, and whatever parameters get that were frozen when it was made. These are averaged here when such a pass
-ends, in calls of their own.
+torch's averages what the first backward pass after each forward pass gives, and lets others go unseen: a second one
+with `retain_graph`, that of another output, of the first of two forward passes, of a method or a submodule that was
+called by itself, and whatever parameters get that were frozen when it was made. These are averaged here when such a
+pass ends, in calls of their own.
 """
 
 from __future__ import annotations
