@@ -1,27 +1,26 @@
 """Copies of a model's structure whose tensors are whatever `convert` makes of the originals.
 
-Modules are copied by `deepcopy` with a memo that answers for every tensor beforehand. With lazy clones the copy
-shares the model's memory until it is written; with fake tensors it has no memory at all. The model is not touched.
+Modules are copied with every reference that leads to them (`atorch.duplicates`). With lazy clones the copy shares the
+model's memory until it is written; with fake tensors it has no memory at all. The model is not touched.
 Of blocks that are equal one is copied, and the others become modules of their own around the same parts.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from atorch.duplicates import UNCOPYABLE, Convert, Copier
 from atorch.errors import ArgumentError
 from atorch.profiler.tensors import local_part
 
-Convert = Callable[[torch.Tensor], torch.Tensor]
-
 
 def copy_structure(model: nn.Module, convert: Convert, equal: Sequence[Sequence[nn.Module]] = ()) -> nn.Module:
-    """A copy of `model` with `convert(tensor)` in place of every parameter, buffer and tensor attribute.
+    """A copy of `model` with `convert(tensor)` in place of every parameter, buffer and other tensor that it reaches.
 
     What is shared in the model (tied parameters, a module used twice) is shared in the copy. Gradients are not copied.
     Of each group of `equal` modules the copies share their parts, those of the first.
@@ -29,25 +28,29 @@ def copy_structure(model: nn.Module, convert: Convert, equal: Sequence[Sequence[
     Raises:
         ArgumentError: the model holds something that cannot be copied, such as a lock or an open file.
     """
-    memo: dict[int, object] = {}
-    others = {id(each) for group in equal for each in group[1:]}
-    for tensor in _tensors(model, others):
-        converted = convert(tensor.detach())
-        if isinstance(tensor, nn.Parameter):
-            converted = nn.Parameter(converted, requires_grad=tensor.requires_grad)
-            vars(converted).update(vars(tensor))  # marks that libraries leave on parameters
-        memo[id(tensor)] = converted
+    return copy_with(model, (), convert, equal)[0]
+
+
+def copy_with(
+    model: nn.Module, functions: Iterable[Any], convert: Convert, equal: Sequence[Sequence[nn.Module]] = ()
+) -> tuple[nn.Module, list[Any]]:
+    """`copy_structure`, and of `functions` beside the model, such as its loss function, those that reach the copy."""
+    beside = tuple(functions)
+    copier = Copier(model, beside, {}, convert)
     try:
         for first, *rest in equal:
-            duplicate = copy.deepcopy(first, memo)
-            memo.update({id(each): _sharing_parts(duplicate) for each in rest})
-        whole: nn.Module = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
+            duplicate = copier.copy(first)
+            for each in rest:
+                copier.memo[id(each)] = _sharing_parts(duplicate)
+                # Whoever reaches a part by another road comes to the same one.
+                for part, other in zip(_parts(first), _parts(each), strict=True):
+                    copier.memo[id(other)] = copier.copy(part)
+        return copier.whole(model), [copier.whole_if_possible(each) for each in beside]
+    except UNCOPYABLE as error:
         raise ArgumentError(
             f"{type(model).__name__} cannot be copied ({error}), and the search tries strategies on copies; keep what "
             "cannot be copied out of the model, or give a load_strategy"
         ) from error
-    return whole
 
 
 def lazy_copy(model: nn.Module, device: torch.device) -> nn.Module:
@@ -55,6 +58,11 @@ def lazy_copy(model: nn.Module, device: torch.device) -> nn.Module:
 
     Of DTensors it has the parts that are this process's.
     """
+    return lazy_copy_with(model, (), device)[0]
+
+
+def lazy_copy_with(model: nn.Module, functions: Iterable[Any], device: torch.device) -> tuple[nn.Module, list[Any]]:
+    """`lazy_copy`, and of `functions` beside the model those that reach the copy."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         tensor = local_part(tensor)
@@ -64,7 +72,7 @@ def lazy_copy(model: nn.Module, device: torch.device) -> nn.Module:
         real = torch.zeros_like(tensor, device=device)
         return real.uniform_(-0.02, 0.02) if real.is_floating_point() else real
 
-    return copy_structure(model, convert)
+    return copy_with(model, functions, convert)
 
 
 def _sharing_parts(module: nn.Module) -> nn.Module:
@@ -75,18 +83,7 @@ def _sharing_parts(module: nn.Module) -> nn.Module:
     return other
 
 
-def _tensors(model: nn.Module, left_out: AbstractSet[int]) -> Iterator[torch.Tensor]:
-    for module in _modules(model, set(left_out)):
-        yield from (tensor for tensor in module._parameters.values() if tensor is not None)
-        yield from (tensor for tensor in module._buffers.values() if tensor is not None)
-        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
-
-
-def _modules(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Every module once, but for those seen and what is only below them."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield module
-    for child in module.children():
-        yield from _modules(child, seen)
+def _parts(block: nn.Module) -> list[Any]:
+    """What is below a block, in an order that is the same in blocks that are equal."""
+    modules = [module for module in block.modules() if module is not block]
+    return [*modules, *block.parameters(), *block.buffers()]

@@ -22,8 +22,9 @@ from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.profiler.alike import groups_of_alike
-from atorch.profiler.copying import copy_structure, lazy_copy
+from atorch.profiler.copying import copy_with, lazy_copy_with
 from atorch.profiler.devices import as_on
+from atorch.profiler.originals import OriginalReachedError, Originals
 from atorch.profiler.recording import Recorder
 from atorch.profiler.replaying import Blocks
 from atorch.profiler.segments import Ownership, segments_of
@@ -44,6 +45,11 @@ class _Job:
     loss_func: LossFunc | None
     device_type: str
     blocks: Mapping[str, nn.Module]
+
+    @property
+    def functions(self) -> tuple[CallModel, LossFunc | None]:
+        """What may reach the model beside it."""
+        return self.call_model, self.loss_func
 
 
 def trace(
@@ -66,7 +72,8 @@ def trace(
             between two; None: the repeated blocks, of which equal ones that follow one another are one segment.
 
     Raises:
-        ArgumentError: the model has no parameters, cannot be copied, or is on the meta device and cannot run on fakes.
+        ArgumentError: the model has no parameters, cannot be copied, is on the meta device and cannot run on fakes, or
+            reaches tensors of its own by globals, which no copy of it can follow.
     """
     if next(model.parameters(), None) is None:
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
@@ -101,6 +108,8 @@ def _run(job: _Job) -> tuple[Recorder, Any, bool]:
     for groups in (groups_of_alike(job.blocks), ()):
         try:
             return *_on_fakes(job, groups), True
+        except OriginalReachedError:
+            raise
         except Exception as error:
             fault = error
     if any(parameter.is_meta for parameter in job.model.parameters()):
@@ -117,19 +126,27 @@ def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any
 
     fakes = Fakes()
     equal = [[job.blocks[name] for name in group] for group in groups]
-    duplicate = copy_structure(job.model, fakes.fake, equal)
-    return _record(job, duplicate, map_tensors(fakes.fake_unless_known, job.batch), groups, fakes.running())
+    duplicate, functions = copy_with(job.model, job.functions, fakes.fake, equal)
+    batch = map_tensors(fakes.fake_unless_known, job.batch)
+    return _record(job, duplicate, functions, batch, groups, fakes.running())
 
 
 def _for_real(job: _Job) -> tuple[Recorder, Any]:
     device = next(job.model.parameters()).device
     batch = map_tensors(lambda tensor: tensor.to(device), job.batch)
-    return _record(job, lazy_copy(job.model, device), batch, (), nullcontext())
+    duplicate, functions = lazy_copy_with(job.model, job.functions, device)
+    return _record(job, duplicate, functions, batch, (), nullcontext())
 
 
 def _record(
-    job: _Job, duplicate: nn.Module, batch: Any, groups: Sequence[Sequence[str]], mode: AbstractContextManager[None]
+    job: _Job,
+    duplicate: nn.Module,
+    functions: Sequence[Any],
+    batch: Any,
+    groups: Sequence[Sequence[str]],
+    mode: AbstractContextManager[None],
 ) -> tuple[Recorder, Any]:
+    call_model, loss_func = functions
     numbers = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
     weights = {numbers[name]: tensor for name, tensor in duplicate.named_parameters()}
     recorder = Recorder(weights, duplicate.buffers(), batch)
@@ -139,9 +156,10 @@ def _record(
         stack.enter_context(mode)
         stack.enter_context(as_on(job.device_type))
         stack.enter_context(recorder.recording())
-        output = job.call_model(duplicate, batch)
-        if job.loss_func is not None:
-            job.loss_func(batch, output)
+        stack.enter_context(Originals(job.model))
+        output = call_model(duplicate, batch)
+        if loss_func is not None:
+            loss_func(batch, output)
     return recorder, output
 
 

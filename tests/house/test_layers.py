@@ -29,6 +29,8 @@ LAYERS = {
     "atorch.measure": 1,
     "atorch.cost": 1,
     "atorch.blocks": 1,
+    "atorch.duplicates": 1,
+    "atorch.referenced": 1,
     "atorch.errors": 0,
     "atorch.files": 0,
     "atorch.strict_json": 0,

@@ -37,7 +37,7 @@ from atorch.runtime.chunk.course import Course, Pass
 from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
-from atorch.runtime.losses import value_of
+from atorch.runtime.losses import LossFunc, value_of
 from atorch.runtime.split import take
 
 DEFAULT_FRACTION = 0.9
@@ -212,12 +212,7 @@ def _compiled(ctx: Context, part: nn.Module) -> list[str]:
 
 def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Callable[[Any], Pass]:
     """A function that foresees a pass on a batch of the loader, or on the largest of its micro-batches."""
-
-    def loss(model: nn.Module, batch: Any) -> Any:
-        output = ctx.call_model(model, batch)
-        if ctx.loss_func is not None:
-            return value_of(ctx.loss_func(batch, output))
-        return sum(tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad)
+    loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
     def foresee(batch: Any) -> Pass:
         prepared = ctx.prepare_input(batch, "cpu")
@@ -235,6 +230,13 @@ def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Callab
         )
 
     return foresee
+
+
+def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.Module, batch: Any) -> Any:
+    output = call_model(model, batch)
+    if loss_func is not None:
+        return value_of(loss_func(batch, output))
+    return sum(tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad)
 
 
 def _rows(ctx: Context, rows: int) -> int:

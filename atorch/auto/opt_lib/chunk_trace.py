@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
-from atorch.profiler.copying import copy_structure
+from atorch.profiler.copying import copy_with
 from atorch.profiler.devices import as_on
 from atorch.profiler.fakes import Fakes
 from atorch.profiler.live_bytes import BUFFERS, HOST, PARAMETERS, LiveBytes
+from atorch.profiler.originals import OriginalReachedError, Originals
 from atorch.profiler.tensors import map_tensors, tensors_of
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Pass
@@ -42,10 +44,10 @@ def foreseen(
             transfers do on such a device.
 
     Raises:
-        ArgumentError: the model cannot run on fake tensors.
+        ArgumentError: the model cannot run on fake tensors, or reaches its own parameters by globals.
     """
     fakes = Fakes()
-    duplicate = copy_structure(model, fakes.fake)
+    duplicate, (loss,) = copy_with(model, (loss,), fakes.fake)
     parameters = dict(duplicate.named_parameters())
     for parameter in parameters.values():
         cast = dtype if parameter.is_floating_point() else None
@@ -58,14 +60,28 @@ def foreseen(
     with preserved_rng(), as_on(device_type):
         try:
             return trace(
-                lambda: loss(duplicate, fake_batch), parameters, live, fakes.running(), modules, lingering=is_lingering
+                lambda: loss(duplicate, fake_batch),
+                parameters,
+                live,
+                _watching(model, fakes.running()),
+                modules,
+                lingering=is_lingering,
             )
+        except OriginalReachedError:
+            raise
         except Exception as error:  # user code may fail on fakes in any way
             raise ArgumentError(
                 f"{type(model).__name__} cannot run on fake tensors ({type(error).__name__}: {error}), and chunks are "
                 "scheduled by such a run before the first step; make its control flow independent of values, or use "
                 "fsdp with cpu_offload"
             ) from error
+
+
+@contextmanager
+def _watching(model: nn.Module, mode: AbstractContextManager[None]) -> Iterator[None]:
+    """In `mode`, what reaches the model itself is refused."""
+    with mode, Originals(model):
+        yield
 
 
 class _Beside(LiveBytes):

@@ -16,14 +16,16 @@ import torch
 from atorch.auto.context import Context
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
-from atorch.profiler.copying import lazy_copy
+from atorch.profiler.copying import lazy_copy_with
 
 NUM_BATCHES = 8
 
 
 def candidate(ctx: Context) -> Context:
     """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process."""
-    duplicate = lazy_copy(ctx.root, ctx.device)
+    beside = ctx.call_model, ctx.loss_func, ctx.prepare_input  # what may reach the model is to reach the copy
+    duplicate, (call_model, loss_func, prepare_input) = lazy_copy_with(ctx.root, beside, ctx.device)
+    ctx = replace(ctx, call_model=call_model, loss_func=loss_func, prepare_input=prepare_input)
     return replace(ctx, root=duplicate, parts=(duplicate,), mesh=None, make_loader=None)
 
 

@@ -13,7 +13,6 @@ tried on random input against each of the four variants, and replaced only where
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
+from atorch.duplicates import duplicate
 from atorch.runtime.module_swap import Kept, SwapReport, swap_modules, why_unswappable
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
@@ -141,7 +141,7 @@ def recognise(module: nn.Module) -> Variant | None:
     with _real_tensors():
         cases = list(_cases(weight.shape))
         try:
-            probes = [copy.deepcopy(module, {id(weight): case_weight}) for case_weight, _ in cases]
+            probes = [duplicate(module, {id(weight): case_weight}) for case_weight, _ in cases]
             wanted = [_run(probe, *case) for probe, case in zip(probes, cases, strict=True)]
         except (RuntimeError, TypeError, ValueError, AttributeError):
             # Called differently (more arguments, a shape of its own): not a norm of one tensor.

@@ -11,7 +11,6 @@ gradients are added up (`ties`).
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.override import override
@@ -255,7 +255,7 @@ def _structure(model: nn.Module, before: set[str], own: set[str]) -> nn.Module:
     twice = {id(parameter) for name, parameter in named if name in before}
     twice &= {id(parameter) for name, parameter in named if name in own}
     memo: dict[int, Any] = {id(parameter): parameter for _, parameter in named if id(parameter) not in twice}
-    return copy.deepcopy(model, memo)
+    return duplicate(model, memo)
 
 
 def _through_stage(call: Callable[..., Any]) -> Callable[..., Any]:

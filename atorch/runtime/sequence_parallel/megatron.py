@@ -11,7 +11,6 @@ block is accepted when it gives the same values and gradients as it did before, 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.blocks import repeated_blocks
+from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
 from atorch.runtime.sequence_parallel.blocks_seen import Run, by_place, changed, copied, evaluate, evaluating
 from atorch.runtime.sequence_parallel.replay import MISFITS, MOST, BlockStream, has_values, same, uses_random_numbers
@@ -184,7 +184,7 @@ def _tried(
     block: nn.Module, layout: BlockLayout, whole: _Whole, cut: Mapping[str, int], meetings: list[Meeting], share: Share
 ) -> BlockStream | str:
     """The block on this rank's tokens, or why it does not compute the same. All ranks call it."""
-    twin = copy.deepcopy(block, {id(parameter): parameter for parameter in block.parameters()})
+    twin = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
     for group, meeting in zip(layout.groups, meetings, strict=True):
         _learn(twin, group, meeting, whole.shapes.get(meeting.at, {}), share)
     _share_gradients(twin, layout, Inside(), share)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch.duplicates import duplicate
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Kept
 from atorch.runtime.tensor_parallel.ranks import Ranks
 from atorch.runtime.tensor_parallel.recorded import Call, fresh
@@ -57,7 +58,7 @@ def _first_on_any_rank(
 def numbers_read(block: nn.Module, call: Call) -> Numbers:
     """The whole numbers above 1 that modules of the block hold and forward reads."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in block.parameters()}
-    twin = copy.deepcopy(block, memo)
+    twin = duplicate(block, memo)
     read: dict[str, dict[str, int]] = {}
     for path, module in twin.named_modules():
         _watch(module, read.setdefault(path, {}))

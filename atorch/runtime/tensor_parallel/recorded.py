@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr as _keystr
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from atorch.duplicates import duplicate
+
 PERIOD = 1_000_003
 """After so many numbers a weight repeats itself, which takes a sixth of the time. A prime: no two rows are the same."""
 
@@ -51,7 +53,7 @@ def apart(block: nn.Module) -> nn.Module:
     own: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=p.device)) for p in block.parameters()
     }
-    twin = copy.deepcopy(block, own).float().eval()
+    twin = duplicate(block, own).float().eval()
     draw_weights(twin, 0)
     return twin
 

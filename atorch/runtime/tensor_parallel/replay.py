@@ -6,7 +6,6 @@ with their real collectives, forward and backward (`why_refused`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atorch.duplicates import duplicate
 from atorch.runtime.tensor_parallel.apply import Cut, split_block
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows
 from atorch.runtime.tensor_parallel.products import Product, SeeProducts
@@ -56,7 +56,7 @@ def first_failure(block: nn.Module, layout: BlockLayout, call: Call, tape: Tape,
     for name, parameter in block.named_parameters():
         local = parts[name].take(parameter, rank).contiguous() if name in parts else parameter.detach()
         memo[id(parameter)] = nn.Parameter(local)
-    local_block = copy.deepcopy(block, memo)
+    local_block = duplicate(block, memo)
     divide(local_block, layout)
     rows = {group.row: group.row_part for group in layout.groups}
     played = dict.fromkeys(rows, 0)
@@ -85,7 +85,7 @@ def first_failure(block: nn.Module, layout: BlockLayout, call: Call, tape: Tape,
 def why_refused(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut) -> str | None:
     """What differs between the whole and the split block on any rank: None if nothing does. All ranks call it."""
     expected = _Run(block, call, cut)
-    split = copy.deepcopy(block, {id(parameter): parameter for parameter in block.parameters()})
+    split = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
     split_block(split, layout, cut)
     got = _Run(split, call, cut, expected)
     reason = got.reason or _gradients_differ(layout, expected, got, cut.rank)

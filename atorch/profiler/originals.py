@@ -1,0 +1,115 @@
+"""Tells when a run of a copy reaches tensors of the model that was copied.
+
+Copies follow every reference. What they cannot follow are names that are looked up in a run, such as global variables
+and class attributes. A run by such a road would put gradients into the user's model, or write its buffers.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch.errors import ArgumentError
+from atorch.profiler.tensors import tensors_of
+
+_DETACHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+_NOT_THE_USERS = ("torch.", "atorch.")
+
+
+class OriginalReachedError(ArgumentError):
+    """A copy of the model uses the model."""
+
+
+class Originals(TorchDispatchMode):
+    """While a copy of `model` runs inside, nothing may take a gradient of `model`'s parameters, or write its tensors.
+
+    Gradients that other tensors outside of the copy have are afterwards what they were.
+
+    Raises:
+        OriginalReachedError: on leaving at the latest, whatever user code made of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._modules = {id(module) for module in model.modules()}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self._names = {_storage(tensor): name for name, tensor in tensors if _has_storage(tensor)}
+        self._kept = [tensor for _, tensor in tensors]  # so that no other storage gets the address of one
+        self._others: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        self._fault: OriginalReachedError | None = None
+
+    def __exit__(self, *error: Any) -> None:
+        """Put gradients back."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            for held, gradient in self._others.values():
+                tensor = held()
+                if tensor is not None:
+                    tensor.grad = gradient
+        if self._fault is not None:
+            raise self._fault
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors_of((args, kwargs)):
+            if _has_storage(tensor):
+                self._look(func, tensor, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _look(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> None:
+        name = self._names.get(_storage(tensor))
+        is_for_gradient = tensor.requires_grad and torch.is_grad_enabled() and func not in _DETACHING
+        if name is not None and (is_for_gradient or any(each is tensor for each in _written(func, args, kwargs))):
+            self._fault = self._fault or OriginalReachedError(
+                f"{self._who()} reaches {name} of the model itself, by a global variable or a class attribute. Passes "
+                "are traced and strategies tried on copies of the model, which follow its attributes, closures and "
+                "default arguments, but no name that is looked up in a run: keep what is reached as an attribute of "
+                "the module that uses it, or give a load_strategy that runs nothing beforehand, such as ddp or fsdp"
+            )
+            raise self._fault
+        is_real_leaf = tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, FakeTensor)
+        if is_real_leaf and id(tensor) not in self._others:
+            self._others[id(tensor)] = weakref.ref(tensor), tensor.grad
+
+    def _who(self) -> str:
+        """The function of the user's that does it: the innermost that is no method of the original itself."""
+        for frame in _frames():
+            first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
+            owner = frame.f_locals.get(*first) if first else None
+            if id(owner) not in self._modules:
+                name = frame.f_code.co_name
+                return f"{type(owner).__name__}.{name}" if isinstance(owner, nn.Module) else name
+        return "the model"
+
+
+def _frames() -> Iterator[types.FrameType]:
+    """Those of the caller's that are neither torch's nor this package's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):
+            yield frame
+        frame = frame.f_back
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from tensors_of(value)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    place: int = tensor.untyped_storage()._cdata
+    return place

@@ -1,0 +1,185 @@
+"""What a module reaches, by whatever road, and which of it a copy of the module needs copies of."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+ATOMIC = frozenset(
+    {
+        *(type(None), type(...), type(NotImplemented), int, float, bool, complex, bytes, str, range, type, property),
+        *(types.CodeType, types.ModuleType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    }
+)
+"""What is its own copy."""
+
+_CONTAINERS = (list, dict, set, frozenset, tuple, bytearray, deque, OrderedDict, defaultdict)
+_MUTABLE = tuple({*_CONTAINERS} - {frozenset, tuple})
+_CARRIERS = (
+    *(types.FunctionType, types.CellType, types.MethodType, types.BuiltinMethodType, functools.partial),
+    functools._lru_cache_wrapper,
+)
+_PASSING = frozenset({*_CARRIERS, *_CONTAINERS})
+_ATOMS_OF_DEEPCOPY = (torch.Tensor, types.FunctionType, types.BuiltinMethodType, weakref.ref)
+
+
+def is_atomic(x: Any) -> bool:
+    """Whether it is its own copy, whatever it refers to."""
+    return type(x) in ATOMIC or issubclass(type(x), (type, types.ModuleType))
+
+
+def has_own_deepcopy(x: Any) -> bool:
+    """Whether its class says how it is copied."""
+    return hasattr(type(x), "__deepcopy__") and not is_parametrized(x)
+
+
+def is_parametrized(x: Any) -> bool:
+    """Whether torch gave it a class of its own, with a `__deepcopy__` that does what copying does without one."""
+    return getattr(getattr(type(x), "__deepcopy__", None), "__module__", None) == "torch.nn.utils.parametrize"
+
+
+class Referenced:
+    """The objects that `module` and the functions `others` reach."""
+
+    def __init__(self, module: Any, others: tuple[Any, ...]) -> None:
+        self._objects: dict[int, Any] = {}
+        self._below: dict[int, list[Any]] = {}
+        self._above: dict[int, list[int]] = {}
+        self._weak: list[Any] = []
+        within = self._walk([module], is_held=True)
+        self._held = set(self._objects) | {id(each) for each in within if type(each) is not types.FunctionType}
+        self._walk([*within, *others], is_held=False)
+        self._copied = self._leading()
+
+    def is_copied(self, x: Any) -> bool:
+        """Whether it is reached, and needs a copy."""
+        return id(x) in self._copied
+
+    def is_shared(self, x: Any) -> bool:
+        """Whether it is reached, and stays what it is."""
+        return id(x) in self._objects and id(x) not in self._copied
+
+    def atoms_below(self, x: Any) -> Iterator[Any]:
+        """What `x` reaches and `copy.deepcopy` would not copy, or otherwise; nothing of a class of this package."""
+        if type(x).__module__.partition(".")[0] == __name__.partition(".")[0]:
+            return
+        waiting, seen = [x], set()
+        while waiting:
+            each = waiting.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if each is not x and issubclass(type(each), _ATOMS_OF_DEEPCOPY):
+                yield each
+            waiting += self._below.get(id(each), ())
+
+    def _walk(self, roots: list[Any], *, is_held: bool) -> list[Any]:
+        """Note what is reached; where it is what the module holds, functions and what is beyond them are returned."""
+        waiting, beyond = list(roots), []
+        while waiting:
+            x = waiting.pop()
+            if id(x) in self._objects:
+                continue
+            if is_held and x is not roots[0] and _ends_holding(x):
+                beyond.append(x)
+                continue
+            self._objects[id(x)] = x
+            below = [each for each in _references(x) if not is_atomic(each)]
+            self._below[id(x)] = below
+            for each in below:
+                self._above.setdefault(id(each), []).append(id(x))
+            if issubclass(type(x), (weakref.ref, *weakref.ProxyTypes)):
+                self._weak.append(x)
+            waiting += below
+        return beyond
+
+    def _leading(self) -> set[int]:
+        """By id: what is copied, which is what leads to something that is held, a tensor, a module or a container."""
+        strong = [key for key, x in self._objects.items() if key in self._held or _is_target(x)]
+        leading = self._leading_to(strong, lambda x: True)
+        plain = self._plain()
+        loose = [key for key, x in self._objects.items() if _is_mutable(x) or (key in plain and _has_attributes(x))]
+        loose += self._rebound_cells()
+        leading |= self._leading_to(loose, lambda x: type(x) in _PASSING or id(x) in plain)
+        for weak in self._weak:
+            target = referent(weak)
+            if target is not None and id(target) in leading and id(weak) not in leading:
+                leading |= self._leading_to([id(weak)], lambda x: True)
+        return leading
+
+    def _leading_to(self, targets: Iterable[int], passes: Callable[[Any], bool]) -> set[int]:
+        waiting, found = list(targets), set()
+        while waiting:
+            key = waiting.pop()
+            if key not in found:
+                found.add(key)
+                waiting += [each for each in self._above.get(key, ()) if passes(self._objects[each])]
+        return found
+
+    def _plain(self) -> set[int]:
+        """By id: ordinary instances, functions and containers that lead to nothing but their like."""
+        other = [key for key, x in self._objects.items() if type(x) not in _PASSING and not _is_ordinary(x)]
+        return set(self._objects) - self._leading_to(other, lambda x: True)
+
+    def _rebound_cells(self) -> Iterator[int]:
+        """By id: variables that functions give new values, such as a count of calls."""
+        for x in self._objects.values():
+            if type(x) is types.FunctionType and x.__closure__:
+                cells = dict(zip(x.__code__.co_freevars, x.__closure__, strict=True))
+                for step in dis.get_instructions(x.__code__):
+                    if step.opname == "STORE_DEREF" and step.argval in cells:
+                        yield id(cells[step.argval])
+
+
+def referent(weak: Any) -> Any:
+    """What a weak reference or a proxy refers to, of a method the object; None where it is gone."""
+    if issubclass(type(weak), weakref.ref):
+        return weakref.ref.__call__(weak)
+    try:
+        return weak.__repr__.__self__  # a proxy passes on everything but this
+    except ReferenceError:
+        return None
+
+
+def _references(x: Any) -> Iterable[Any]:
+    """What an object refers to itself; of a function not its globals, of a tensor nothing."""
+    if issubclass(type(x), torch.Tensor):
+        return ()
+    if type(x) is types.FunctionType:
+        return [*(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values()]
+    if issubclass(type(x), (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+        return [*x.keys(), *x.values()]
+    return gc.get_referents(x)
+
+
+def _ends_holding(x: Any) -> bool:
+    """What is reached from here on is not the module's own."""
+    return type(x) is types.FunctionType or (has_own_deepcopy(x) and not _is_target(x))
+
+
+def _is_target(x: Any) -> bool:
+    return issubclass(type(x), (torch.Tensor, nn.Module))
+
+
+def _is_mutable(x: Any) -> bool:
+    return type(x) in _MUTABLE
+
+
+def _is_ordinary(x: Any) -> bool:
+    """An instance of a class that says nothing about how it is copied."""
+    cls: Any = type(x)
+    return _has_attributes(x) and cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
+
+
+def _has_attributes(x: Any) -> bool:
+    """Whether it is an instance with a dict of its own, not one of the kinds that are told apart."""
+    return type(x).__dictoffset__ != 0 and type(x) not in _PASSING and not has_own_deepcopy(x)
