@@ -107,13 +107,16 @@ _PROPERTIES = """shape dtype device layout ndim itemsize nbytes requires_grad is
     _backward_hooks is_cpu is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_xpu is_mps"""
 _METHODS = """size stride dim ndimension numel nelement element_size untyped_storage storage_offset data_ptr get_device
     is_contiguous is_floating_point is_complex is_conj is_neg is_inference is_pinned is_same_size is_set_to is_shared
-    is_signed dim_order __len__ requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad"""
+    is_signed dim_order __len__ requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad
+    new_empty new_empty_strided new_full new_ones new_tensor new_zeros"""
+_LIKE = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
 # What can be said without values.
 _DESCRIPTIVE = frozenset(
     [
         *(getattr(_TENSOR, name).__get__ for name in _PROPERTIES.split()),
         *(getattr(_TENSOR, name).__set__ for name in ("requires_grad", "_backward_hooks")),
         *(getattr(_TENSOR, name) for name in _METHODS.split()),
+        *(getattr(torch, name) for name in _LIKE.split()),
         torch.numel,
         torch.is_floating_point,
         torch.is_complex,
