@@ -71,7 +71,8 @@ def shard(
         The parameters that wait in host memory.
 
     Raises:
-        ArgumentError: a module on the meta device that nothing can fill.
+        ArgumentError: a module on the meta device that nothing can fill, or a parameter with a hook on its gradient,
+            which torch's would never call; from the next forward pass, if it is registered later.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -79,6 +80,7 @@ def shard(
 
     device = _device(mesh)
     whole = {*ignored, *(parameter for parameter in module.parameters() if parameter.dim() == 0)}
+    _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
     mp_policy = mp_policy or MixedPrecisionPolicy()
     policies = [(group, mp_policy) for group in groups] + [(Group((module,)), root_mp_policy or mp_policy)]
@@ -107,7 +109,21 @@ def shard(
     if forward_prefetch:
         _prefetch_in_order(module, groups)
     module.register_forward_hook(_resharder(module))
+    sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
+    module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
     return [owner.get_parameter(name) for owner, name in waiting]
+
+
+def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool = True) -> None:
+    """Raise for hooks on gradients: those of shards are reduced and put there without a call of them."""
+    for name, parameter in parameters:
+        # What runs once a gradient has been accumulated is called with shards, but is lost with what they replace.
+        if parameter._backward_hooks or (before and parameter._post_accumulate_grad_hooks):
+            raise ArgumentError(
+                f"{name} has a hook on its gradient, which would never be called: gradients are reduced to shards. "
+                "Change gradients between backward() and step(), or by a module's register_full_backward_hook; "
+                "register_post_accumulate_grad_hook on the accelerated model's parameters is called with shards"
+            )
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -282,3 +282,23 @@ def normalized_in_bf16(rank: int, size: int, autocast: bool) -> tuple[torch.dtyp
 def test_batch_norms_stay_in_fp32(pool: Pool, autocast: bool) -> None:
     expected = (torch.float32, torch.bfloat16, True)
     assert pool.run(normalized_in_bf16, autocast, ranks=2) == [expected, expected]
+
+
+def hooked(rank: int, size: int) -> list[str]:
+    said = []
+    for when in ("before", "after"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        try:
+            if when == "before":
+                model[1].weight.register_hook(lambda gradient: gradient * 0.5)
+            shard(model, flat(size), [])
+            model[1].weight.register_hook(lambda gradient: gradient * 0.5)
+            model(torch.randn(2, 3))
+        except ArgumentError as error:
+            said.append(f"{when}: {error}")
+    return said
+
+
+def test_hooks_on_gradients_that_would_not_be_called_are_refused(pool: Pool) -> None:
+    for said in pool.run(hooked):
+        assert [each.partition(" has a hook")[0] for each in said] == ["before: 1.weight", "after: 1.weight"]
