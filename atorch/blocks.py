@@ -104,37 +104,61 @@ def _module_name(item: Any, where: str) -> str:
 
 
 def find_modules(model: nn.Module, names: Iterable[str], where: str) -> dict[str, nn.Module]:
-    """The modules that each of `names` means: a class name, `package.module.Class`, or a dotted submodule name.
+    """The modules that each of `names` means: a class name, `package.module.Class`, or a submodule's name or path.
 
-    A class name also finds modules of its subclasses where no module is of exactly that class. Names resolve
-    among the modules of `model` alone; nothing is imported.
+    A path from the root ("model.layers.0", or ".head" for one at the top) means that module; a name, or the end of a
+    path, every module that is called so ("mlp", "attn.c_proj"). A list or dict of modules, which is never called, means
+    its members. A class name also finds modules of its subclasses where no module is of exactly that class. Names
+    resolve among the modules of `model` alone; nothing is imported.
 
     Raises:
         StrategyError: a name finds no module; the nearest is named.
     """
-    found: dict[str, nn.Module] = {}
+    found: set[nn.Module] = set()
     for name in names:
         matches = _named(model, name)
         if not matches:
-            known = {type(module).__name__ for module in model.modules() if not isinstance(module, _CONTAINERS)}
-            if "." in name:
-                known |= {path for path, _ in model.named_modules()}
             raise StrategyError(
                 f"{where} names {shown(name)}, but {type(model).__name__} has no module of that class or name; "
-                f"{near_miss(name, known)}"
+                f"{_nearest(model, name)}"
             )
-        found.update(matches)
-    return {path: module for path, module in model.named_modules() if path in found}
+        found.update(called for module in matches for called in _called(module))
+    return {path: module for path, module in model.named_modules() if module in found}
 
 
-def _named(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    modules = dict(model.named_modules())
-    if name in modules and name:
-        return {name: modules[name]}
-    exact = {path: module for path, module in modules.items() if _is_called(type(module), name)}
-    if exact:
-        return exact
-    return {path: m for path, m in modules.items() if any(_is_called(cls, name) for cls in _user_bases(m))}
+def exact_name(path: str) -> str:
+    """What means the module at `path` from the root and no other."""
+    return path if "." in path else f".{path}"
+
+
+def _named(model: nn.Module, name: str) -> list[nn.Module]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    path = name.removeprefix(".")
+    if path in modules and "." in name:
+        return [modules[path]]
+    called = [module for path, module in modules.items() if f".{path}".endswith(f".{name}")] if name else []
+    if called:
+        return called
+    exact = [module for module in modules.values() if _is_called(type(module), name)]
+    return exact or [m for m in modules.values() if any(_is_called(cls, name) for cls in _user_bases(m))]
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or where it is a list or dict of modules its members."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            yield from _called(child)
+    else:
+        yield module
+
+
+def _nearest(model: nn.Module, name: str) -> str:
+    """The class, name or path that was perhaps meant; else the classes."""
+    classes = {type(module).__name__ for module in model.modules() if not isinstance(module, _CONTAINERS)}
+    paths = {path for path, _ in model.named_modules() if path}
+    names = {path.rpartition(".")[2] for path in paths}
+    near = near_miss(name, classes | {each for each in names if not each.isdigit()} | (paths if "." in name else set()))
+    return near if near.startswith("did you mean") else near_miss(name, classes)
 
 
 def _is_called(cls: type, name: str) -> bool:

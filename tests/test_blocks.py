@@ -200,7 +200,10 @@ def test_units_hold_every_parameter_and_do_not_overlap(make: Callable[[], nn.Mod
     [
         ("Linear", ["head"]),
         ("head", ["head"]),
+        (".head", ["head"]),
         ("layer2.1.body", ["layer2.1.body"]),
+        ("body", ["layer1.0.body", "layer1.1.body", "layer2.1.body", "layer2.2.body"]),
+        ("body.1", ["layer1.0.body.1", "layer1.1.body.1", "layer2.1.body.1", "layer2.2.body.1"]),
         ("Residual", ["layer1.0", "layer1.1", "layer2.1", "layer2.2"]),
         (f"{Residual.__module__}.Residual", ["layer1.0", "layer1.1", "layer2.1", "layer2.2"]),
         ("torch.nn.modules.linear.Linear", ["head"]),
@@ -210,6 +213,12 @@ def test_units_hold_every_parameter_and_do_not_overlap(make: Callable[[], nn.Mod
 )
 def test_modules_by_class_subclass_qualified_class_and_path(name: str, paths: list[str]) -> None:
     assert list(find_modules(ResNet(), [name], "test")) == paths
+
+
+def test_a_list_of_modules_means_its_members() -> None:
+    assert list(find_modules(gpt2(), ["h"], "test")) == [f"transformer.h.{n}" for n in range(3)]
+    assert list(find_modules(gpt2(), ["transformer.h", "wte"], "test"))[0] == "transformer.wte"
+    assert list(find_modules(llama(), ["mlp"], "test")) == [f"model.layers.{n}.mlp" for n in range(3)]
 
 
 def test_a_class_means_its_subclasses_only_where_it_is_not_there_itself() -> None:

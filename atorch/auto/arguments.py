@@ -128,7 +128,7 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
         call = Call(
             job=job,
             options=options,
-            strategy=None if source is None else Strategy.of(source),
+            strategy=None if source is None else Strategy.of(source).settled(job["model"]),
             finetune=given["finetune_strategy"],
             excluded=given["excluded"],
             included=given["included"],
@@ -138,6 +138,8 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
             _need_for_steps(job)
         if target is not None and worlds.init().rank == 0:
             _check_target(target)
+            if call.strategy is not None:
+                call.strategy.to_json()  # what no file can hold is told now
         return call
 
     worlds.init()

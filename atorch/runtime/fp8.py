@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from atorch.errors import CapabilityError, StrategyError, near_miss
+from atorch.logs import logger
 from atorch.runtime.module_swap import Kept, SwapReport, swap_modules, why_unswappable
 
 if TYPE_CHECKING:
@@ -178,12 +179,19 @@ def _installed(package: str) -> bool:
 
 
 def _check_names(model: nn.Module, parts: Collection[str] | None, knob: str) -> None:
-    """A substring that is in no name is a mistake, and a mistyped exclude would convert what must not be."""
+    """A substring that is in no name is a mistake, and a mistyped exclude would convert what must not be.
+
+    One of several to include is told; alone it would convert nothing, and is refused.
+    """
     if isinstance(parts, str):
         raise StrategyError(f"fp8 {knob} was given the string {parts!r}; give a list of them: [{parts!r}]")
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    found = any(part in name for part in parts or () for name in names)
     for part in parts or ():
         if not any(part in name for name in names):
+            if found and knob == "include":  # the others say what to convert
+                logger.warning("fp8 include has %r, but no nn.Linear of %s is called so", part, type(model).__name__)
+                continue
             near = near_miss(part, {step for name in names for step in name.split(".") if not step.isdigit()})
             raise StrategyError(
                 f"fp8 {knob} has {part!r}, but no nn.Linear of {type(model).__name__} is called so; {near}"

@@ -1,20 +1,25 @@
 """What each constructor argument of FullyShardedDataParallel (FSDP1) means under FSDP2, row by row.
 
-*Applied*: it has an effect here. *Always so*: it asks for what FSDP2 does anyway, and is accepted as long as it does.
-*Refused*: it cannot be, for the reason given.
+*Applied*: it has an effect here. *Always so*: it asks for what FSDP2 does anyway, or for the same
+numbers. *Refused*: it cannot be, for the reason given.
+
+A policy, modules and parameters are asked on the model (`wrapped_names`, `names_within`), and names stay of them, which
+a strategy file can hold.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from atorch.errors import StrategyError
+from atorch.blocks import exact_name
+from atorch.errors import StrategyError, shown
+from atorch.logs import logger
 
 Meaning = Literal["applied", "always so", "refused"]
 
@@ -29,7 +34,7 @@ class Row:
     knobs: Callable[[Any], dict[str, Any]]
 
 
-_ADDS_UP = "atorch_ignored_cls"  # what several arguments name together
+_ADDS_UP, _OBJECTS = "atorch_ignored_cls", "ignored_modules"  # what several arguments name together
 
 
 def knobs_of(config: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -45,13 +50,13 @@ def knobs_of(config: Mapping[str, Any], method: str) -> dict[str, Any]:
         try:
             meant = row.knobs(config[name])
         except ValueError as error:
-            raise StrategyError(f"{method}.{name} was given {config[name]!r}; {error}") from None
+            raise StrategyError(f"{method}.{name} was given {shown(config[name])}; {error}") from None
         for knob, value in meant.items():
-            if knob == _ADDS_UP and knobs.get(knob):
-                value = [*_listed(knobs[knob]), *value]
+            if knob in (_ADDS_UP, _OBJECTS) and knobs.get(knob):
+                value = (*_listed(knobs[knob]), *value)
             elif knob in knobs and knobs[knob] != value:
                 raise StrategyError(
-                    f"{method}.{name} was given {config[name]!r}, which means {knob} = {value!r}, "
+                    f"{method}.{name} was given {shown(config[name])}, which means {knob} = {value!r}, "
                     f"but {knob} is {knobs[knob]!r}; give one of the two"
                 )
             knobs[knob] = value
@@ -59,7 +64,7 @@ def knobs_of(config: Mapping[str, Any], method: str) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[Any]:
-    return [value] if isinstance(value, (str, type)) else list(value)
+    return [value] if isinstance(value, (str, type, nn.Module, Tensor)) else list(value)
 
 
 def _passed_on(knob: str) -> Callable[[Any], dict[str, Any]]:
@@ -81,11 +86,7 @@ def _anything(value: Any) -> dict[str, Any]:
 
 def _strategy(value: Any) -> dict[str, Any]:
     name = value.name if isinstance(value, Enum) else value
-    if name is None:
-        return {}
-    if name == "NO_SHARD":
-        raise ValueError("NO_SHARD shards nothing; use the method ddp")
-    return {"sharding_strategy": name}
+    return {} if name is None else {"sharding_strategy": name}
 
 
 def _offload(value: Any) -> dict[str, Any]:
@@ -93,8 +94,13 @@ def _offload(value: Any) -> dict[str, Any]:
 
 
 def _policy(value: Any) -> dict[str, Any]:
-    """torch's own policies, as what they wrap; a function of the user's cannot be kept in a strategy."""
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+    """torch's policies by class and size, as what they wrap; another function is asked once there is a model."""
+    from torch.distributed.fsdp.wrap import (
+        ModuleWrapPolicy,
+        _Policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
 
     if value is None:
         return {}
@@ -104,14 +110,107 @@ def _policy(value: Any) -> dict[str, Any]:
         given = value.keywords
         if value.func is transformer_auto_wrap_policy and "transformer_layer_cls" in given:
             return {"atorch_wrap_cls": _sorted(given["transformer_layer_cls"])}
-        if value.func is size_based_auto_wrap_policy and "min_num_params" in given:
+        if value.func is size_based_auto_wrap_policy and set(given) == {"min_num_params"}:
             return {"atorch_size_based_min_num_params": int(given["min_num_params"])}
     if value is size_based_auto_wrap_policy:
         return {"atorch_size_based_min_num_params": 100_000_000}
+    if isinstance(value, _Policy) or (callable(value) and not isinstance(value, type)):
+        return {"auto_wrap_policy": value}
     raise ValueError(
-        "a function cannot be kept in a strategy; give atorch_wrap_cls or atorch_size_based_min_num_params, "
-        "or one of torch's policies: ModuleWrapPolicy, transformer_auto_wrap_policy, size_based_auto_wrap_policy"
+        "it is a function (module, recurse, nonwrapped_numel) -> bool, or one of torch's policies; for classes and "
+        "names give atorch_wrap_cls"
     )
+
+
+Recursive = Callable[..., bool]
+
+
+def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | Tensor] = ()) -> tuple[str, ...]:
+    """What `policy` wraps below `root`, asked as FSDP1 asks it, by exact names; `ignored` is not asked about.
+
+    Raises:
+        StrategyError: it asks for arguments of their own for a module, or the answer is no bool.
+    """
+    from torch.distributed.fsdp.wrap import _Policy
+
+    left_out = {each for each in ignored if isinstance(each, nn.Module)}
+    apart = {id(p) for each in ignored for p in (each.parameters() if isinstance(each, nn.Module) else (each,))}
+    if isinstance(policy, _Policy):
+        chosen = policy._run_policy(root, left_out, {})
+        own = next((arguments for arguments in chosen.values() if arguments), None)
+        if own:
+            raise StrategyError(
+                f"fsdp.auto_wrap_policy gives a module arguments of its own, {shown(own)}; all modules have those of "
+                "the method: return True or False"
+            )
+        wrapped = set(chosen)
+    else:
+        wrapped = set()
+        _ask(policy, root, left_out, apart, wrapped)
+    return tuple(
+        exact_name(name)
+        for name, module in root.named_modules()
+        if name and module in wrapped and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    )
+
+
+def _ask(
+    policy: Recursive, module: nn.Module, left_out: set[nn.Module], apart: set[int], wrapped: set[nn.Module]
+) -> int:
+    """Elements below `module` that are wrapped, once `policy` was asked: whether to look inside, then about itself."""
+    numel = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in apart)
+
+    def answer(recurse: bool, nonwrapped_numel: int) -> bool:
+        given = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        if not isinstance(given, (bool, int)):
+            raise StrategyError(f"fsdp.auto_wrap_policy answered {shown(given)} for {type(module).__name__}; a bool is")
+        return bool(given)
+
+    if not answer(True, numel):
+        return 0
+    inside = sum(_ask(policy, child, left_out, apart, wrapped) for child in module.children() if child not in left_out)
+    if not answer(False, numel - inside):
+        return inside
+    wrapped.add(module)
+    return numel
+
+
+def names_within(root: nn.Module, objects: Iterable[nn.Module | Tensor]) -> tuple[str, ...]:
+    """The exact names of modules and parameters of `root`.
+
+    Raises:
+        StrategyError: one is not of the model.
+    """
+    modules = {id(module): exact_name(name) for name, module in root.named_modules() if name}
+    parameters = {id(parameter): name for name, parameter in root.named_parameters()}
+    names = []
+    for each in objects:
+        name = (parameters if isinstance(each, Tensor) else modules).get(id(each))
+        if name is None:
+            raise StrategyError(
+                f"fsdp was told to ignore a {type(each).__name__} that is not inside of {type(root).__name__}; give "
+                "modules or parameters of the model itself, or their names"
+            )
+        names.append(name)
+    return tuple(names)
+
+
+def _prefetch(value: Any) -> dict[str, Any]:
+    name = value.name if isinstance(value, Enum) else value
+    if name not in ("BACKWARD_PRE", "BACKWARD_POST", None):
+        raise ValueError("it is BACKWARD_PRE, BACKWARD_POST or None")
+    if name != "BACKWARD_PRE":
+        logger.info(
+            "fsdp: backward_prefetch=%s computes the same numbers under FSDP2, which gathers the next block before the "
+            "current one's gradients are computed, and so holds one block more", name,
+        )  # fmt: skip
+    return {}
+
+
+def _fill(value: Any) -> dict[str, Any]:
+    if value is not None and (not callable(value) or isinstance(value, type)):
+        raise ValueError("it is a function that fills a module")
+    return {} if value is None else {"param_init_fn": value}
 
 
 def _sorted(classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
@@ -122,9 +221,11 @@ def _sorted(classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
 def _named(what: str) -> Callable[[Any], dict[str, Any]]:
     def check(value: Any) -> dict[str, Any]:
         items = [] if value is None else _listed(value)
-        if not all(isinstance(item, (str, type)) for item in items):
-            raise ValueError(f"{what} objects cannot be kept in a strategy; give their names or classes")
-        return {"atorch_ignored_cls": items} if items else {}
+        named = [item for item in items if isinstance(item, (str, type))]
+        objects = tuple(item for item in items if isinstance(item, (nn.Module, nn.Parameter)))
+        if len(named) + len(objects) < len(items):
+            raise ValueError(f"it takes {what} objects, or their names or classes")
+        return ({_ADDS_UP: named} if named else {}) | ({_OBJECTS: objects} if objects else {})
 
     return check
 
@@ -139,7 +240,7 @@ ROWS: Mapping[str, Row] = {
             "applied",
             "FULL_SHARD and HYBRID_SHARD free gathered parameters after forward, SHARD_GRAD_OP and "
             "_HYBRID_SHARD_ZERO2 keep them for backward; the HYBRID ones need the axes zero (shards) and data "
-            "(replicas) in parallel_mode. NO_SHARD is refused: that is ddp.",
+            "(replicas) in parallel_mode. NO_SHARD keeps everything whole and averages gradients, as ddp does.",
             _strategy,
         ),
         Row(
@@ -152,18 +253,17 @@ ROWS: Mapping[str, Row] = {
         Row(
             "auto_wrap_policy",
             "applied",
-            "torch's policies by class and by size become atorch_wrap_cls and atorch_size_based_min_num_params. A "
-            "function of your own is refused: a strategy file cannot hold it.",
+            "torch's policies by class and by size become atorch_wrap_cls and atorch_size_based_min_num_params. "
+            "Another policy or function is asked on the model, as FSDP1 asks it, and atorch_wrap_cls holds the names "
+            "of what it wraps.",
             _policy,
         ),
         Row(
             "backward_prefetch",
             "always so",
             "FSDP2 gathers the next group before the current one's gradients are computed, as BACKWARD_PRE does. "
-            "BACKWARD_POST and None are refused.",
-            lambda value: _only("BACKWARD_PRE", because="FSDP2 always prefetches as BACKWARD_PRE; leave it out")(
-                value.name if isinstance(value, Enum) else value
-            ),
+            "BACKWARD_POST and None compute the same numbers; one more gathered block is held, and the log says so.",
+            _prefetch,
         ),
         Row(
             "mixed_precision",
@@ -176,16 +276,16 @@ ROWS: Mapping[str, Row] = {
         Row(
             "ignored_modules",
             "applied",
-            "As atorch_ignored_cls, by class or name: kept whole on every process. Their gradients are averaged, "
-            "which FSDP1 left to the user. Module objects are refused: a strategy file cannot hold them.",
+            "As atorch_ignored_cls, by class, name or as modules of the model, of which the names are kept: whole on "
+            "every process. Their gradients are averaged, which FSDP1 left to the user.",
             _named("module"),
         ),
         Row(
             "param_init_fn",
-            "refused",
-            "Modules on the meta device are filled, once sharded, by their reset_parameters. A function cannot be "
-            "kept in a strategy; atorch.runtime.fsdp.shard takes it.",
-            _only(None, because=f"{_OBJECT}; give the modules reset_parameters, or use atorch.runtime.fsdp.shard"),
+            "applied",
+            "It fills modules on the meta device, once they are sharded, in place of their reset_parameters. A "
+            "strategy file cannot hold it: saving such a strategy is refused.",
+            _fill,
         ),
         Row(
             "device_id",
@@ -210,8 +310,8 @@ ROWS: Mapping[str, Row] = {
             "limit_all_gathers",
             "always so",
             "FSDP2 frees gathered parameters in stream order, so memory is bounded without stopping the host. False "
-            "is refused.",
-            _only(True, because="FSDP2 always bounds how many groups are gathered at once; leave it out"),
+            "asked for no bound, and gets the same numbers.",
+            _only(True, False, because="it is a bool"),
         ),
         Row(
             "use_orig_params",
@@ -222,7 +322,7 @@ ROWS: Mapping[str, Row] = {
         Row(
             "ignored_states",
             "applied",
-            "As ignored_modules; names of parameters are taken too.",
+            "As ignored_modules; parameters and their names are taken too.",
             _named("parameter or module"),
         ),
         Row(

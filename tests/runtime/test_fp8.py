@@ -50,6 +50,11 @@ class TestTorchao:
         report = convert_linears(model, include=["layers.1", "head"], emulate=True)
         assert report.converted == ("layers.1.0", "layers.1.2", "lm_head")
 
+    def test_one_of_several_that_matches_nothing_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        report = convert_linears(small(), include=["layers.1", "layrs"], emulate=True)
+        assert report.converted
+        assert "fp8 include has 'layrs', but no nn.Linear" in caplog.text
+
     def test_exclude_goes_over_include(self) -> None:
         report = convert_linears(small(), include=("layers",), exclude=(".2",), emulate=True)
         assert report.converted == ("layers.0.0", "layers.1.0")

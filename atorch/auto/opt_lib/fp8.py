@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
@@ -50,6 +50,11 @@ class Fp8(Method):
     activations are checkpointed."""
     emulate: bool | None = None
     """torchao: quantize, and multiply in the dtype of before. The only way without fp8 hardware; never faster."""
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     def _recipe(self) -> Fp8Recipe:
         return Fp8Recipe(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from torch import nn
 from typing_extensions import Self
 
@@ -28,12 +29,13 @@ from atorch.cost.splits import REPLICA_AXES
 from atorch.cost.splits import shard as shard_cost
 from atorch.errors import StrategyError
 from atorch.runtime.fsdp import shard
-from atorch.runtime.fsdp1_arguments import knobs_of
+from atorch.runtime.fsdp1_arguments import knobs_of, names_within, wrapped_names
 from atorch.runtime.fsdp_groups import Group, arrange, by_block, by_size, without_trainable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+SETTLED = ("auto_wrap_policy", "ignored_modules")
 KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
 
@@ -52,8 +54,11 @@ class Fsdp(Method):
     """Classes or names of modules, or names of parameters, that stay whole on every process."""
     wrap_trainable_outmost: bool = False
     """Gather all that trains as one group, once a step, and only what is frozen block by block: for LoRA."""
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] | None = None
-    """FSDP1's name for what is freed after forward; the HYBRID ones insist on the axes zero and data."""
+    sharding_strategy: (
+        Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"] | None
+    ) = None
+    """FSDP1's name for what is freed after forward; the HYBRID ones insist on the axes zero and data, and under
+    NO_SHARD all stays whole."""
     reshard_after_forward: bool | int | None = None
     """Free gathered parameters after forward, keep them for backward, or keep them over this many processes. None:
     free blocks, keep embeddings, head and root."""
@@ -65,6 +70,12 @@ class Fsdp(Method):
     """Issue each group's all-gather before the forward pass of the group before it."""
     sync_module_states: bool = False
     """Broadcast rank 0's parameters and buffers group by group; auto_accelerate has compared them all before that."""
+    auto_wrap_policy: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
+    """A function or policy of FSDP1's, asked on the model: the names of what it wraps become atorch_wrap_cls."""
+    ignored_modules: SkipJsonSchema[tuple[Any, ...]] = Field(default=(), exclude=True, repr=False)
+    """Modules and parameters of the model; their names are added to atorch_ignored_cls."""
+    param_init_fn: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
+    """Fills modules on the meta device, once they are sharded; no file can hold it."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
@@ -91,9 +102,34 @@ class Fsdp(Method):
     def _hold(self) -> Self:
         if self.atorch_wrap_cls and self.atorch_size_based_min_num_params is not None:
             raise ValueError("give atorch_wrap_cls or atorch_size_based_min_num_params, not both")
+        if self.auto_wrap_policy is not None and (self.atorch_wrap_cls or self.atorch_size_based_min_num_params):
+            raise ValueError("give auto_wrap_policy, or atorch_wrap_cls or atorch_size_based_min_num_params, not both")
         if self.sharding_strategy in KEEPING and self.reshard_after_forward not in (None, False):
             raise ValueError(f"{self.sharding_strategy} keeps parameters for backward; leave reshard_after_forward out")
         return self
+
+    def settled(self, model: nn.Module) -> Self:
+        """With names of the model's modules in place of a policy, modules and parameters."""
+        if self.auto_wrap_policy is None and not self.ignored_modules:
+            return self
+        ignored = (*self.atorch_ignored_cls, *names_within(model, self.ignored_modules))
+        changed: dict[str, Any] = {"atorch_ignored_cls": ignored} if ignored else {}
+        if self.auto_wrap_policy is not None:
+            left_out = [*self.ignored_modules, *self._named_as_ignored(model)]
+            wrapped = wrapped_names(self.auto_wrap_policy, model, left_out)
+            if not wrapped:
+                raise StrategyError(
+                    f"{self.name}.auto_wrap_policy wraps no module of {type(model).__name__}; give another, or leave "
+                    "it out to gather the model block by block"
+                )
+            changed["atorch_wrap_cls"] = wrapped
+        kept = {name: getattr(self, name) for name in self.model_fields_set if name not in SETTLED}
+        return type(self)(**{**kept, **changed})
+
+    def _named_as_ignored(self, model: nn.Module) -> list[nn.Module]:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        names = [name for name in self.atorch_ignored_cls if name not in parameters]
+        return list(find_modules(model, names, f"{self.name} atorch_ignored_cls").values())
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -107,11 +143,14 @@ class Fsdp(Method):
         of blocks; the gradients of a block are whole until they are reduced, in fp32.
         """
         is_hybrid = cost.size("data") > 1 and cost.size("zero") > 1
+        replicas: tuple[str, ...] = ("data",) if is_hybrid else ()
+        if self.sharding_strategy == "NO_SHARD":
+            replicas = REPLICA_AXES
         gathered, reduced = self._itemsizes(cost)
         cost = shard_cost(
             cost,
-            axes=tuple(axis for axis in REPLICA_AXES if axis != "data") if is_hybrid else REPLICA_AXES,
-            replicas=("data",) if is_hybrid else (),
+            axes=tuple(axis for axis in REPLICA_AXES if axis not in replicas),
+            replicas=replicas,
             itemsize=gathered,
             reduced_itemsize=reduced,
             keeps_gathered=self.reshard_after_forward is False or self.sharding_strategy in KEEPING,
@@ -137,6 +176,9 @@ class Fsdp(Method):
 
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place."""
+        settled = self.settled(ctx.root)
+        if settled is not self:
+            return settled.apply(ctx)
         mesh = self._mesh(ctx)
         precision = self.mixed_precision
         if precision is None and ctx.compute_dtype is not None:
@@ -156,6 +198,7 @@ class Fsdp(Method):
                 offload=max(float(self.cpu_offload), parameters_on_host(ctx.strategy)),
                 forward_prefetch=self.forward_prefetch,
                 sync_module_states=self.sync_module_states,
+                param_init_fn=self.param_init_fn,
                 find_unused_parameters=ctx.find_unused_parameters,
             )
         if ctx.compute_dtype is None and precision.param_dtype is not None:
@@ -170,6 +213,13 @@ class Fsdp(Method):
                 f"{self.name} was given {self.sharding_strategy}, but parallel_mode has no two axes to share out; "
                 'name both: ("parallel_mode", ([("zero", shards), ("data", replicas)], None))'
             )
+        if self.sharding_strategy == "NO_SHARD":
+            alone = next((axis for axis in ("zero", "tensor", "pipeline", "context") if mesh.size(axis) == 1), None)
+            if alone is None:
+                raise StrategyError(
+                    f"{self.name} was given NO_SHARD, and parallel_mode splits over every axis; use ddp"
+                )
+            return mesh.joined_mesh([axis for axis in REPLICA_AXES if axis != alone], (alone,))
         if is_hybrid:
             return mesh.joined_mesh(("data",), [axis for axis in REPLICA_AXES if axis != "data"])
         return mesh.joined_mesh(REPLICA_AXES)
@@ -186,8 +236,7 @@ class Fsdp(Method):
 
     def _ignored(self, part: nn.Module) -> list[nn.Parameter]:
         parameters = dict(part.named_parameters(remove_duplicate=False))
-        names = [name for name in self.atorch_ignored_cls if name not in parameters]
-        modules = find_modules(part, names, f"{self.name} atorch_ignored_cls").values()
+        modules = self._named_as_ignored(part)
         named = [parameters[name] for name in self.atorch_ignored_cls if name in parameters]
         return [*named, *(parameter for module in modules for parameter in module.parameters())]
 

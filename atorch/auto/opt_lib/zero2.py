@@ -39,7 +39,7 @@ class Zero2(Fsdp):
 
     @model_validator(mode="after")
     def _keeps_parameters(self) -> Self:
-        if self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") or self.reshard_after_forward is True:
+        if self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD") or self.reshard_after_forward is True:
             raise ValueError("zero2 keeps parameters for backward; use fsdp to free them after forward")
         other = self.model_fields_set - {"backend"}
         if self.backend != "fsdp" and other:

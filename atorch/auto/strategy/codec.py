@@ -145,6 +145,12 @@ def _read_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def _config_of(each: Method, place: str) -> Json:
+    unkept = [name for name, knob in type(each).model_fields.items() if knob.exclude and getattr(each, name)]
+    if unkept:
+        raise StrategyError(
+            f"{place}: {each.name} has {' and '.join(unkept)}, objects of this process, which no file can hold; save "
+            "the strategy that auto_accelerate returns, which has names in their place, and leave param_init_fn out"
+        )
     try:
         config = each.model_dump(mode="json", exclude_unset=True)
     except ValueError as error:  # pydantic's, for a type without a JSON form or a value that holds itself

@@ -17,6 +17,7 @@ from atorch.errors import CapabilityError, StrategyError, near_miss, shown
 from atorch.registry import Registry
 
 if TYPE_CHECKING:
+    from torch import nn
     from typing_extensions import Self
 
     from atorch.auto.context import Context
@@ -152,6 +153,14 @@ class Method(BaseModel):
     def unfit(self, cost: Cost) -> str | None:
         """Why this model, batch and mesh cannot have this method, or None; `cost` is of the methods before this one."""
         return None
+
+    def settled(self, model: nn.Module) -> Self:
+        """The same method for `model`, with names in place of what only an object of this process could say.
+
+        Raises:
+            StrategyError: it cannot be meant for this model.
+        """
+        return self
 
     def check(self, strategy: Strategy) -> None:
         """Raise StrategyError where it cannot be beside the others of a strategy; asked before any is applied."""

@@ -12,6 +12,8 @@ from atorch.auto.strategy.method import METHODS, Method
 from atorch.errors import StrategyError, shown
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from atorch.auto.context import Context
     from atorch.cost import Cost
 
@@ -136,6 +138,16 @@ class Strategy(Sequence[Method]):
         """This strategy without the method `name`."""
         METHODS[name]
         return Strategy(tuple(each for each in self.methods if each.name != name), self.metadata)
+
+    def settled(self, model: nn.Module) -> Strategy:
+        """This strategy for `model`: names in place of functions and modules, so that a file can hold it.
+
+        Raises:
+            StrategyError: a method cannot be meant for this model.
+        """
+        methods = tuple(each.settled(model) for each in self.methods)
+        unchanged = all(one is other for one, other in zip(methods, self.methods, strict=True))
+        return self if unchanged else Strategy(methods, self.metadata)
 
     def cost(self, cost: Cost) -> Cost:
         """Fold the methods' costs."""

@@ -119,3 +119,8 @@ def plain_cost() -> Any:
     from atorch.cost import Cost
 
     return Cost(segments=(), traced_batch=1.0, batch_size=1.0)
+
+
+@pytest.mark.parametrize("knob", ["include", "exclude"])
+def test_a_plain_string_is_one_name(knob: str) -> None:
+    assert Fp8.of({knob: "lm_head"}) == Fp8.of({knob: ("lm_head",)})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,21 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _or_policy,
+    _recursive_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from torch.distributed.tensor import DTensor
 
+from atorch.auto import auto_accelerate
 from atorch.auto.opt_lib.fsdp import Fsdp
+from atorch.auto.strategy import Strategy
+from atorch.blocks import find_modules
 from atorch.errors import StrategyError
 from atorch.runtime.fsdp1_arguments import ROWS
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
@@ -37,6 +50,11 @@ RECOMMENDED = {
 }
 
 
+def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """A policy as people write them for FSDP1."""
+    return recurse or nonwrapped_numel > 100
+
+
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -50,6 +68,9 @@ RECOMMENDED = {
         ("llama", {"reshard_after_forward": False}),
         ("lora", None),
         ("lora", {"fsdp_wrap_params_outmost": True}),
+        ("llama", {"atorch_wrap_cls": ("mlp", "embed_tokens")}),
+        ("awkward", {"sharding_strategy": "NO_SHARD"}),
+        ("llama", {"auto_wrap_policy": large}),
     ],
 )
 def test_trains_and_clips_as_one_process_does(pool: Pool, name: str, config: Any) -> None:
@@ -165,6 +186,9 @@ def test_the_table_has_every_argument_of_fsdp1() -> None:
             {"sync_module_states": True, "forward_prefetch": True},
             {"sync_module_states": True, "forward_prefetch": True},
         ),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, {"sharding_strategy": "NO_SHARD"}),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "limit_all_gathers": False}, {}),
+        ({"backward_prefetch": None}, {}),
         ({"fsdp_wrap_params_outmost": True}, {"wrap_trainable_outmost": True}),
         ({"atorch_wrap_cls": None}, {}),
     ],
@@ -191,14 +215,14 @@ def test_mixed_precision_takes_torchs_objects(given: Any, expected: Any) -> None
 
 
 REFUSALS: list[tuple[Any, str]] = [
-    ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "use the method ddp"),
-    ({"auto_wrap_policy": lambda *_: True}, "cannot be kept in a strategy"),
-    ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "always prefetches"),
-    ({"limit_all_gathers": False}, "always bounds"),
+    ({"auto_wrap_policy": Block}, "for classes and names give atorch_wrap_cls"),
+    ({"auto_wrap_policy": lambda *_: True, "atorch_wrap_cls": "A"}, "not both"),
+    ({"backward_prefetch": "BACKWARD"}, "it is BACKWARD_PRE, BACKWARD_POST or None"),
+    ({"limit_all_gathers": 3}, "it is a bool"),
     ({"process_group": object()}, "parallel_mode"),
     ({"device_mesh": object()}, "parallel_mode"),
-    ({"param_init_fn": print}, "reset_parameters"),
-    ({"ignored_modules": [nn.Linear(1, 1)]}, "give their names or classes"),
+    ({"param_init_fn": "print"}, "it is a function"),
+    ({"ignored_modules": [3]}, "or their names or classes"),
     ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
     ({"mixed_precision": {"param_dtype": "int8"}}, "mixed_precision.param_dtype"),
     ({"mixed_precision": {"param_type": "bf16"}}, "param_type"),
@@ -262,3 +286,127 @@ def trainable_in_root(rank: int, size: int) -> list[bool]:
 
 def test_what_trains_may_be_gathered_as_one(pool: Pool) -> None:
     assert pool.run(trainable_in_root)[0] == [False, True]
+
+
+POLICIES: list[tuple[Any, set[Any]]] = [
+    (functools.partial(size_based_auto_wrap_policy, min_num_params=100, force_leaf_modules={Block}), set()),
+    (large, set()),
+    (lambda module, recurse, nonwrapped_numel: True, set()),
+    (functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)), set()),
+    (CustomPolicy(lambda module: isinstance(module, Block)), set()),
+    (
+        functools.partial(
+            _or_policy,
+            policies=[
+                functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Embedding)),
+                functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+            ],
+        ),
+        set(),
+    ),
+    (large, {"mixer"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "ignored"), POLICIES)
+def test_a_policy_wraps_what_fsdp1_wraps(policy: Any, ignored: set[str]) -> None:
+    model = make("awkward")
+    left_out = [model.get_submodule(name) for name in ignored]
+    method = Fsdp.of({"auto_wrap_policy": policy, "ignored_modules": left_out}).settled(model)
+    again = Fsdp.of(json.loads(json.dumps(method.model_dump(mode="json", exclude_unset=True))))
+    assert again == method  # a file holds it
+    got = [f"{name}." for name in find_modules(model, again.atorch_wrap_cls, "test")]
+
+    class Marked(nn.Module):
+        """In place of FSDP1, which would need a process group."""
+
+        def __init__(self, module: nn.Module, **_: Any) -> None:
+            super().__init__()
+            self.module = module
+
+    if isinstance(policy, CustomPolicy):
+        expected = [f"{name}." for name, module in model.named_modules() if isinstance(module, Block)]
+    else:
+        apart = {parameter for module in left_out for parameter in module.parameters()}
+        wrapped, _ = _recursive_wrap(model, policy, Marked, set(left_out), apart)
+        names = [name for name, module in wrapped.named_modules() if name and isinstance(module, Marked)]
+        expected = [f"{name}." if name else "" for name in names]
+        expected = [each.replace("module.", "") for each in expected]
+        lists = {f"{name}." for name, module in make("awkward").named_modules() if isinstance(module, nn.ModuleList)}
+        expected = [each for each in expected if each not in lists]
+    assert got == expected
+    assert got
+
+
+def test_objects_of_the_model_become_names() -> None:
+    model = make("awkward")
+    config = {
+        "ignored_modules": {model.mixer},
+        "ignored_states": [model.blocks[1].down.bias],
+        "atorch_ignored_cls": "Norm",
+    }
+    with pytest.raises(StrategyError, match="no file can hold"):
+        Strategy.of([("fsdp", config)]).to_json()
+    settled = Strategy.of([("fsdp", config)]).settled(model)
+    assert settled[0].atorch_ignored_cls == ("Norm", ".mixer", "blocks.1.down.bias")
+    assert Strategy.of(settled.to_json()) == settled
+    assert settled.settled(model) is settled
+    for each in (nn.Linear(1, 1), nn.Parameter(torch.ones(1))):
+        with pytest.raises(StrategyError, match="not inside of"):
+            Fsdp.of({"ignored_modules": [each]}).settled(model)
+    with pytest.raises(StrategyError, match="wraps no module of"):
+        Fsdp.of({"auto_wrap_policy": lambda **_: False}).settled(model)
+    with pytest.raises(StrategyError, match="arguments of its own"):
+        Fsdp.of(
+            {"auto_wrap_policy": CustomPolicy(lambda m: {"cpu_offload": True} if m is model.mixer else False)}
+        ).settled(model)
+
+
+def objects_of_a_model(rank: int, size: int, folder: str) -> tuple[list[str], str]:
+    model = make("awkward")
+    config = {"auto_wrap_policy": large, "ignored_modules": [model.mixer]}
+    path = f"{folder}/strategy.json"
+    status, result, best = auto_accelerate(
+        model, torch.optim.SGD, load_strategy=[("fsdp", config)], save_strategy_to_file=path, optim_args={"lr": 0.1}
+    )
+    assert status
+    again = make("awkward")
+    auto_accelerate(again, torch.optim.SGD, load_strategy=path, optim_args={"lr": 0.1})
+    for one in (result.model, again):
+        assert not isinstance(one.mixer.weight, DTensor)
+    found = [[n for n, m in each.named_modules() if isinstance(m, FSDPModule)] for each in (result.model, again)]
+    assert found[0] == found[1]
+    return found[0], str(best)
+
+
+def test_the_front_door_asks_and_saves(pool: Pool, tmp_path: Path) -> None:
+    (gathered, said), (others, also) = pool.run(objects_of_a_model, str(tmp_path))
+    assert gathered == others
+    assert said == also
+    assert len(gathered) > 1
+
+
+def ones(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def filled(rank: int, size: int, folder: str) -> float:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    config = {"param_init_fn": ones}
+    with pytest.raises(StrategyError, match="param_init_fn"):
+        auto_accelerate(
+            model, torch.optim.SGD, load_strategy=[("fsdp", config)], save_strategy_to_file=f"{folder}/s.json"
+        )
+    auto_accelerate(model, torch.optim.SGD, load_strategy=[("fsdp", config)], optim_args={"lr": 0.1})
+    return float(model[0].weight.full_tensor().sum())
+
+
+def test_a_function_fills_what_is_on_the_meta_device(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(filled, str(tmp_path)) == [16.0, 16.0]
+
+
+def test_what_is_not_sharded_is_whole(pool: Pool) -> None:
+    found = pool.run(sharded, "llama", {"sharding_strategy": "NO_SHARD"}, [])
+    assert all(each["bytes"] == each["all_bytes"] for each in found)
