@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from atorch.auto.context import AccelerateResult, LossFunc, ParamGroups
     from atorch.auto.job import InputFormat
     from atorch.auto.planner.plan import Plan
-    from atorch.auto.strategy import Strategy
+    from atorch.auto.strategy import Exactness, Strategy
     from atorch.cluster import ClusterSpec
     from atorch.cost import ModelProfile
 
@@ -127,9 +127,11 @@ def plan(
     excluded: Sequence[str] | None = None,
     included: Sequence[str] | None = None,
     fixed: Any = None,
+    precision: Exactness = "half",
+    host_memory: bool | None = None,
     objective: str = "step_time",
     reserve: float = 0.08,
-    verify: int = 3,
+    verify: int | None = None,
     **kargs: Any,
 ) -> Plan: ...
 def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
@@ -147,9 +149,13 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         global_batch: samples of a step on all devices together; None for the sample batch on each.
         excluded, included: names of methods that the strategy must not, or must, have.
         fixed: a strategy, or what makes one: exactly these methods; knobs that it leaves unset are searched.
+        precision: for a cluster, the least exact numbers that may be trained in: "fp32", "autocast", "half" (16 bits,
+            with fp32 masters) or "fp8". What is included or fixed is allowed.
+        host_memory: for a cluster, whether something may wait in host memory; None: where nothing fits without.
         objective: what is best: "step_time", "throughput", "cost" (device-seconds) or "fewest_devices".
         reserve: share of a device's memory that nothing may use.
-        verify: how many of the best are simulated on fake tensors.
+        verify: how many of the best are simulated on fake tensors, whatever that takes; None: up to 3, with little
+            memory and time.
         **kargs: model_input_format, prepare_input, optim_args, optim_param_func, as for `auto_accelerate`.
 
     Raises:

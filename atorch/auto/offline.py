@@ -6,7 +6,9 @@ device, where 405 billion parameters take no room, and for real only where it ca
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,8 @@ from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.planner.estimate import RESERVE
-from atorch.auto.strategy import Strategy
+from atorch.auto.strategy import Exactness, Strategy
+from atorch.auto.verify import Allowance, Doing, simulated
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.distributed.world import World
@@ -34,7 +37,12 @@ if TYPE_CHECKING:
 
 MakeModel = Callable[[], nn.Module]
 MAX_SIMULATED = 32
-_OPTIONS = ("global_batch", "excluded", "included", "fixed", "objective", "reserve", "verify")
+VERIFIED = 3  # of the best, unless another number is asked for; then
+PLANNING_S = 20.0  # is what a search with them may take
+FEW_BYTES = 2**30  # and this a copy that has values
+_OPTIONS = (
+    "global_batch", "excluded", "included", "fixed", "precision", "host_memory", "objective", "reserve", "verify"
+)  # fmt: skip
 _JOB = ("loss_func", "optim_func", "optim_args", "optim_param_func", "prepare_input", "model_input_format")
 ROOM = 0.25  # of the memory that is free, what a model that must be made for real may take
 
@@ -98,9 +106,12 @@ def plan_for(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Any = None,
+    precision: Exactness = "half",
+    host_memory: bool | None = None,
     objective: str = "step_time",
     reserve: float = RESERVE,
-    verify: int = 3,
+    verify: int | None = None,
+    doing: Doing = nullcontext,
     breadth: int | None = None,
     advise: bool = True,
 ) -> ClusterPlan:
@@ -109,7 +120,10 @@ def plan_for(
     Args:
         global_batch: samples of a step on all devices together; None for the traced batch on every device.
         fixed: what `Strategy.of` takes: compositions have exactly these methods.
+        precision, host_memory: see `answer`.
         reserve: share of a device's memory that nothing may use.
+        verify: None: the best 3, as far as that takes little memory, and with the search not more than half a minute.
+        doing: is entered with what takes time, while it does.
         breadth, advise: see `answer`.
 
     Raises:
@@ -118,21 +132,27 @@ def plan_for(
     """
     batch = subject.profile.batch_size * cluster.world_size if global_batch is None else global_batch
     _check(batch, reserve, verify)
+    until = time.monotonic() + PLANNING_S
     from atorch.auto.planner.answer import answer
 
-    plan = answer(
-        subject.profile,
-        cluster,
-        global_batch=batch,
-        excluded=excluded,
-        included=included,
-        fixed=None if fixed is None else Strategy.of(fixed),
-        objective=objective,
-        reserve=reserve,
-        breadth=breadth,
-        advise=advise,
-    )
-    return _verified(plan, subject, verify) if verify else plan
+    with doing("searching for the best strategy"):
+        plan = answer(
+            subject.profile,
+            cluster,
+            global_batch=batch,
+            excluded=excluded,
+            included=included,
+            fixed=None if fixed is None else Strategy.of(fixed),
+            precision=precision,
+            host_memory=host_memory,
+            objective=objective,
+            reserve=reserve,
+            breadth=breadth,
+            advise=advise,
+        )
+    if verify is None:
+        return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)
+    return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing) if verify else plan
 
 
 def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
@@ -162,7 +182,7 @@ def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dic
         return _traced(made, sample_batch, cluster, job)
     except ArgumentError as error:
         size, room = sum(map(tensor_bytes, made.parameters())), psutil.virtual_memory().available
-        if size > room * ROOM:
+        if size > _room():
             raise ArgumentError(
                 f"{error}; made for real it would take {format_bytes(size)} of {format_bytes(room)}"
             ) from error
@@ -170,14 +190,17 @@ def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dic
         return _traced(_module(make()), sample_batch, cluster, job)
 
 
-def _verified(plan: ClusterPlan, subject: Subject, count: int) -> ClusterPlan:
-    """The plan with the first of its ranking simulated, and beside them the best that can be applied today."""
-    from atorch.auto.verify import simulated
+def _room() -> float:
+    return ROOM * float(psutil.virtual_memory().available)
 
+
+def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowance, doing: Doing) -> ClusterPlan:
+    """The plan with the first of its ranking simulated, and beside them the best that can be applied today."""
     best = [] if plan.best_applicable is None else [plan.best_applicable]
     chosen = {each.strategy.methods: each.estimate.peak_bytes for each in (*plan.ranking[:count], *best)}
     candidates = [(Strategy(methods), peak) for methods, peak in chosen.items()]
-    return replace(plan, simulated=simulated(subject, candidates, plan.cluster.world_size, plan.global_batch))
+    found = simulated(subject, candidates, plan.cluster.world_size, plan.global_batch, allowance, doing)
+    return replace(plan, simulated=found)
 
 
 def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
@@ -200,5 +223,5 @@ def _check(global_batch: object, reserve: object, verify: object) -> None:
         raise ArgumentError(f"global_batch is {shown(global_batch)}; it is the samples of a step, at least 1")
     if not isinstance(reserve, (int, float)) or not 0 <= reserve < 1:
         raise ArgumentError(f"reserve is {shown(reserve)}; it is the share of a device's memory to keep free, as 0.08")
-    if not isinstance(verify, int) or not 0 <= verify <= MAX_SIMULATED:
+    if verify is not None and (not isinstance(verify, int) or not 0 <= verify <= MAX_SIMULATED):
         raise ArgumentError(f"verify is {shown(verify)}; it is how many are simulated, from 0 to {MAX_SIMULATED}")

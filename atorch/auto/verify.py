@@ -1,16 +1,20 @@
 """The best of a plan simulated: methods applied for real to fake tensors on a fake world of the cluster's size.
 
 Simulation counts what the estimate computes. It needs a model that was traced and methods that can be applied; where it
-cannot be, the reason stands in its place.
+cannot be, or takes more of this machine than a plan may, the reason stands in its place.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atorch.auto.strategy import Strategy
+from atorch.cost import ModelProfile
 from atorch.errors import AtorchError
 from atorch.logs import logger
 from atorch.units import format_bytes
@@ -19,22 +23,56 @@ if TYPE_CHECKING:
     from atorch.auto.offline import Subject
     from atorch.auto.planner.simulate import Simulated
 
+Doing = Callable[[str], AbstractContextManager[Any]]  # what is being done, said while it is
+COPIES = 3  # parameters, their gradients, and what they are tried against
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What simulations may take of this machine."""
+
+    until: float = math.inf  # of `time.monotonic`
+    real_bytes: float = math.inf  # of the copy with values that methods watch at work
+
+    def why_not(self, profile: ModelProfile, strategy: Strategy) -> str | None:
+        """Why a strategy of a model is not simulated, or None."""
+        if time.monotonic() > self.until:
+            return self.out_of_time
+        watching = [each.name for each in strategy if each.needs_sample]
+        size = _watched_bytes(profile)
+        if not watching or size <= self.real_bytes:
+            return None
+        return (
+            f"{', '.join(watching)} would watch a few real blocks of the model at work, which takes "
+            f"{format_bytes(size)} here; {format_bytes(self.real_bytes)} is what a plan may take"
+        )
+
+    @property
+    def out_of_time(self) -> str:
+        """Why what takes too long is not."""
+        return "there was no time left for it; give verify (--verify N) to take as long as it needs"
+
 
 def simulated(
-    subject: Subject, candidates: Iterable[tuple[Strategy, float]], world_size: int, global_batch: int
+    subject: Subject,
+    candidates: Iterable[tuple[Strategy, float]],
+    world_size: int,
+    global_batch: int,
+    allowance: Allowance | None = None,
+    doing: Doing = nullcontext,
 ) -> tuple[dict[str, Any], ...]:
     """What simulating each `(strategy, estimated bytes)` found, or why it was not, as plain JSON data."""
-    return tuple(
-        {
-            "strategy": [str(each) for each in strategy],
-            "estimated_bytes": estimated,
-            **_outcome(subject, strategy, world_size, global_batch),
-        }
-        for strategy, estimated in candidates
-    )
+    allowance, outcomes = allowance or Allowance(), []
+    for strategy, estimated in candidates:
+        with doing(f"simulating {strategy}"):
+            outcome = _outcome(subject, strategy, world_size, global_batch, allowance)
+        outcomes.append({"strategy": [str(each) for each in strategy], "estimated_bytes": estimated, **outcome})
+    return tuple(outcomes)
 
 
-def _outcome(subject: Subject, strategy: Strategy, world_size: int, global_batch: int) -> dict[str, Any]:
+def _outcome(
+    subject: Subject, strategy: Strategy, world_size: int, global_batch: int, allowance: Allowance
+) -> dict[str, Any]:
     from atorch.auto.planner.simulate import simulate
     from atorch.auto.planner.stages import ranks_of_stages
 
@@ -43,20 +81,39 @@ def _outcome(subject: Subject, strategy: Strategy, world_size: int, global_batch
     planned = [each.name for each in strategy if not each.can_apply()]
     if planned:
         return {"why_not": f"{', '.join(planned)} can be planned for, and not applied yet"}
+    why_not = allowance.why_not(subject.profile, strategy)
+    if why_not is not None and "chunk" not in strategy.names():  # of which simulation has more to say
+        return {"why_not": why_not}
     began = time.monotonic()
     try:
         stages = {
             place: simulate(
-                subject.ctx, strategy, subject.batch, world_size=world_size, global_batch=global_batch, rank=rank
+                subject.ctx,
+                strategy,
+                subject.batch,
+                world_size=world_size,
+                global_batch=global_batch,
+                rank=rank,
+                until=allowance.until,
             )
             for place, rank in ranks_of_stages(strategy, world_size).items()
         }
-    except AtorchError as error:
-        return {"why_not": str(error)}
     except Exception as error:  # a model may fail on fakes in any way, and the plan stands without
+        if time.monotonic() > allowance.until:
+            return {"why_not": allowance.out_of_time}
+        if isinstance(error, AtorchError):
+            return {"why_not": str(error)}
         logger.info("%s cannot be simulated", strategy, exc_info=error)
         return {"why_not": f"the model does not run on fake tensors ({type(error).__name__}: {error})"}
     return {**_fullest(stages), "seconds": time.monotonic() - began}
+
+
+def _watched_bytes(profile: ModelProfile) -> float:
+    """What methods that watch the model at work take: a copy with a few of its blocks, in its own dtype."""
+    from atorch.auto.planner.depth import LONG
+
+    few = sum(min(each.count, LONG if each.is_block else each.count) * each.num_params for each in profile.segments)
+    return COPIES * few * profile.param_bytes / max(1, profile.num_params)
 
 
 def _fullest(stages: Mapping[int, Simulated]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ WIDTH = 120  # where there is no terminal
 
 What = Literal["devices", "batch", "seq"]
 Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
+Precision = Literal["fp32", "autocast", "half", "fp8"]
 
 
 def _number(help_text: str) -> Any:
@@ -66,8 +67,12 @@ def plan(
     exclude: Names = None,
     include: Names = None,
     fixed: Annotated[File, _file("--fixed", "A strategy file: these methods alone.", exists=True)] = None,
+    precision: Annotated[Precision, typer.Option(help="The least exact numbers that are allowed.")] = "half",
+    host_memory: Annotated[bool | None, typer.Option(help="Whether something may wait in host memory.")] = None,
     reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of a device's memory to keep free.")] = 0.08,
-    verify: Annotated[int, typer.Option(min=0, max=32, help="How many of the best are simulated.")] = 3,
+    verify: Annotated[
+        Number, typer.Option(min=0, max=32, metavar="N", help="How many of the best are simulated, however long.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 8,
     json_file: Annotated[File, _file("--json", "Write the answer as JSON.")] = None,
     html: Annotated[File, _file("--html", "Write the answer as a page.")] = None,
@@ -91,6 +96,8 @@ def plan(
         "excluded": _names(exclude),
         "included": _names(include),
         "fixed": fixed,
+        "precision": precision,
+        "host_memory": bool(host_memory) if fit else host_memory,
         "objective": objective,
         "reserve": reserve,
     }
@@ -116,11 +123,12 @@ class _Found:
     fit: Mapping[str, Any] | None = None
 
 
-def _answer(source: Source, cluster: str, seq: int | None, wanted: Mapping[str, Any], verify: int) -> _Found:
+def _answer(source: Source, cluster: str, seq: int | None, wanted: Mapping[str, Any], verify: int | None) -> _Found:
     from atorch.auto.offline import cluster_of, plan_for
+    from atorch.report.progress import telling
 
     spec = cluster_of(cluster)
-    return _Found(plan_for(_read(source, seq, spec), spec, verify=verify, **wanted))
+    return _Found(plan_for(_read(source, seq, spec), spec, verify=verify, doing=telling, **wanted))
 
 
 def _fitting(what: What, source: Source, cluster: str, seq: int | None, wanted: Mapping[str, Any]) -> _Found:
@@ -168,10 +176,12 @@ def _check_fit(what: What, source: Source, wanted: Mapping[str, Any]) -> None:
 
 def _read(source: Source, seq: int | None, cluster: ClusterSpec) -> Subject:
     """The model in numbers; how long that took goes to standard error."""
+    from atorch.report.progress import telling
     from atorch.units import format_count, format_seconds
 
     began = time.monotonic()
-    subject = source.subject(seq, cluster)
+    with telling(f"reading {source.title}"):
+        subject = source.subject(seq, cluster)
     count = format_count(subject.profile.num_params)
     typer.echo(f"{count} parameters, read in {format_seconds(time.monotonic() - began)}", err=True)
     return subject

@@ -15,6 +15,7 @@ torch knows one default group a process: where a real one is there, simulation n
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -61,13 +62,15 @@ def fake_world(size: int, rank: int = 0) -> Iterator[World]:
 class Pretending(TorchDispatchMode):
     """Lets code written for real tensors and groups run on fake ones. Other modes are entered inside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: float = math.inf) -> None:
+        """`until`: a time of `time.monotonic` after which every operation raises CapabilityError."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()  # type: ignore[no-untyped-call]
         # Real tensors that a model still holds, in lists or closures, become fakes where they are used.
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._stepping = False
+        self._until = until
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the CPU of the same layout, without memory."""
@@ -88,6 +91,8 @@ class Pretending(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch._subclasses.fake_tensor import FakeTensor
 
+        if time.monotonic() > self._until:
+            raise CapabilityError("it takes longer than it may")
         if any(hasattr(each, "__tensor_flatten__") and not issubclass(each, FakeTensor) for each in types):
             return NotImplemented  # a DTensor and the like: what it does to its parts comes here
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):

@@ -45,6 +45,8 @@ def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
     stage = f", stage {estimate['stage']}" if estimate.get("stage") else ""
     yield f"peak of a device{stage}", format_bytes(estimate["peak_bytes"])
     yield f"usable of {format_bytes(plan['memory_bytes'])}", format_bytes(usable_bytes(plan))
+    if estimate.get("on_host_bytes"):
+        yield "host memory for a device", format_bytes(estimate["on_host_bytes"])
     yield "compositions scored", f"{plan['num_compositions']:,}"
     yield "searched in", format_seconds(plan["seconds"])
 
@@ -59,8 +61,19 @@ def summary(plan: PlanData) -> str:
         f"A step takes {format_seconds(estimate['step_s'])}{pace}.\n"
         f"A device holds at most {format_bytes(estimate['peak_bytes'])}{stage}, of {format_bytes(usable_bytes(plan))} "
         f"usable of {format_bytes(plan['memory_bytes'])}{'; ' if more else ''}{more}.\n"
+        f"{_on_host(plan)}"
         f"{plan['num_compositions']:,} compositions scored in {format_seconds(plan['seconds'])}."
     )
+
+
+def _on_host(plan: PlanData) -> str:
+    """What waits in host memory, as a line; "" where nothing does."""
+    held = plan["estimate"].get("on_host_bytes")
+    if not held:
+        return ""
+    devices = plan.get("cluster", {}).get("devices_per_node", 1)
+    node = f", {format_bytes(devices * held)} on a node" if devices > 1 else ""
+    return f"It needs {format_bytes(held)} of host memory for each device{node}.\n"
 
 
 def usable_bytes(plan: PlanData) -> float:

@@ -1,7 +1,9 @@
-"""How far a search is: a bar with the time left on a terminal, a line for every dry run elsewhere."""
+"""How far a search is, by a bar with the time left or a line for every dry run; and what takes more than a moment."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +12,21 @@ from atorch.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+MOMENT_S = 1.0
+
+
+@contextmanager
+def telling(what: str, after_s: float = MOMENT_S) -> Iterator[None]:
+    """Says what is being done on standard error, in a line, where it takes more than a moment."""
+    said = threading.Timer(after_s, sys.stderr.write, (f"{what} …\n",))
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
 
 
 class State(Protocol):

@@ -96,3 +96,23 @@ def test_a_mistake_is_one_line_and_status_2(arguments, told, capsys):
     assert output.out == ""
     assert told in output.err
     assert [line[:8] for line in lines] == ["atorch: "]
+
+
+def test_precision_and_host_memory_are_allowed(tmp_path, capsys):
+    data = tmp_path / "plan.json"
+    some = ["--exclude", "tensor_parallel,sequence_parallel,context_parallel,pipeline_parallel"]
+    options = ["--precision", "fp32", "--host-memory", "--include", "offload", "--json", str(data)]
+    assert plan(*SMALL, *some, "--cluster", "8xH100-80GB", "--batch", "64", *options) == 0
+    found = json.loads(data.read_text())
+    assert not any(each.startswith(("half", "amp_native", "fp8")) for each in found["strategy"])
+    assert found["estimate"]["on_host_bytes"] > 0
+    assert "of host memory for each device" in capsys.readouterr().out
+
+
+def test_nothing_waits_in_host_memory_where_that_is_forbidden_or_a_size_is_looked_for(tmp_path):
+    data = tmp_path / "plan.json"
+    some = ["--exclude", "tensor_parallel,sequence_parallel,context_parallel,pipeline_parallel"]
+    for more in (["--no-host-memory"], ["--fit", "devices"]):
+        assert plan(*SMALL, *some, "--cluster", "8xH100-80GB", "--batch", "64", *more, "--json", str(data)) == 0
+        labels = json.loads(data.read_text())["candidates"]["label"]
+        assert not any("offload" in label or "chunk" in label for label in labels)

@@ -54,6 +54,7 @@ class Chunk(Method):
     """Keep parameters, gradients and optimizer states within a budget of device memory."""
 
     keeps_masters: ClassVar[bool] = True
+    keeps_on_host: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = True
 
     budget_bytes: Annotated[int, Field(ge=1)] | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -34,6 +34,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 @method("offload", phase=Phase.SHARD)
 class Offload(Method):
     """Keep shares of a step's state in host memory."""
+
+    keeps_on_host: ClassVar[bool] = True
 
     parameters: Share = 0.0
     """Of the parameters and their gradients, beside fsdp: whole groups that it gathers, blocks first, each that still

@@ -22,7 +22,7 @@ from atorch.auto.planner.estimate import RESERVE, estimate_of, usable_bytes, usa
 from atorch.auto.planner.plan import Estimate, Rejected
 from atorch.auto.planner.remedies import Job, remedies
 from atorch.auto.planner.space import MESH, Space, plannable
-from atorch.auto.strategy import Method, Strategy
+from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.distributed.mesh import AXES
@@ -46,6 +46,8 @@ def answer(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
+    precision: Exactness = "half",
+    host_memory: bool | None = None,
     reserve: float = RESERVE,
     objective: str = "step_time",
     keep: int = 20,
@@ -58,6 +60,9 @@ def answer(
     Args:
         global_batch: samples of a step, of all devices together.
         excluded, included, fixed: see `space.plannable`.
+        precision: the least exact numbers that methods may train in which are neither included nor fixed: "fp32",
+            "autocast", "half" (16 bits, with fp32 masters) or "fp8".
+        host_memory: whether something may wait in host memory; None: where nothing fits without.
         reserve: share of a device's memory that nothing may use.
         objective: "step_time" and "throughput" take the fastest step, which at a given batch is the same; "cost" the
             least device-seconds a step, on all of the cluster or a part of it; "fewest_devices" the smallest part that
@@ -76,13 +81,18 @@ def answer(
     """
     if objective not in OBJECTIVES:
         raise ArgumentError(f"objective is {objective!r}; {near_miss(objective, OBJECTIVES)}")
+    if precision not in EXACTNESS:
+        raise ArgumentError(f"precision is {precision!r}; {near_miss(str(precision), EXACTNESS)}")
+    if host_memory not in (None, True, False):
+        raise ArgumentError(
+            f"host_memory is {host_memory!r}; it is True, False, or None for where nothing fits without"
+        )
     began = time.monotonic()
-    question = _Question(
-        Job(profile, cluster, global_batch, _listed(excluded)),
-        included,
-        fixed,
-        reserve,
-    )
+    listed = None if included is None or isinstance(included, str) else tuple(included)
+    job = Job(profile, cluster, global_batch, _listed(excluded), precision, bool(host_memory))
+    question = _Question(job, included if listed is None else listed, fixed, reserve)
+    if host_memory is None and not question.fits():
+        question = replace(question, job=replace(job, host_memory=True))
     if objective in ("cost", "fewest_devices"):
         question = replace(question, job=_best_part(question, _MEASURES[objective]))
     space = question.space()
@@ -111,6 +121,13 @@ class _Question:
     fixed: Strategy | None
     reserve: float
 
+    def fits(self) -> bool:
+        """Whether anything fits."""
+        try:
+            return bool(self.found(nearest=False, most=1).columns.fits.any())
+        except StrategyError:
+            return False
+
     @property
     def start(self) -> Cost:
         device = self.job.cluster.device
@@ -129,6 +146,8 @@ class _Question:
             included=self.included,
             fixed=self.fixed,
             applicable=applicable,
+            precision=self.job.precision,
+            host_memory=self.job.host_memory,
         )
 
     def found(
@@ -185,14 +204,28 @@ def _plan(
 
 
 def _preferred(columns: Columns, rows: Sequence[int]) -> int:
-    """The fastest row; of those that are equal to a thousandth, one that can be applied today."""
-    equal = (row for row in rows if columns.step_s[row] <= columns.step_s[rows[0]] * (1 + EQUAL))
-    return next((row for row in equal if all(each.can_apply() for each in columns.methods[row])), rows[0])
+    """Of the rows that the estimate cannot tell from the fastest the simplest, and one that can be applied today.
+
+    What waits on the host is less simple than what does not, and a method more than one less; then what splits the
+    model along fewer axes of the mesh is simpler.
+    """
+    limit = columns.step_s[rows[0]] * (1 + TIE)
+    near = [row for row in columns.fastest() if columns.step_s[row] <= limit]
+    able = [row for row in near if all(each.can_apply() for each in columns.methods[row])]
+    if columns.step_s[(able or near)[0]] > columns.step_s[rows[0]] * (1 + EQUAL):
+        able = []
+    return min(able or near, key=lambda row: (*_intricacy(columns, row), columns.step_s[row]))
+
+
+def _intricacy(columns: Columns, row: int) -> tuple[bool, int, int]:
+    methods = columns.methods[row]
+    axes = sum(len(getattr(each, "slices", ())) for each in methods if each.slot == MESH)
+    return bool(columns.on_host[row] > 0), len(methods), axes
 
 
 def _ties(columns: Columns, chosen: int) -> Iterator[int]:
-    """Rows that are nearer to the chosen one than the estimate is right, the simplest first."""
-    limit = columns.step_s[chosen] * (1 + TIE)
+    """Rows that are nearer to the fastest than the estimate is right, but for the chosen one, the simplest first."""
+    limit = columns.step_s[columns.fastest(1)[0]] * (1 + TIE)
     near = [row for row in columns.fastest() if columns.step_s[row] <= limit and row != chosen]
     return iter(sorted(near, key=lambda row: (len(columns.methods[row]), columns.step_s[row]))[:MOST_TIES])
 
@@ -228,7 +261,8 @@ def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) 
             ratio = columns.step_s[row] / columns.step_s[chosen] - 1
             estimate = question.estimate(columns.methods[row])
             strategy = Strategy(columns.methods[row])
-            yield Rejected(strategy=strategy, why="slower", reason=f"{ratio:.1%} slower", estimate=estimate)
+            reason = f"{ratio:.1%} slower" if ratio >= 0 else f"{-ratio:.1%} faster, which is a tie, and less simple"
+            yield Rejected(strategy=strategy, why="slower", reason=reason, estimate=estimate)
     for method, reason in space.unmet:
         yield Rejected(strategy=Strategy((method,)), why="hardware", reason=reason)
 
@@ -302,13 +336,7 @@ def _nothing_fits(question: _Question, space: Space, found: Found) -> StrategyEr
     row = int(columns.short_bytes.argmin())
     strategy, estimate = Strategy(columns.methods[row]), question.estimate(columns.methods[row])
 
-    def fits(job: Job) -> bool:
-        try:
-            return bool(replace(question, job=job).found(nearest=False).columns.fits.any())
-        except StrategyError:
-            return False
-
-    helps = remedies(question.job, fits)
+    helps = remedies(question.job, lambda job: replace(question, job=job).fits())
     short = format_bytes(float(columns.short_bytes[row]))
     where = "host memory" if columns.why()[row] == "host memory" else f"a device of stage {estimate.stage}"
     advice = f"What would make it fit: {'; or '.join(helps)}" if helps else "Use a smaller model, or larger devices"

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from atorch.auto.strategy import EXACTNESS, Exactness
 from atorch.cluster import ClusterSpec
 from atorch.cost import Matmul, ModelProfile, Region, Segment
 
@@ -23,6 +24,8 @@ class Job:
     cluster: ClusterSpec
     global_batch: int
     excluded: tuple[str, ...] = ()
+    precision: Exactness = EXACTNESS[-1]  # the least exact numbers that may be trained in
+    host_memory: bool = True  # whether something may wait there
 
 
 def remedies(job: Job, fits: Fits) -> tuple[str, ...]:
@@ -36,10 +39,14 @@ Way = Iterator[tuple[str, Job]]
 
 
 def _allowed(job: Job) -> Way:
-    """Each of the methods that were excluded."""
+    """Each of the methods that were excluded, or not allowed."""
     for name in job.excluded:
         rest = tuple(each for each in job.excluded if each != name)
         yield f"allow {name}, which is excluded", replace(job, excluded=rest)
+    if not job.host_memory:
+        yield "allow host memory (host_memory=True, --host-memory)", replace(job, host_memory=True)
+    if EXACTNESS.index(job.precision) < EXACTNESS.index("half"):
+        yield 'allow 16-bit parameters (precision="half", --precision half)', replace(job, precision="half")
 
 
 def _smaller_batches(job: Job) -> Way:

@@ -16,6 +16,7 @@ which is started fresh: forking one that has run threads of gloo or of autograd 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -71,8 +72,7 @@ class Simulated:
     moments: tuple[Moment, ...]
     collectives: Sent
     """(kind, axes of the mesh) → (calls, bytes) of a step; bytes of the whole payload, as `Comm` counts them."""
-    notes: tuple[str, ...] = ()
-    """Where this is not the whole strategy at its full depth, and why."""
+    notes: tuple[str, ...] = ()  # where this is not the whole strategy at its full depth, and why
 
     @property
     def peak(self) -> Moment:
@@ -118,6 +118,7 @@ def simulate(
     world_size: int,
     global_batch: int | None = None,
     rank: int = 0,
+    until: float = math.inf,
 ) -> Simulated:
     """What rank `rank` of `world_size` does in a step of the context's job under `strategy`.
 
@@ -125,6 +126,7 @@ def simulate(
         ctx: with an optimizer and a loss function; its model may be anywhere, also on the meta device.
         batch: a batch as `ctx.prepare_input` takes it; of its values only whole numbers, as in masks, may be looked at.
         global_batch: samples of a step on all ranks together; None for those of `batch`.
+        until: a time of `time.monotonic` after which it is given up, with CapabilityError.
 
     Raises:
         ArgumentError: the job has no optimizer or loss function, or the model cannot be copied.
@@ -144,10 +146,10 @@ def simulate(
     def at(repeats: int | None) -> Observed:
         knowing = foreseen(ctx, strategy, batch, repeats)
         with fake_world(world_size, rank) as world:
-            return _on_fakes(ctx, knowing, batch, samples, world, repeats)
+            return _on_fakes(ctx, knowing, batch, samples, world, repeats, until)
 
     if num_stages(strategy) > 1:
-        return _stage(ctx, strategy, batch, samples, notes, fake_world(world_size, rank))
+        return _stage(ctx, strategy, batch, samples, notes, fake_world(world_size, rank), until)
     repeats = num_repeats(ctx.root)
     why = _why_whole(strategy, repeats)
     if why is None and repeats is not None:
@@ -173,13 +175,14 @@ def _stage(
     samples: int,
     notes: tuple[str, ...],
     world_of_fakes: AbstractContextManager[World],
+    until: float,
 ) -> Simulated:
     """What a rank of a pipeline does, with all blocks of its stage."""
     repeats = num_repeats(ctx.root)
     looked_at = SHORT if repeats is not None and repeats > SHORT else None
     fewer = with_fewer_micro_batches(foreseen(ctx, strategy, batch, looked_at, told_of=repeats), samples)
     with world_of_fakes as world:
-        seen = _on_fakes(ctx, fewer.strategy, batch, fewer.samples, world, None)
+        seen = _on_fakes(ctx, fewer.strategy, batch, fewer.samples, world, None, until)
     if fewer.left_out:
         seen = seen.with_more(fewer.left_out)
         notes += (f"{fewer.left_out} more micro-batches do as the last that was simulated",)
@@ -228,9 +231,9 @@ def observe(ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending
 
 
 def _on_fakes(
-    ctx: Context, strategy: Strategy, batch: Any, samples: int, world: World, repeats: int | None
+    ctx: Context, strategy: Strategy, batch: Any, samples: int, world: World, repeats: int | None, until: float
 ) -> Observed:
-    pretending = Pretending()
+    pretending = Pretending(until)
     with pretending:
         copied = copy_structure(ctx.root, pretending.fake)
     if repeats is not None:
@@ -290,7 +293,9 @@ class _Watch:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 label = HOST if parameter in waiting else GRADIENTS
-                parameter.register_post_accumulate_grad_hook(partial(_label_gradient, live, label))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda each, label=label: live.label(_gradient(each), label)
+                )
         blocks = [block for part in parts for block in repeated_blocks(part).values()]
         for index, block in enumerate(blocks):
             if index == 0:
@@ -347,10 +352,6 @@ def _label(result: AccelerateResult, live: LiveBytes) -> None:
             live.label(tensors_of(value), MASTERS if name == "master" else OPTIMIZER)
 
 
-def _label_gradient(live: LiveBytes, label: str, parameter: torch.Tensor) -> None:
-    live.label(_gradient(parameter), label)
-
-
 def _gradients(model: nn.Module) -> Iterable[torch.Tensor]:
     return (gradient for parameter in model.parameters() for gradient in _gradient(parameter))
 
@@ -395,6 +396,5 @@ def _in_eager(strategy: Strategy) -> tuple[Strategy, tuple[str, ...]]:
 
 def _check(ctx: Context) -> None:
     needed = {"optim_func": ctx.make_optimizer, "loss_func": ctx.loss_func}
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
+    if missing := [name for name, value in needed.items() if value is None]:
         raise ArgumentError(f"a simulation takes whole training steps, so it needs {' and '.join(missing)}; give it")

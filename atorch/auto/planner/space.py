@@ -220,6 +220,7 @@ def plannable(
     fixed: Strategy | None = None,
     applicable: bool = False,
     precision: Exactness = EXACTNESS[-1],
+    host_memory: bool = True,
 ) -> Space:
     """What may be planned for a cluster: of all methods, also those that can only be planned for yet.
 
@@ -229,6 +230,7 @@ def plannable(
             is beside them.
         applicable: leave out what cannot be applied yet.
         precision: as for `compositions`.
+        host_memory: whether methods that keep something in host memory may be used that are neither included nor fixed.
 
     Raises:
         StrategyError: as `compositions`.
@@ -240,6 +242,8 @@ def plannable(
             raise StrategyError(f"{each.name} is both excluded and fixed; leave it out of one of them")
     chosen = {*needed, *(each.name for each in given)}
     barred = (*barred, *(name for name in less_exact(precision) if name not in chosen))
+    if not host_memory:
+        barred = (*barred, *(name for name in METHODS if METHODS[name].keeps_on_host and name not in chosen))
     if applicable:
         barred = (*barred, *(name for name in _not_applicable() if name not in needed))
     return _space(profile, cluster, barred, needed, given)

@@ -66,6 +66,7 @@ class Method(BaseModel):
     needs_sample: ClassVar[bool] = False
     """Whether it watches the model at work on a batch, `ctx.sample_batch`, before it changes anything."""
 
+    keeps_on_host: ClassVar[bool] = False  # what a step needs waits in host memory, which a plan asks for
     exactness: ClassVar[Exactness] = "fp32"
     """What numbers it trains in; a search takes nothing less exact than the user allows."""
 

@@ -1,0 +1,60 @@
+"""What simulations may take of a machine: time and memory, and that a plan says what was left out for it."""
+
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from atorch.auto.offline import plan_for, subject_of
+from atorch.auto.strategy import Strategy
+from atorch.auto.verify import Allowance, simulated
+from atorch.cluster import ClusterSpec
+
+CLUSTER = ClusterSpec.load("4xH100-80GB")
+DDP = Strategy.of([("parallel_mode", [("data", 4)]), "ddp"])
+TENSOR = Strategy.of([("parallel_mode", [("tensor", 4)]), "tensor_parallel"])
+
+
+@pytest.fixture(scope="module")
+def subject():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
+    return subject_of(
+        model, torch.zeros(4, 32), CLUSTER, loss_func=lambda batch, output: output.sum(), optim_func=torch.optim.SGD
+    )
+
+
+def outcome(subject, strategy, allowance):
+    (found,) = simulated(subject, [(strategy, 1.0)], 4, 16, allowance)
+    return found
+
+
+def test_what_is_allowed_is_simulated(subject):
+    assert outcome(subject, DDP, Allowance())["peak_bytes"] > 0
+    assert outcome(subject, DDP, Allowance(until=math.inf, real_bytes=0.0))["peak_bytes"] > 0, "of fakes alone"
+
+
+def test_time_that_is_over_is_told(subject):
+    assert "no time left" in outcome(subject, DDP, Allowance(until=time.monotonic() - 1))["why_not"]
+
+
+def test_a_simulation_is_given_up_where_it_takes_too_long(subject, monkeypatch):
+    began = time.monotonic()
+    later = iter([began, began])  # asked before it begins, then by every operation
+    monkeypatch.setattr("atorch.auto.verify.time.monotonic", lambda: next(later, began + 100))
+    assert "no time left" in outcome(subject, DDP, Allowance(until=began + 50))["why_not"]
+
+
+def test_what_needs_a_real_copy_that_is_too_large_is_not_tried(subject):
+    told = outcome(subject, TENSOR, Allowance(real_bytes=1000.0))["why_not"]
+    assert "tensor_parallel would watch a few real blocks of the model at work, which takes" in told
+
+
+def test_what_is_done_is_said(subject):
+    from contextlib import nullcontext
+
+    said = []
+    plan_for(subject, CLUSTER, global_batch=16, doing=lambda what: nullcontext(said.append(what)))
+    assert said[0] == "searching for the best strategy"
+    assert any(each.startswith("simulating ") for each in said[1:])
