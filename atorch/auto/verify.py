@@ -62,12 +62,27 @@ def simulated(
     doing: Doing = nullcontext,
 ) -> tuple[dict[str, Any], ...]:
     """What simulating each `(strategy, estimated bytes)` found, or why it was not, as plain JSON data."""
-    allowance, outcomes = allowance or Allowance(), []
+    allowance, outcomes = allowance or Allowance(), list[dict[str, Any]]()
     for strategy, estimated in candidates:
-        with doing(f"simulating {strategy}"):
-            outcome = _outcome(subject, strategy, world_size, global_batch, allowance)
+        why_not = _why_not(subject, strategy, allowance)
+        if why_not is None:
+            with doing(f"simulating {strategy}"):
+                outcome = _outcome(subject, strategy, world_size, global_batch, allowance)
+        else:
+            outcome = {"why_not": why_not}
         outcomes.append({"strategy": [str(each) for each in strategy], "estimated_bytes": estimated, **outcome})
     return tuple(outcomes)
+
+
+def _why_not(subject: Subject, strategy: Strategy, allowance: Allowance) -> str | None:
+    if subject.ctx is None:
+        return "there is no model, only its shape"
+    planned = [each.name for each in strategy if not each.can_apply()]
+    if planned:
+        return f"{', '.join(planned)} can be planned for, and not applied yet"
+    if "chunk" in strategy.names():  # of which simulation has more to say
+        return None
+    return allowance.why_not(subject.profile, strategy)
 
 
 def _outcome(
@@ -76,14 +91,7 @@ def _outcome(
     from atorch.auto.planner.simulate import simulate
     from atorch.auto.planner.stages import ranks_of_stages
 
-    if subject.ctx is None:
-        return {"why_not": "there is no model, only its shape"}
-    planned = [each.name for each in strategy if not each.can_apply()]
-    if planned:
-        return {"why_not": f"{', '.join(planned)} can be planned for, and not applied yet"}
-    why_not = allowance.why_not(subject.profile, strategy)
-    if why_not is not None and "chunk" not in strategy.names():  # of which simulation has more to say
-        return {"why_not": why_not}
+    assert subject.ctx is not None, "there is a model"
     began = time.monotonic()
     try:
         stages = {
