@@ -67,6 +67,7 @@ class Options:
     calibration: Source = True  # where the search keeps and finds what was measured on this machine
     find_unused_parameters: bool = False
     sampler_seed: int = 0
+    loss_weight: Any = "auto"  # what the loss is a mean over, of parts of a batch and over processes: see LossWeight
     sample_batch: Any = None  # what `prepare_input` takes, for methods that watch the model where there is no dataset
     verify: bool = True  # whether a strategy's first pass is held to plain training's
 
@@ -91,6 +92,12 @@ class Options:
             raise ArgumentError(
                 f"calibration is {source!r}; it is True for this machine's file in your cache directory, False for "
                 "none, or the path of a file"
+            )
+        weight = options.loss_weight
+        if not (callable(weight) or (isinstance(weight, str) and weight)):
+            raise ArgumentError(
+                f"loss_weight is {weight!r}; it is 'auto', 'rows', 'sum', 'labels', 'shifted_labels', the name of a "
+                "mask or of labels in the batch, or a function of the batch that counts what its loss is a mean over"
             )
         return options
 

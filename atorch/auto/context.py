@@ -6,7 +6,7 @@ Context owns. Nothing is built while methods apply; `build` makes optimizer, loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,9 @@ from atorch.cost import ModelProfile
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
+from atorch.runtime.loader import shares_out
+from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
+from atorch.runtime.rank_weight import RankWeight, RankWeighted, num_counts
 
 if TYPE_CHECKING:
     from atorch.auto.first_pass import PlainPass
@@ -47,6 +50,7 @@ class Built:
     args: Mapping[str, bool]
     loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
     step: Callable[[Any, Any], Any] | None = None  # (batch, output) → loss: a whole step, where a backend has its own
+    weighs_ranks: bool = False  # whether loss_func gives each rank's loss its weight among all
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class Context:
     make_loader: Callable[[int, int], DataLoader[Any]] | None = None  # (rank, size) of the batch axes → loader
     make_scheduler: Callable[[Optimizer], Any] | None = None
     loss_func: LossFunc | None = None
+    loss_weight: Rule = "auto"  # how the losses of parts of a batch make that of the batch: see LossWeight
     prepare_input: Callable[[Any, Any], Any]
     call_model: Callable[[nn.Module, Any], Any]  # (model, prepared batch) → output
     finish: tuple[Callable[[Built], Built], ...] = ()
@@ -110,6 +115,7 @@ class Context:
     on_host: tuple[torch.Tensor, ...] = ()  # parameters, and what more memory is asked of, that are in host memory
     loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
     unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # by parameter, where known
+    told: MutableSet[str] = field(default_factory=set)  # what is said once a job, however many candidates find it
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
 
     @property
@@ -146,12 +152,36 @@ class Context:
         )
         for finish in self.finish:
             built = finish(built)
+        if built.loss_func is not None and self.batch_axes and not built.weighs_ranks:
+            built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale, self.layout))
         scheduler = None
         if self.make_scheduler is not None and built.optim is not None:
             scheduler = self.make_scheduler(built.optim)
         return self._result(built, scheduler)
+
+    def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> RankWeight | None:
+        """What this rank's loss weighs among those of ranks that see other samples, if there are any.
+
+        loader: the job's, of which every rank reads as many rows.
+        """
+        if not self.batch_axes:
+            return None
+        group = self.need_mesh().group(*BATCH_AXES)
+        return RankWeight(rule, group, lambda rows: shares_out(loader, rows), self.told)
+
+    def num_counts(self, batch: Any) -> int:
+        """Figures that ranks with other samples tell each other each step on what the loss is a mean over."""
+        return num_counts(self.loss_weight, batch)
+
+    def _weighted(self, model: nn.Module, loss_func: LossFunc, loader: DataLoader[Any] | None) -> LossFunc:
+        def make() -> RankWeight:
+            weight = self.rank_weight(LossWeight(self.loss_weight, tolerance_of(self.compute_dtype)), loader)
+            assert weight is not None, "there are several ranks"
+            return weight
+
+        return RankWeighted(model, loss_func, make)
 
     def _build_loader(self) -> DataLoader[Any] | None:
         if self.make_loader is None:

@@ -207,8 +207,10 @@ def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     ctx = make_context(model, **job, world=alone, cluster=cluster)
     batch = ctx.prepare_input(sample_batch, alone.device)
-    kind = cluster.device.type
-    profile = trace(model, batch, ctx.call_model, ctx.loss_func, ctx.make_optimizer, device_type=kind)
+    kind, counts = cluster.device.type, ctx.num_counts(batch)
+    profile = trace(
+        model, batch, ctx.call_model, ctx.loss_func, ctx.make_optimizer, device_type=kind, num_counts=counts
+    )
     return Subject(profile, ctx, batch)
 
 

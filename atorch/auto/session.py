@@ -160,7 +160,7 @@ def _context(call: Call) -> Context:
             sampler_seed=options.sampler_seed,
         )
     )
-    return replace(made, sample_batch=options.sample_batch)
+    return replace(made, sample_batch=options.sample_batch, loss_weight=options.loss_weight)
 
 
 def _calibration(options: Options, ctx: Context) -> Calibration | None:

@@ -28,5 +28,6 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         optim_itemsize=grad_itemsize * profile.optim_state_per_param,
         # Adam over lists of tensors, as torch steps on GPUs, takes the roots of all second moments at once.
         step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 else 0.0,
+        num_counts=profile.num_counts,
         dtype="bfloat16" if itemsize == 2.0 else "float32",
     )

@@ -105,6 +105,7 @@ class Cost:
     recompute: float = 0.0  # share of the blocks that run forward again in backward
     recompute_keeps: Literal["inputs", "selective", "results", "nothing"] = "inputs"  # "results": of every product
 
+    num_counts: int = 0  # figures on what the loss is a mean over, which ranks with other samples tell each other
     comm: tuple[Comm, ...] = ()
     extra_s: float = 0.0  # seconds a method adds that nothing above expresses
 

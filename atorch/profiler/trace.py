@@ -61,6 +61,7 @@ def trace(
     *,
     device_type: str = "cpu",
     parts: Mapping[str, nn.Module] | None = None,
+    num_counts: int = 0,
 ) -> ModelProfile:
     """What one forward pass of `model` on `sample_batch`, and its loss, do and keep.
 
@@ -70,6 +71,7 @@ def trace(
         device_type: where it is to train, "cpu" or "cuda": some operations keep less on a GPU.
         parts: modules, none inside another, of which every run becomes a segment of its own, and so does what lies
             between two; None: the repeated blocks, of which equal ones that follow one another are one segment.
+        num_counts: figures that ranks exchange each step on what the loss is a mean over.
 
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, is on the meta device and cannot run on fakes, or
@@ -95,6 +97,7 @@ def trace(
         output_bytes=sum(map(tensor_bytes, tensors_of(output))),
         optim_state_per_param=state,
         module_classes=frozenset(type(module).__name__ for module in model.modules()),
+        num_counts=num_counts,
         traced=traced,
     )
 

@@ -26,6 +26,13 @@ _LOADER_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)
 class Loader(DataLoader[Any]):
     """A DataLoader with `set_epoch`, which reshuffles whatever sampler draws its indices."""
 
+    was_read = False
+    """Whether somebody began to."""
+
+    def __iter__(self) -> Any:
+        self.was_read = True
+        return super().__iter__()
+
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of epoch `epoch`: the same on every run, another one each epoch."""
         drawers: tuple[Any, ...] = (self.sampler, self.batch_sampler, self.dataset)
@@ -180,6 +187,16 @@ def make_loader(
     arguments["sampler"] = _sampler(dataset, arguments, rank, size, sampler_cls, seed)
     arguments.pop("shuffle", None)
     return Loader(dataset, **arguments)
+
+
+def shares_out(loader: object, rows: int) -> bool:
+    """Whether a batch of so many rows comes of a loader of `make_loader` that gives every rank as many in each step."""
+    if not isinstance(loader, Loader) or not loader.was_read:
+        return False
+    if isinstance(loader.batch_sampler, RankBatches):
+        return True
+    shares = isinstance(loader.dataset, RankStream) or isinstance(loader.sampler, (DistributedSampler, RankSampler))
+    return shares and rows == loader.batch_size  # what a collate_fn packs has other rows
 
 
 def _check_order(dataset: Any, arguments: Mapping[str, Any], sampler_cls: object) -> None:

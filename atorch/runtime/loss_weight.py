@@ -4,13 +4,16 @@
     labels          the same with labels other than −100: a mean over labels, as cross_entropy's
     shifted_labels  the same without the first label of each row: a causal language model's
     sum             wᵢ = 1: a sum
-    any other name  the same as labels for that entry of the batch, or, for floats and booleans, with the mask's sum
+    any other name  the same as labels for that entry of the batch (of a tuple: its place), or, for floats, booleans
+                    and what is named a mask or weights, with its sum; `shifted_` before a name leaves out firsts
     a function      wᵢ = its value for micro-batch i over the sum of its values
 
-`auto` finds out which one holds, and raises where none does. In the first step, and again whenever the rules that are
-left differ on some process's batch, two neighbouring micro-batches are run together and apart without gradient, and
-rules that do not explain the loss of the two are dropped. That runs everything below the model's root in eval mode,
-since dropout would not draw the same twice. Naming a rule saves that, and one flag a step while rules are left.
+`auto` finds out which one holds, also among the masks of the batch, and raises where none does. In the first step, and
+again whenever the rules that are left differ on some process's batch, two neighbouring micro-batches are run together
+and apart without gradient, and rules that do not explain the loss of the two are dropped. That runs everything below
+the model's root in eval mode, since dropout would not draw the same twice. Naming a rule saves that, and one flag a
+step while rules are left. What makes the loss of a batch of its parts makes it of what several processes see, too:
+see `rank_weight`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from atorch.logs import logger
 IGNORED = -100  # torch's and transformers' label of what does not count
 LABELS = ("labels", "label", "targets", "target")
 RULES = ("shifted_labels", "labels", "rows", "sum")
+MAX_LOOKS = 8
+"""Losses looked at before the rule that has explained them best is taken, where rounding hides which one holds."""
+_SHIFTED = "shifted_"
 
 Rule = str | Callable[[Any], Any]
 Weights = list[float]
@@ -36,16 +42,19 @@ PairLosses = Callable[[int], tuple[float, float, float]]  # i → losses of micr
 
 
 class LossWeight:
-    """The weights of micro-batches' losses, batch by batch.
+    """The weights of losses of parts, batch by batch: of micro-batches, and of what several processes see.
 
-    tolerance: how far rounding may bring the loss of two micro-batches from that of the two as one, relatively.
+    tolerance: how far rounding may bring the loss of two parts from that of the two as one, relatively.
     group: the processes that have other batches, which decide together; None for all of the job.
     """
 
     def __init__(self, rule: Rule = "auto", tolerance: float = 1e-4, group: dist.ProcessGroup | None = None) -> None:
-        self._rules: tuple[Rule, ...] = RULES if rule == "auto" else (rule,)
-        self._is_checked = rule != "auto"
+        self.rules: tuple[Rule, ...] | None = None if rule == "auto" else (rule,)
+        """What may hold, the best first; None before a batch was seen."""
+        self.is_checked = self._is_named = rule != "auto"
         self._tolerance, self._group = tolerance, group
+        self._errors: dict[Rule, float] = {}
+        self._looks = 0
 
     def weights(self, parts: Sequence[Any], rows: Sequence[int], pair_losses: PairLosses) -> Weights:
         """The weights of the micro-batches `parts`, which have `rows` rows. All processes must ask together.
@@ -54,31 +63,59 @@ class LossWeight:
             ArgumentError: the batch has no entry that the rule counts in.
             StrategyError: no rule explains the loss; raised on all processes.
         """
-        if not self._is_checked:
-            # Which entries a batch has is the same on every process, what they hold is not.
-            self._rules = tuple(rule for rule in self._rules if rule in ("rows", "sum") or _can_count(rule, parts[0]))
-        counts = _counts(self._rules, parts, rows)
-        tables = [_normalised(rule, counted) for rule, counted in zip(self._rules, counts, strict=True)]
-        best = 0
-        if not self._is_checked or (len(tables) > 1 and self._anywhere([_differ(tables)])[0]):
-            best = self._check(counts, pair_losses)
-        return tables[best]
+        tables = self._tables(parts, rows)
+        if not self.is_checked or (len(tables) > 1 and self._anywhere([_differ(tables)])[0]):
+            self.check(parts, rows, pair_losses)
+            tables = self._tables(parts, rows)
+        return tables[0]
 
-    def _check(self, counts: list[list[float]], pair_losses: PairLosses) -> int:
-        """Drop the rules that do not explain the losses; the place, among those before, of the one that does best."""
+    def counts(self, part: Any, rows: int) -> list[float]:
+        """What each of `rules` counts in a part of so many rows."""
+        return [counted[0] for counted in _counts(self.candidates(part), [part], [rows])]
+
+    def candidates(self, part: Any) -> tuple[Rule, ...]:
+        """`rules`; where no batch was seen before, all that can count in this one."""
+        # Which entries a batch has is the same on every process, what they hold is not.
+        return _possible(part) if self.rules is None else self.rules
+
+    def keep(self, rules: tuple[Rule, ...]) -> None:
+        """Go on with these alone."""
+        self.rules = rules
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a rule was named, or losses have told which may hold."""
+        return self._is_named or self._looks > 0
+
+    @staticmethod
+    def is_one_a_row(part: Any) -> bool:
+        """Whether a batch has one label a row, as classes of images are."""
+        entry = _labels(part)
+        return entry is not None and entry.dim() == 1
+
+    def check(
+        self, parts: Sequence[Any], rows: Sequence[int], pair_losses: PairLosses, tolerance: float | None = None
+    ) -> None:
+        """Drop the rules that do not explain the losses of two neighbours among `parts`; the best of the rest is first.
+
+        Raises:
+            StrategyError: no rule explains the loss; raised on all processes.
+        """
+        rules = self.candidates(parts[0])
+        tolerance = self._tolerance if tolerance is None else tolerance
+        counts = _counts(rules, parts, rows)
         pairs = [
-            [_normalised(rule, counted[i : i + 2]) for rule, counted in zip(self._rules, counts, strict=True)]
+            [_normalised(rule, counted[i : i + 2]) for rule, counted in zip(rules, counts, strict=True)]
             for i in range(len(counts[0]) - 1)
         ]
         place = max(range(len(pairs)), key=lambda i: max(pair[0] for pair in pairs[i]) - min(p[0] for p in pairs[i]))
         losses = pair_losses(place)
         errors = [_error(weights, losses) for weights in pairs[place]]
-        best = min(range(len(errors)), key=errors.__getitem__)
-        # Nothing is learnt from two micro-batches without labels, or from a model that has diverged.
+        best = min(errors)
+        # Nothing is learnt from two parts without labels, or from a model that has diverged.
         tells = math.isfinite(losses[2])
-        fails, *drops = self._anywhere(
-            [tells and errors[best] > self._tolerance]
-            + [tells and error > errors[best] + self._tolerance for error in errors]
+        fails, told, *drops = self._anywhere(
+            [tells and best > tolerance, tells] + [tells and error > best + tolerance for error in errors]
         )
         if fails or all(drops):
             raise StrategyError(
@@ -86,13 +123,27 @@ class LossWeight:
                 f"process two of them have {losses[0]:.7g} and {losses[1]:.7g}, the two as one {losses[2]:.7g}. Name "
                 "the rule with loss_weight; where the loss compares samples with one another, leave micro_batch out"
             )
-        self._rules = tuple(rule for rule, drop in zip(self._rules, drops, strict=True) if not drop)
-        self._is_checked = True
-        logger.info("losses of micro-batches are weighted by %s", " or ".join(map(str, self._rules)))
-        return best
+        for rule, error in zip(rules, self._added_up([min(e, 1.0) if tells else 0.0 for e in errors]), strict=True):
+            self._errors[rule] = self._errors.get(rule, 0.0) + error
+        kept = [rule for rule, drop in zip(rules, drops, strict=True) if not drop]
+        # Those that explain the losses alike, to what rounding may do, stay in the order in which they are likely.
+        least = min(self._errors[rule] for rule in kept)
+        kept.sort(key=lambda rule: self._errors[rule] > 2 * least + 1e-6)
+        self._looks += told
+        self.rules = tuple(kept if self._looks < MAX_LOOKS else kept[:1])
+        self.is_checked = True
+        logger.info("losses of parts are weighted by %s", " or ".join(map(str, self.rules)))
+
+    def _tables(self, parts: Sequence[Any], rows: Sequence[int]) -> list[Weights]:
+        rules = self.candidates(parts[0])
+        counts = _counts(rules, parts, rows)
+        return [_normalised(rule, counted) for rule, counted in zip(rules, counts, strict=True)]
 
     def _anywhere(self, flags: Sequence[bool]) -> list[bool]:
         return any_processes(flags, self._group)
+
+    def _added_up(self, values: Sequence[float]) -> list[float]:
+        return sums(values, self._group)
 
 
 def any_process(flag: bool) -> bool:
@@ -104,10 +155,22 @@ def any_processes(flags: Sequence[bool], group: dist.ProcessGroup | None = None)
     """For each of `flags`, whether it holds on any process of the group, or of the job."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         return list(flags)
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    held = torch.tensor(flags, dtype=torch.int32, device=device)
+    held = torch.tensor(flags, dtype=torch.int32, device=_meeting_place())
     dist.all_reduce(held, dist.ReduceOp.MAX, group=group or everyone())
     return [bool(flag) for flag in held.tolist()]
+
+
+def sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Each of `values`, added up over the processes of the group, or of the job."""
+    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
+        return list(values)
+    held = torch.tensor(values, dtype=torch.float64, device=_meeting_place())
+    dist.all_reduce(held, group=group or everyone())
+    return [float(value) for value in held.tolist()]
+
+
+def _meeting_place() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _counts(rules: Sequence[Rule], parts: Sequence[Any], rows: Sequence[int]) -> list[list[float]]:
@@ -140,9 +203,36 @@ def _error(weights: Weights, losses: tuple[float, float, float]) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _can_count(rule: Rule, part: Any) -> bool:
-    entry = _entry(rule, part)
-    return entry is not None and entry.dim() >= (2 if rule == "shifted_labels" else 1)
+def _possible(part: Any) -> tuple[Rule, ...]:
+    """The rules that `auto` tries on batches like this one, the likely ones first."""
+    shifted, labels, *by_rows = RULES
+    names = [name for mask in _masks(part) for name in (mask, _SHIFTED + mask)]
+    found = [rule for rule in (shifted, labels, *names) if _entry(rule, part) is not None]
+    return (*found, *by_rows)
+
+
+def _masks(part: Any) -> list[str]:
+    """Names of entries that may be masks: those of booleans, those named so, and in a tuple what follows input and
+    target."""
+    if isinstance(part, Mapping):
+        entries = {name: entry for name, entry in part.items() if isinstance(name, str) and name not in RULES}
+        return [name for name, entry in entries.items() if _is_tensor(entry) and (_is_flag(entry) or _is_mask(name))]
+    if isinstance(part, (list, tuple)):
+        tensors = [(str(place), entry) for place, entry in enumerate(part) if _is_tensor(entry)]
+        return [name for name, entry in tensors if _is_flag(entry) or (int(name) > 1 and entry.is_floating_point())]
+    return []
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, torch.Tensor) and entry.dim() > 0
+
+
+def _is_flag(entry: torch.Tensor) -> bool:
+    return entry.dtype == torch.bool
+
+
+def _is_mask(name: str) -> bool:
+    return "mask" in name or "weight" in name
 
 
 def _count(rule: Rule, part: Any) -> torch.Tensor:
@@ -154,24 +244,43 @@ def _count(rule: Rule, part: Any) -> torch.Tensor:
             f"loss_weight is {rule!r}, but the batch has no tensor of that name to count in; name an entry of the "
             "batch, or use 'rows' or 'sum'"
         )
-    if rule == "shifted_labels":
-        entry = entry[:, 1:]
-    if entry.is_floating_point() or entry.dtype == torch.bool:
+    if entry.is_floating_point() or entry.dtype == torch.bool or (rule not in RULES and _is_mask(rule)):
         return entry.sum(dtype=torch.float64)
     return (entry != IGNORED).sum(dtype=torch.float64)
 
 
-def _entry(rule: Rule, part: Any) -> torch.Tensor | None:
-    """The labels, or the entry that `rule` names: by key or field; of a list or tuple, its last tensor of integers."""
-    names = LABELS if rule in RULES else (str(rule),)
-    for name in names:
-        entry = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
-        if isinstance(entry, torch.Tensor) and (rule not in RULES or _are_classes(entry)):
+def _entry(rule: str, part: Any) -> torch.Tensor | None:
+    """What the rule counts in: the labels, or the entry that it names; without the first of each row where shifted."""
+    entry = _labels(part) if rule in RULES else _named(rule, part)
+    if entry is not None and rule == "shifted_labels":
+        return entry[:, 1:] if entry.dim() > 1 else None
+    if entry is None and rule not in RULES and rule.startswith(_SHIFTED):
+        entry = _named(rule.removeprefix(_SHIFTED), part)
+        return entry[:, 1:] if entry is not None and entry.dim() > 1 else None
+    return entry if entry is not None and entry.dim() > 0 else None
+
+
+def _labels(part: Any) -> torch.Tensor | None:
+    """By key or field; of a list or tuple, its last tensor of integers."""
+    for name in LABELS:
+        entry = _named(name, part)
+        if entry is not None and _are_classes(entry):
             return entry
-    if isinstance(part, (list, tuple)) and rule in RULES:
+    if isinstance(part, (list, tuple)):
         tensors = (entry for entry in reversed(part) if isinstance(entry, torch.Tensor))
         return next((entry for entry in tensors if _are_classes(entry)), None)
     return None
+
+
+def _named(name: str, part: Any) -> torch.Tensor | None:
+    """The tensor under a key, a field's name, or a place in a list or tuple."""
+    if isinstance(part, Mapping):
+        entry = part.get(name)
+    elif isinstance(part, (list, tuple)) and name.isdigit():
+        entry = part[int(name)] if int(name) < len(part) else None
+    else:
+        entry = getattr(part, name, None)
+    return entry if isinstance(entry, torch.Tensor) else None
 
 
 def _are_classes(entry: torch.Tensor) -> bool:

@@ -35,6 +35,51 @@ def num_rows(**data: Any) -> int:
     return found[0][1] if found else 1
 
 
+def shared_rows(data: Any) -> int | None:
+    """The largest number that all tensors of `data` have rows of, or a multiple: tokens laid out in a row count, too.
+
+    Tensors of one row, and scalars, do not count. None where there is no such number: a graph, say.
+    """
+    sizes: set[int] = set()
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] != 1:
+            sizes.add(leaf.shape[0])
+        return leaf
+
+    map_leaves(note, data)
+    rows = min(sizes, default=1)
+    return rows if rows and all(size % rows == 0 for size in sizes) else None
+
+
+def portion(data: Any, start: int, stop: int, rows: int) -> Any:
+    """A copy of rows `start` to `stop` of everything in `data` that has `rows` rows, or a multiple of them."""
+
+    def cut(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            each = leaf.shape[0] // rows if leaf.dim() > 0 and leaf.shape[0] % rows == 0 else 0
+            return leaf.detach()[start * each : stop * each].clone() if each else leaf.detach().clone()
+        return leaf[start:stop] if is_strings(leaf) and len(leaf) == rows else leaf
+
+    return map_leaves(cut, data)
+
+
+def joined(one: Any, two: Any, rows: int, more: int) -> Any:
+    """The `rows` rows of one and the `more` rows of another as one; of what has no rows, the first's."""
+    others: list[Any] = []
+    map_leaves(lambda leaf, place: others.append(leaf), two)
+    rest = iter(others)
+
+    def join(leaf: Any, place: str) -> Any:
+        other = next(rest)
+        if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
+            has_rows = leaf.dim() > 0 and leaf.shape[0] % rows == 0 and other.shape[0] % more == 0
+            return torch.cat([leaf, other]) if has_rows else leaf
+        return [*leaf, *other] if is_strings(leaf) and len(leaf) == rows else leaf
+
+    return map_leaves(join, one)
+
+
 def take(data: Any, start: int, stop: int, rows: int) -> Any:
     """Rows `start` to `stop` of everything in `data` that has `rows` rows: tensors (views) and lists of strings."""
 

@@ -170,7 +170,8 @@ def job(make: Callable[[int], nn.Module], layers: int) -> tuple[Context, ModelPr
         world=world,
         cluster=ClusterSpec.detect(world, measure=False),
     )
-    return ctx, trace(model, batch(), ctx.call_model, ctx.loss_func, ctx.make_optimizer)
+    counts = ctx.num_counts(batch())
+    return ctx, trace(model, batch(), ctx.call_model, ctx.loss_func, ctx.make_optimizer, num_counts=counts)
 
 
 def strategy_of(composition: Composition, ranks: int) -> Strategy:

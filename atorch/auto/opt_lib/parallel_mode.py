@@ -19,6 +19,7 @@ from atorch.auto.opt_lib.meshes import meshes
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
+from atorch.cost.state import Comm
 from atorch.distributed.mesh import AXES, BATCH_AXES, Mesh, set_current
 from atorch.errors import StrategyError, near_miss
 
@@ -104,9 +105,13 @@ class ParallelMode(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """The axes; a device has the samples of its place along data and zero alone."""
+        """The axes; a device has the samples of its place along data and zero alone, and tells what counts in them."""
         cost = cost.but(axes=dict(self.slices))
-        return cost.but(batch_size=cost.batch_size / cost.size(*BATCH_AXES))
+        ranks = cost.size(*BATCH_AXES)
+        cost = cost.but(batch_size=cost.batch_size / ranks)
+        if cost.num_counts:
+            cost = cost.send(Comm("all_reduce", BATCH_AXES, 8.0 * cost.num_counts * ranks))
+        return cost
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

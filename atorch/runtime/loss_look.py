@@ -1,0 +1,284 @@
+"""A look at how the losses of some rows of a batch and of others make the loss of all: evidence for a `LossWeight`.
+
+Where a loss takes no more than the batch and the output, rows of the output are enough. A model that computes its loss
+itself runs again, without gradient. Where every rank has one row, two ranks' rows are put together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from atorch.distributed.collectives import everyone, gather_objects, nobody_else, together
+from atorch.errors import StrategyError
+from atorch.runtime.loss_weight import LossWeight, tolerance_of
+from atorch.runtime.losses import LossFunc, value_of
+from atorch.runtime.nested import is_strings, map_leaves
+from atorch.runtime.override import override
+from atorch.runtime.split import joined, portion, shared_rows
+from atorch.runtime.still import still, untouched
+from atorch.runtime.wrapper import Wrapper
+
+SAME_OUTPUT = 2e-5
+"""How far, relatively, losses of rows of one output may be from that of all of it, in fp32."""
+KEPT_CALLS = 4
+"""Calls of the model before the first loss whose arguments are kept."""
+
+FEW = 4
+"""Rows that a rank sends where ranks are compared."""
+ALIKE = 1e-3
+"""Differences of shares that are too small to tell rules apart."""
+
+Sample = tuple[Any, Any]  # (batch, its output, or the arguments that the model takes)
+Losses = tuple[float, float, float]  # of two samples, and of the two as one
+Run = Callable[[Sequence[Sample], bool], Sequence[float]]  # (samples, whether the model has to run) → their losses
+
+
+class Calls:
+    """What a model was called with of late, until nobody asks any more."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._kept: list[tuple[int, Any]] = []
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> Calls:
+        """From now on those of `model`."""
+        calls = cls()
+        if not nobody_else():
+            override(model, "__call__", _noting, calls)
+        return calls
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Keep the arguments that gave an output."""
+        self._kept = [*self._kept[1 - KEPT_CALLS :], (id(output), map_leaves(_detached, (args, kwargs)))]
+
+    def of(self, output: Any) -> Any:
+        """The arguments that gave it, (positional, by keyword); None where it was another call's."""
+        return next((call for known, call in reversed(self._kept) if known == id(output)), None)
+
+    def stop(self) -> None:
+        """Keep nothing any more."""
+        self.is_on, self._kept = False, []
+
+
+def _noting(call: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        if calls.is_on and torch.is_grad_enabled():
+            calls.note(args, kwargs, output)
+        return output
+
+    return noted
+
+
+def _detached(leaf: Any, place: str) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def kind_of(data: Any) -> Any:
+    """What a batch is made of: the same on every rank, whatever it holds and however long its lists are."""
+    if isinstance(data, Tensor):
+        return data.dtype, data.dim()
+    if isinstance(data, Mapping):
+        return type(data), tuple((name, kind_of(value)) for name, value in data.items())
+    if isinstance(data, tuple) or (isinstance(data, list) and 0 < len(data) <= 3 and not is_strings(data)):
+        return type(data), tuple(map(kind_of, data))
+    return type(data)
+
+
+def losses_of(model: nn.Module, loss_func: LossFunc) -> Run:
+    """What tells a `Look` the losses of samples: of their outputs, or by running the model."""
+
+    def run(samples: Sequence[Sample], runs_model: bool) -> list[float]:
+        is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
+        inner: Any = model.module if is_wrapped else model
+        losses = []
+        with torch.no_grad(), untouched(model), still(model):
+            for batch, given in samples:
+                output = inner(*given[0], **given[1]) if runs_model else given
+                losses.append(float(value_of(loss_func(batch, output))))
+        return losses
+
+    return run
+
+
+class _Way(NamedTuple):
+    """How losses of parts are had."""
+
+    runs_model: bool
+    tolerance: float | None
+
+
+class Look:
+    """A look at a batch, its output and its loss `value`. Calling it drops the rules that do not explain the loss.
+
+    run: gives the losses of samples. call: the arguments that the model gave the output for, where they are known.
+    """
+
+    def __init__(self, rule: LossWeight, run: Run, batch: Any, value: Tensor, *, output: Any, call: Any) -> None:
+        self._rule, self._run, self._batch, self._value = rule, run, batch, value.detach()
+        self._output, self._call = output, call
+        self._seen: Losses | None = None
+
+    def __call__(self) -> None:
+        """Have the rule checked; all ranks together.
+
+        Raises:
+            StrategyError: no rule explains the loss, or nothing can be tried on the batch; on all ranks.
+        """
+        rows = shared_rows(self._batch)
+        follows = rows is not None and _follows(self._output, rows)
+        mine = (str(kind_of(self._batch)), rows, follows, self._call is not None, _short(self._output))
+        kinds, counts, follow, called, shorts = zip(*gather_objects(mine), strict=True)
+        if None in counts or len(set(kinds)) > 1:
+            raise self._failure("its batches have no rows that could be tried apart")
+        ways: list[_Way] = []
+        if all(follow):
+            kind = self._value.dtype
+            ways.append(_Way(False, SAME_OUTPUT if kind.itemsize > 2 else tolerance_of(kind)))
+            ways += [_Way(False, tolerance_of(short)) for short in shorts[:1] if short is not None]
+        if all(called):
+            ways.append(_Way(True, None))
+        if not ways:
+            raise self._failure("its outputs have no rows that could be tried apart")
+        self._try(ways, counts)
+
+    def _try(self, ways: Sequence[_Way], rows: Sequence[int]) -> None:
+        why, pair = "", self._pair(rows)
+        for way in ways:
+            self._seen = None
+            try:
+                parts, num_rows, pair_losses = self._evidence(way, rows, pair)
+                self._rule.check(parts, num_rows, pair_losses, way.tolerance)
+                return
+            except StrategyError as error:
+                why = why or str(error)
+            if self._seen is not None:
+                one, two, both = self._seen
+                why = f"no rule explains it: two parts have {one:.7g} and {two:.7g}, and together {both:.7g}"
+        raise self._failure(why)
+
+    def _pair(self, rows: Sequence[int]) -> tuple[int, int] | None:
+        """Two ranks whose rows are compared, where no rank's own rows tell the rules apart; None where some do."""
+        mine, few = shared_rows(self._batch) or 1, min(shared_rows(self._batch) or 1, FEW)
+        own = max(map(self._spread, _cuts(mine)), default=0.0)
+        counts = self._rule.counts(portion(self._batch, 0, few, mine), few)
+        known = gather_objects((own, counts, _sums(self._batch)))
+        spreads = [_spread(known[0][1], other) for _, other, _ in known]
+        second = max(range(len(known)), key=spreads.__getitem__)
+        if max(rows) > 1 and (max(own for own, _, _ in known) > ALIKE or spreads[second] <= ALIKE):
+            return None
+        if spreads[second] <= ALIKE:  # ranks that share a sample have the same
+            second = next((rank for rank, each in enumerate(known) if each[2] != known[0][2]), 0)
+        return 0, second
+
+    def _evidence(
+        self, way: _Way, all_rows: Sequence[int], pair: tuple[int, int] | None
+    ) -> tuple[list[Any], list[int], Callable[[int], Losses]]:
+        """Parts of the batch, their rows, and their losses with that of both as one."""
+        given, rows = self._call if way.runs_model else self._output, shared_rows(self._batch) or 1
+        if pair is not None:
+            few = [min(all_rows[rank], FEW) for rank in pair]
+            mine = portion((self._batch, given), 0, min(rows, FEW), rows)
+            one, two = (_sent(mine, rank, self._value.device) for rank in pair)
+            return [one[0], two[0]], few, lambda place: self._losses(way, one, two, lambda: joined(one, two, *few))
+        whole = portion((self._batch, given), 0, rows, rows)
+        if rows == 1:  # others know; this one takes part in what they do together
+            return [self._batch] * 2, [1, 1], lambda place: self._losses(way, whole, whole, lambda: whole, tells=False)
+        cut = max(_cuts(rows), key=self._spread)
+        one, two = (portion((self._batch, given), *bounds, rows) for bounds in ((0, cut), (cut, rows)))
+        return [one[0], two[0]], [cut, rows - cut], lambda place: self._losses(way, one, two, lambda: whole)
+
+    def _spread(self, cut: int) -> float:
+        """How much the rules differ on the two parts of a batch that is cut there."""
+        rows = shared_rows(self._batch) or 1
+        one, two = (
+            self._rule.counts(portion(self._batch, start, stop, rows), stop - start)
+            for start, stop in ((0, cut), (cut, rows))
+        )
+        return _spread(one, two)
+
+    def _losses(self, way: _Way, one: Sample, two: Sample, both: Callable[[], Sample], *, tells: bool = True) -> Losses:
+        """Of two samples and of the two as one; nothing where the rank has nothing to tell."""
+        try:
+            first, second, whole = together(lambda: self._run([one, two, both()], way.runs_model))
+        except Exception as error:  # users' code, on a batch that it never saw
+            raise StrategyError(f"it fails on a part of a batch ({type(error).__name__}: {error})") from error
+        if not tells:
+            return math.nan, math.nan, math.nan
+        self._seen = (first, second, whole)
+        return self._seen
+
+    def _failure(self, why: str) -> StrategyError:
+        return StrategyError(
+            f"the loss is averaged over the processes, but {why}. Where it is a mean over rows, of which every process "
+            "has as many, that is what it is on one process; where it compares samples with one another (in-batch "
+            "negatives, CLIP, triplets), each process compares its own alone. Name what it is a mean over with "
+            "auto_accelerate's loss_weight: 'rows' for what it is now, 'sum', 'labels', 'shifted_labels', the name of "
+            "a mask in the batch, or a function of the batch that counts"
+        )
+
+
+def _short(output: Any) -> torch.dtype | None:
+    """The dtype of 16 bits that tensors of an output have."""
+    found: list[torch.dtype] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dtype.itemsize == 2:
+            found.append(leaf.dtype)
+        return leaf
+
+    map_leaves(note, output)
+    return found[0] if found else None
+
+
+def _follows(output: Any, rows: int) -> bool:
+    """Whether all that the loss could reach the model by has the batch's rows, or a multiple."""
+    dims: list[bool] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            dims.append(leaf.dim() > 0 and leaf.shape[0] > 0 and leaf.shape[0] % rows == 0)
+        return leaf
+
+    map_leaves(note, output)
+    return bool(dims) and all(dims)
+
+
+def _cuts(rows: int) -> list[int]:
+    """Places to cut so many rows in two."""
+    return list(dict.fromkeys(cut for cut in (rows // 3, rows // 2, 1, rows - 1) if 0 < cut < rows))
+
+
+def _spread(one: Sequence[float], two: Sequence[float]) -> float:
+    """How far what rules count in two parts is from being in one proportion."""
+    shares = [a / (a + b) if a + b else 0.5 for a, b in zip(one, two, strict=True)]
+    return max(shares) - min(shares)
+
+
+def _sums(batch: Any) -> list[float]:
+    """What tells batches apart: ranks that share a sample have the same."""
+    found: list[float] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, Tensor) and not leaf.is_complex():
+            found.append(float(leaf.double().sum()))
+        return leaf
+
+    map_leaves(note, batch)
+    return found
+
+
+def _sent(sample: Any, rank: int, device: torch.device) -> Any:
+    """Rank `rank`'s sample, on every rank."""
+    mine = map_leaves(lambda leaf, place: leaf.cpu() if isinstance(leaf, Tensor) else leaf, sample)
+    box = [mine if dist.get_rank() == rank else None]
+    dist.broadcast_object_list(box, src=rank, group=everyone())
+    return map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, box[0])

@@ -1,0 +1,266 @@
+"""What the loss of a process weighs among those of all that see other samples: training is that of the whole batch.
+
+    loss_func = RankWeighted(model, loss_func, group)
+    loss = loss_func(batch, model(batch))        # the user's own loss
+    loss.backward()                              # its gradient times weight · ranks
+
+Gradients are averaged over ranks. For a mean over rows, of which every rank has as many, that is right as it is. A sum
+would come out too small by the number of ranks, and a mean over labels would give those of a rank with few the same
+say as those of a rank with many. How the losses of parts make the loss of the whole is a `LossWeight`, which the first
+call finds out from the loss of a few rows and of others, of the same output where the loss takes no more than that,
+else by running the model on them without gradient. What no rule explains is told once, and averaged.
+
+    rows, and every rank has as many     nothing is done, and nothing sent
+    sum                                  gradients times the number of ranks; nothing is sent
+    else                                 8 bytes a step, or a few more while several rules hold on all that was seen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableSet, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import nobody_else
+from atorch.errors import StrategyError
+from atorch.logs import logger
+from atorch.runtime.loss_look import Calls, Look, kind_of, losses_of
+from atorch.runtime.loss_weight import LossWeight, Rule, sums
+from atorch.runtime.losses import LossFunc, value_of, with_value
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.split import shared_rows
+
+KINDS = 32
+"""Kinds of batches that rules are found out for."""
+
+
+class Share(NamedTuple):
+    """What gradients of this process's loss are multiplied by."""
+
+    factor: Callable[[], float]  # all ranks must ask together, or none
+    is_plain: bool = False  # it is 1
+    is_empty: bool = False  # nothing here counts
+
+
+PLAIN = Share(lambda: 1.0, is_plain=True)
+
+
+class RankWeight:
+    """The weight of this rank's loss times the number of ranks, batch by batch.
+
+    rule: how losses of parts make that of the whole. group: the ranks that see different samples. equal_rows: asked
+    once, with the rows of this rank, whether every rank gets as many in each step. told: what was said already.
+    """
+
+    def __init__(
+        self,
+        rule: LossWeight,
+        group: dist.ProcessGroup,
+        equal_rows: Callable[[int], bool] = lambda rows: False,
+        told: MutableSet[str] | None = None,
+    ) -> None:
+        self.rule = rule
+        self._group, self._size, self._rank = group, group.size(), group.rank()
+        self._equal_rows, self._told = equal_rows, set() if told is None else told
+        self._constant: float | None = None
+        self._is_settled, self._wanted = False, 0
+
+    def share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
+        """This rank's share of a batch, of which it has `rows` rows. All ranks must ask together.
+
+        look: drops the rules that do not explain the loss, by `LossWeight.check`.
+        """
+        if not self._is_settled:
+            self._settle(batch, rows, look)
+            self._is_settled = True
+        if self._constant is not None:
+            constant = self._constant
+            return PLAIN if constant == 1.0 else Share(lambda: constant)
+        if nobody_else():
+            return Share(self._pretended)
+        counts = self.rule.counts(batch, rows)
+        if len(counts) == 1:
+            return Share(lambda: _factor(counts[0], sums(counts, self._group)[0], self._size), is_empty=not counts[0])
+        factor = self._while_open(batch, rows, counts, look)
+        return PLAIN if factor == 1.0 else Share(lambda: factor, is_empty=factor == 0.0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether averaging is right in every step."""
+        return self._constant == 1.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model will not have to run again to tell what its loss is made of."""
+        return self._is_settled and (self._constant is not None or len(self.rule.rules or ()) == 1)
+
+    def give_up(self, why: StrategyError) -> None:
+        """Average from now on, as torch does, and say so once."""
+        self._constant, self._is_settled = 1.0, True
+        if dist.get_rank() == 0 and "loss" not in self._told:
+            self._told.add("loss")
+            logger.warning("%s", why)
+
+    def _settle(self, batch: Any, rows: int, look: Callable[[], None]) -> None:
+        """Whether one factor holds for all steps."""
+        if not self.rule.is_checked and not nobody_else():
+            try:
+                look()
+            except StrategyError as error:
+                self.give_up(error)
+                return
+        rules = self.rule.candidates(batch)
+        if nobody_else():
+            rules = likely(self.rule, batch)
+        self.rule.keep(rules)
+        if rules == ("sum",):
+            self._constant = float(self._size)
+        elif nobody_else():
+            self._constant = 1.0 if rules == ("rows",) else None
+        elif "rows" in rules:
+            self._settle_rows(batch, rows, rules)
+
+    def _settle_rows(self, batch: Any, rows: int, rules: tuple[Rule, ...]) -> None:
+        """A mean over rows, or over labels that are one a row and all count, where every rank has as many."""
+        kept = tuple(rule for rule in rules if rule != "labels" or not self.rule.is_one_a_row(batch))
+        labelled = self.rule.counts(batch, rows)[rules.index("labels")] if kept != rules else rows
+        table = self._table([float(rows), float(self._equal_rows(rows)), float(labelled == rows)])
+        if not bool(table[:, 2].all()):
+            return
+        self.rule.keep(kept)
+        if kept == ("rows",) and bool((table[:, 0] == rows).all() and table[:, 1].all()):
+            self._constant = 1.0
+
+    def _while_open(self, batch: Any, rows: int, counts: Sequence[float], look: Callable[[], None]) -> float:
+        """The factor of several rules that were all right so far; where they differ, the losses are looked at again."""
+        factors = self._factors(counts)
+        if not bool((factors == factors[:, :1]).all()):
+            self._wanted += 1
+            if self._wanted & (self._wanted - 1) == 0:  # the 1st, 2nd, 4th, … time
+                try:
+                    look()
+                except StrategyError as error:
+                    self.give_up(error)
+                    return 1.0
+                factors = self._factors(self.rule.counts(batch, rows))
+        return float(factors[self._rank, 0]) if self.rule.is_told else 1.0
+
+    def _factors(self, counts: Sequence[float]) -> Tensor:
+        """(ranks, rules): what each rank's gradient is multiplied by under each rule."""
+        table = self._table(counts)
+        total = table.sum(0)
+        factors = torch.where(total != 0, table * self._size / total, 1.0)
+        rules = self.rule.rules or ()
+        if "sum" in rules:
+            factors[:, rules.index("sum")] = self._size
+        return factors
+
+    def _pretended(self) -> float:
+        """Where the other ranks are fake ones: what is sent, and no figure."""
+        dist.all_reduce(torch.zeros(self._size, len(self.rule.rules or ()), dtype=torch.float64), group=self._group)
+        return 1.0
+
+    def _table(self, values: Sequence[float]) -> Tensor:
+        """(ranks, values): those of every rank."""
+        table = [0.0] * (self._size * len(values))
+        table[self._rank * len(values) : (self._rank + 1) * len(values)] = values
+        return torch.tensor(sums(table, self._group), dtype=torch.float64).reshape(self._size, len(values))
+
+
+def likely(rule: LossWeight, batch: Any) -> tuple[Rule, ...]:
+    """The rules that hold where a mean explains the loss and all labels count, as on batches without values."""
+    rules = rule.candidates(batch)
+    rules = tuple(each for each in rules if each != "sum") or rules
+    return tuple(each for each in rules if each != "labels" or "rows" not in rules or not rule.is_one_a_row(batch))
+
+
+def num_counts(rule: Rule, batch: Any) -> int:
+    """Figures that each rank tells the others in a step on batches like this one, whose labels all count."""
+    rules = likely(LossWeight(rule), batch)
+    return 0 if rules in (("rows",), ("sum",)) else len(rules)
+
+
+def _factor(own: float, total: float, size: int) -> float:
+    return own * size / total if total else 1.0
+
+
+class RankWeighted:
+    """A loss function whose gradients average to those of the whole batch; its loss is the user's own.
+
+    model: which gives the outputs. make: a `RankWeight`; each kind of batch, by what it is made of, has one of its own.
+    """
+
+    def __init__(self, model: nn.Module, loss_func: LossFunc, make: Callable[[], RankWeight]) -> None:
+        self._loss_func, self._make = loss_func, make
+        self._weights: dict[Any, RankWeight] = {}
+        self._calls, self._run = Calls.of_model(model), losses_of(model, loss_func)
+
+    def __call__(self, batch: Any, output: Any) -> Any:
+        """The loss, as the user's function returns it."""
+        loss = self._loss_func(batch, output)
+        value = value_of(loss)
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return loss
+        weight = self._weight_of(batch)
+        if weight.is_plain:
+            return loss
+        look = Look(weight.rule, self._run, batch, value, output=output, call=self._calls.of(output))
+        share = weight.share(batch, shared_rows(batch) or 1, look)
+        if all(each.is_closed for each in self._weights.values()):
+            self._calls.stop()
+        if share.is_plain:
+            return loss
+        if share.is_empty and not bool(torch.isfinite(value)):
+            value = without_gradient(value, output)
+        return with_value(loss, _multiplied(value, share.factor))
+
+    def _weight_of(self, batch: Any) -> RankWeight:
+        kind = kind_of(batch)
+        if kind not in self._weights and len(self._weights) == KINDS:
+            kind = next(iter(self._weights))
+        if kind not in self._weights:
+            self._weights[kind] = self._make()
+        return self._weights[kind]
+
+
+def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:
+    """`value`, whose gradient is multiplied by what `factor` says once backward runs."""
+    known: list[float] = []
+
+    def multiply(gradient: Tensor) -> Tensor:
+        if not known:
+            known.append(factor())
+        return gradient * known[0]
+
+    alias = value.view_as(value)  # a hook on the user's own tensor would stay with it
+    alias.register_hook(multiply)
+    return alias
+
+
+def without_gradient(value: Tensor, output: Any) -> Tensor:
+    """`value`, whose backward gives `output` gradients of 0: where nothing counts, 0/0 would not do so."""
+    leaves: list[Tensor] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaves.append(leaf)
+        return leaf
+
+    map_leaves(note, output)
+    # A scalar may be the loss that the model has computed.
+    chosen = [leaf for leaf in leaves if leaf.dim() > 0] or leaves
+    return _Nothing.apply(value.detach(), *chosen) if chosen else value  # type: ignore[no-untyped-call]
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.shapes = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros(size, dtype=dtype, device=device) for size, dtype, device in ctx.shapes)

@@ -1,0 +1,184 @@
+"""Jobs whose losses mean different things, trained on several ranks and plainly on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from atorch import auto_accelerate
+from atorch.runtime.loss_weight import IGNORED
+
+F = nn.functional
+VOCAB, SEQ, BATCH, STEPS = 11, 6, 8, 3
+
+
+class Net(nn.Module):
+    """Two equal blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: Tensor, **others: Any) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class Causal(nn.Module):
+    """Computes its loss itself, as transformers' models do: of labels one place to the left, -100 left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, tokens: Tensor, labels: Tensor, **others: Any) -> dict[str, Tensor]:
+        logits = self.net(tokens)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Rows with very different numbers of labels; in `full_first` those of the first global batch have all."""
+
+    def __init__(self, num: int = STEPS * BATCH, full_first: bool = False) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.tokens = torch.randint(0, VOCAB, (num, SEQ), generator=generator)
+        self.labels = self.tokens.clone()
+        self.y = torch.randn(num, SEQ, VOCAB, generator=generator)
+        self.mask = torch.rand(num, SEQ, generator=generator)
+        for row in range(num):
+            if not (full_first and row < BATCH):
+                self.labels[row, 2 + (row % 2) * 3 :] = IGNORED  # every second row, so that ranks differ
+                self.mask[row, 1 + (row % 2) * 4 :] = 0.0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "tokens": self.tokens[index],
+            "labels": self.labels[index],
+            "y": self.y[index],
+            "mask": self.mask[index],
+        }
+
+
+def rows(batch: Any, output: Tensor) -> Tensor:
+    return F.mse_loss(output, batch["y"])
+
+
+def added_up(batch: Any, output: Tensor) -> Tensor:
+    return F.mse_loss(output, batch["y"], reduction="sum") / 100
+
+
+def by_label(batch: Any, output: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def masked(batch: Any, output: Tensor) -> Tensor:
+    losses = (output - batch["y"]).square().mean(-1)
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def by_row(batch: Any, output: Tensor) -> Tensor:
+    """A mean over rows of means over their labels."""
+    losses = F.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none")
+    return (losses.sum(1) / (batch["labels"] != IGNORED).sum(1)).mean()
+
+
+def of_the_model(batch: Any, output: Any) -> Tensor:
+    return output["loss"]
+
+
+def in_a_tuple(batch: Any, output: Tensor) -> tuple[Tensor, float]:
+    return added_up(batch, output), 1.0
+
+
+def contrast(batch: Any, output: Tensor) -> Tensor:
+    """Every row against all others of the batch."""
+    features = F.normalize(output.flatten(1), dim=1)
+    return F.cross_entropy(features @ features.T * 5, torch.arange(len(features), device=features.device))
+
+
+LOSSES: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
+    "rows": (Net, rows),
+    "sum": (Net, added_up),
+    "labels": (Net, by_label),
+    "mask": (Net, masked),
+    "by row": (Net, by_row),
+    "causal": (Causal, of_the_model),
+    "tuple": (Net, in_a_tuple),
+}
+
+
+def value(loss: Any) -> Tensor:
+    return loss[0] if isinstance(loss, tuple) else loss
+
+
+def plain(name: str, data: Samples, batch_size: int = BATCH) -> dict[str, Tensor]:
+    """The parameters of plain training on the whole batches."""
+    make, loss_func = LOSSES[name]
+    model = make()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in range(0, len(data), batch_size):
+        samples = [data[i] for i in range(start, min(start + batch_size, len(data)))]
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        value(loss_func(batch, model(**batch))).backward()
+        optim.step()
+        optim.zero_grad()
+    return {key: each.detach().clone() for key, each in model.named_parameters()}
+
+
+def distance(got: Mapping[str, Tensor], name: str, data: Samples, batch_size: int = BATCH) -> float:
+    """‖Δp − Δp_plain‖ / ‖Δp_plain‖, over all parameters of `got` together."""
+    start = {key: each.detach() for key, each in LOSSES[name][0]().named_parameters()}
+    expected = plain(name, data, batch_size)
+    errors = torch.stack([(got[key] - expected[key]).norm() for key in got])
+    return float(errors.norm() / torch.stack([(expected[key] - start[key]).norm() for key in got]).norm())
+
+
+def deviation(rank: int, size: int, name: str, strategy: Any, full_first: bool = False, **more: Any) -> float:
+    """How far the updates under a strategy are from plain ones."""
+    make, loss_func = LOSSES[name]
+    data = Samples(full_first=full_first)
+    batch_size = more.pop("batch_size", BATCH)
+    _, result, _ = auto_accelerate(
+        make(),
+        torch.optim.SGD,
+        data,
+        loss_func,
+        model_input_format="unpack_dict",
+        optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": batch_size},
+        load_strategy=strategy,
+        **more,
+    )
+    assert result is not None
+    for batch in result.dataloader:
+        batch = result.prepare_input(batch, torch.device("cpu"))
+        value(result.loss_func(batch, result.model(**batch))).backward()
+        result.optim.step()
+        result.optim.zero_grad()
+    return distance(state_of(result.model), name, data, batch_size)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters of a model by name, whatever they are sharded over."""
+    from atorch.runtime.tensor_parallel import whole_state
+
+    state = whole_state(model)
+    return {name: state[name].detach().float() for name, _ in model.named_parameters()}
+
+
+def all_equal(rank: int, size: int) -> bool:
+    dist.barrier()
+    return True
