@@ -138,7 +138,7 @@ class Look:
         mine = (str(kind_of(self._batch)), rows, follows, self._call is not None, _short(self._output))
         kinds, counts, follow, called, shorts = zip(*gather_objects(mine), strict=True)
         if None in counts or len(set(kinds)) > 1:
-            raise self._failure("its batches have no rows that could be tried apart")
+            raise self.failure("its batches have no rows that could be tried apart")
         ways: list[_Way] = []
         if all(follow):
             kind = self._value.dtype
@@ -147,7 +147,7 @@ class Look:
         if all(called):
             ways.append(_Way(True, None))
         if not ways:
-            raise self._failure("its outputs have no rows that could be tried apart")
+            raise self.failure("its outputs have no rows that could be tried apart")
         self._try(ways, counts)
 
     def _try(self, ways: Sequence[_Way], rows: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ class Look:
             if self._seen is not None:
                 one, two, both = self._seen
                 why = f"no rule explains it: two parts have {one:.7g} and {two:.7g}, and together {both:.7g}"
-        raise self._failure(why)
+        raise self.failure(why)
 
     def _pair(self, rows: Sequence[int]) -> tuple[int, int] | None:
         """Two ranks whose rows are compared, where no rank's own rows tell the rules apart; None where some do."""
@@ -216,7 +216,8 @@ class Look:
         self._seen = (first, second, whole)
         return self._seen
 
-    def _failure(self, why: str) -> StrategyError:
+    def failure(self, why: str) -> StrategyError:
+        """What to tell the user who is not told a rule."""
         return StrategyError(
             f"the loss is averaged over the processes, but {why}. Where it is a mean over rows, of which every process "
             "has as many, that is what it is on one process; where it compares samples with one another (in-batch "

@@ -22,10 +22,12 @@ from torch import nn
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.deferred import Apart, Deferred, deposit, gradients_apart
+from atorch.runtime.loss_look import Look, losses_of
 from atorch.runtime.loss_weight import LossWeight, Rule, any_process
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.override import override
+from atorch.runtime.rank_weight import RankWeight, without_gradient
 from atorch.runtime.reduction import Reduction
 from atorch.runtime.split import merge, num_rows, take
 from atorch.runtime.still import still, untouched
@@ -41,6 +43,7 @@ class MicroBatched:
         whole batch on all processes together. count: the number of micro-batches instead.
     loss_weight, tolerance: see `LossWeight`.
     reduce: gradients of sharded parameters once, whole until then, or with "each" micro-batch, as shards.
+    over_ranks: what gives a rank's loss its weight among those of ranks with other samples, by the same rule.
     The items of a loss behind the first are put together by `merge`.
     """
 
@@ -53,12 +56,14 @@ class MicroBatched:
         loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
         reduce: Literal["once", "each"] = "once",
+        over_ranks: Callable[[LossWeight], RankWeight | None] = lambda rule: None,
     ) -> None:
         for name, number in (("size", size), ("count", count)):
             if isinstance(number, int) and number < 1:
                 raise ArgumentError(f"{name} of micro-batches is {number}; it is at least 1")
         self._loss_func, self._size, self._count = loss_func, size if count is None else None, count
         self._weight = LossWeight(loss_weight, tolerance)
+        self._ranks = over_ranks(self._weight)
         self._switch = _Switch()
         self._reduction = Reduction(model, each=reduce == "each")
         self._parameters = list(model.parameters())  # now: FSDP2 shows others while it is unsharded
@@ -84,21 +89,36 @@ class MicroBatched:
                 self._find_size(model, call, rows)
             bounds = self._bounds(rows)
             pieces = [take(call, start, stop, rows) for start, stop in bounds]
-            return self._run(model, pieces, self._weights(model, call, pieces, bounds))
+            weights = self._weights(model, call, pieces, bounds)
+            return self._run(model, pieces, weights, self._factor(model, call, rows))
 
-    def _run(self, model: nn.Module, pieces: Sequence[_Call], weights: Sequence[float]) -> Any:
+    def _factor(self, model: nn.Module, call: _Call, rows: int) -> float:
+        """What gradients are multiplied by: here, as they are reduced before the loss hands them over."""
+        if self._ranks is None:
+            return 1.0
+        batch, args, kwargs = call
+        value = torch.zeros((), device=next(iter(self._parameters)).device)
+        run = losses_of(model, self._loss_func)
+        look = Look(self._weight, run, batch, value, output=None, call=(args, kwargs))
+        return self._ranks.share(batch, rows, look).factor()
+
+    def _run(self, model: nn.Module, pieces: Sequence[_Call], weights: Sequence[float], factor: float) -> Any:
         losses = []
         with self._apart.gradients() as gradients:
             for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1):
                 with self._reduction.only(now=number == len(pieces)):
-                    losses.append(self._forward_backward(model, piece, weight))
+                    losses.append(self._forward_backward(model, piece, weight * factor))
         merged = losses[0] if len(losses) == 1 else merge(losses, weights)
         return with_value(merged, deposit(value_of(merged), gradients))
 
     def _forward_backward(self, model: nn.Module, piece: _Call, weight: float) -> Any:
         batch, args, kwargs = piece
-        loss = self._loss_func(batch, model(*args, **kwargs))
-        (value_of(loss) * weight).backward()
+        output = model(*args, **kwargs)
+        loss = self._loss_func(batch, output)
+        value = value_of(loss)
+        if not weight and not bool(torch.isfinite(value)):
+            value = without_gradient(value, output)
+        (value * weight).backward()
         return map_leaves(_detached, loss)
 
     def _bounds(self, rows: int) -> list[tuple[int, int]]:

@@ -122,11 +122,12 @@ class MicroBatch(Method):
                 built.loss_func,
                 self.size,
                 self.count,
-                self.loss_weight,
+                self.loss_weight if self.loss_weight != "auto" else ctx.loss_weight,
                 tolerance_of(ctx.compute_dtype),
                 self.reduce,
+                lambda rule: ctx.rank_weight(rule, built.dataloader),
             )
-            return replace(built, loss_func=loss_func)
+            return replace(built, loss_func=loss_func, weighs_ranks=True)
 
         return ctx.with_finish(finish)
 

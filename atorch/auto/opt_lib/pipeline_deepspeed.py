@@ -74,7 +74,13 @@ def finished(
         config=method.ds_config,
         loss_weight=batches.loss_weight,
         tolerance=tolerance,
+        over_ranks=lambda rule: ctx.rank_weight(rule, built.dataloader),
     )
     return replace(
-        built, model=pipeline, loss_func=loss_func, optim=SteppedByDeepSpeed(built.optim), step=loss_func.step
+        built,
+        model=pipeline,
+        loss_func=loss_func,
+        optim=SteppedByDeepSpeed(built.optim),
+        step=loss_func.step,
+        weighs_ranks=True,
     )

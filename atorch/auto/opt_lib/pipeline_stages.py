@@ -19,7 +19,7 @@ from atorch.distributed.collectives import together
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.caches import turn_off_caches
-from atorch.runtime.loss_weight import tolerance_of
+from atorch.runtime.loss_weight import Rule, tolerance_of
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.exported import uninstall
 from atorch.runtime.pipeline.observing import route_of
@@ -70,11 +70,17 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         if method.backend == "deepspeed":
             return pipeline_deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
         loss_func = PipelinedLoss(
-            pipeline, built.loss_func, batches.count, batches.loss_weight, tolerance, mesh.group(*BATCH_AXES)
+            pipeline,
+            built.loss_func,
+            batches.count,
+            batches.loss_weight,
+            tolerance,
+            mesh.group(*BATCH_AXES),
+            lambda rule: ctx.rank_weight(rule, built.dataloader),
         )
         sample = ctx.prepare_input(ctx.sample_batch, ctx.device)
         loss_func.settle(sample, ctx.call_model(pipeline, sample))
-        return replace(built, model=pipeline, loss_func=loss_func)
+        return replace(built, model=pipeline, loss_func=loss_func, weighs_ranks=True)
 
     return replace(ctx, parts=parts).with_finish(finish)
 
@@ -92,7 +98,8 @@ class Batches:
     def __init__(self, method: PipelineParallel, other: MicroBatch | None, stages: int) -> None:
         self._method, self._stages = method, stages
         self._size: int | None = None
-        self._count, self.loss_weight = method.micro_batches, method.loss_weight
+        self._count = method.micro_batches
+        self.loss_weight: Rule = method.loss_weight
         if other is not None:
             self._size = other.size if isinstance(other.size, int) else None
             self._count = None if self._size is not None else other.count or self._count
@@ -107,7 +114,9 @@ class Batches:
                 'micro_batch was given reduce="each", and a pipeline reduces gradients with the last micro-batch; '
                 'leave reduce at "once"'
             )
-        return cls(method, other, ctx.need_mesh().size("pipeline"))
+        batches = cls(method, other, ctx.need_mesh().size("pipeline"))
+        batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
+        return batches
 
     def check(self, rows: int) -> None:
         """That batches of so many rows are cut as was asked for; raises StrategyError."""

@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.deferred import Deferred
+from atorch.runtime.loss_weight import LossWeight, Rule
 from atorch.runtime.losses import LossFunc, value_of
 from atorch.runtime.pipeline.engine import Engine, Piece
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
+from atorch.runtime.rank_weight import RankWeight
 from atorch.runtime.split import num_rows, take
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 
@@ -47,10 +49,11 @@ class WholeBatches(PipelinedLoss):
         rows: int,
         zero_stage: int = 0,
         config: Mapping[str, Any] | None = None,
-        loss_weight: str = "auto",
+        loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
+        over_ranks: Callable[[LossWeight], RankWeight | None] = lambda rule: None,
     ) -> None:
-        super().__init__(model, loss_func, count_of, loss_weight, tolerance)
+        super().__init__(model, loss_func, count_of, loss_weight, tolerance, over_ranks=over_ranks)
         _need_sendable(self._engine)
         self._rows, self._count = rows, count_of(rows)
         settled = {
@@ -100,9 +103,12 @@ class WholeBatches(PipelinedLoss):
                 "leave the deepspeed backend out"
             )
 
+        factor = self._factor(call, False)
+
         def weighted(number: int, output: Any) -> Tensor:
             # DeepSpeed takes the mean over micro-batches.
-            return value_of(self._loss_func(pieces[number][0], output)) * (weights[number] * len(pieces))
+            loss = value_of(self._loss_func(pieces[number][0], output))
+            return loss * (weights[number] * len(pieces) * factor)
 
         self._layer.number = 0
         nothing = torch.zeros(1)

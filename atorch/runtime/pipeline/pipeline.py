@@ -23,6 +23,7 @@ from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.runtime.deferred import Apart, Deferred, deposit
+from atorch.runtime.loss_look import Look, Sample
 from atorch.runtime.loss_weight import LossWeight, Rule
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.nested import map_leaves
@@ -30,6 +31,7 @@ from atorch.runtime.pipeline.engine import Arguments, Engine
 from atorch.runtime.pipeline.gathered import Gathered
 from atorch.runtime.pipeline.sending import from_place
 from atorch.runtime.pipeline.ties import Ties
+from atorch.runtime.rank_weight import RankWeight, without_gradient
 from atorch.runtime.split import merge, num_rows, take
 from atorch.runtime.still import still
 from atorch.runtime.wrapper import Wrapper
@@ -94,6 +96,7 @@ class PipelinedLoss:
     """The loss function that runs a pipeline.
 
     count_of: how many micro-batches to make of so many rows; it divides them.
+    over_ranks: what gives a rank's loss its weight among those of ranks with other samples, by the same rule.
     loss_weight, tolerance, replicas (its group): see `LossWeight`. Where no rule explains the loss, the last stage runs
         it once on the outputs of all micro-batches, which are then all held until the first backward.
     """
@@ -106,10 +109,12 @@ class PipelinedLoss:
         loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
         replicas: dist.ProcessGroup | None = None,
+        over_ranks: Callable[[LossWeight], RankWeight | None] = lambda rule: None,
     ) -> None:
         self._model, self._engine = model, model.engine
         self._loss_func, self._count_of = loss_func, count_of
         self._weight: LossWeight | None = LossWeight(loss_weight, tolerance, replicas)
+        self._ranks = over_ranks(self._weight)
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
         parameters = list(dict.fromkeys(model.parameters()))  # now: FSDP2 shows others while it is unsharded
         self._apart = Apart(parameters, self._engine.reductions)
@@ -128,7 +133,23 @@ class PipelinedLoss:
         call: _Call = (batch, *output.call()[1:])
         with torch.enable_grad():
             pieces, size = self._cut(call)
-            return self._run(batch, pieces, self._weights(call, pieces, size))
+            weights = self._weights(call, pieces, size)
+            return self._run(batch, pieces, weights, self._factor(call, weights is None))
+
+    def _factor(self, call: _Call, is_gathered: bool) -> float:
+        """What gradients are multiplied by: here, as they are reduced before the loss hands them over."""
+        batch, args, kwargs = call
+        if self._ranks is None:
+            return 1.0
+        value = torch.zeros((), device=self._engine.device)
+        look = Look(self._ranks.rule, self._losses_of, batch, value, output=None, call=(args, kwargs))
+        if is_gathered:
+            self._ranks.give_up(look.failure("no rule explains it"))
+        rows = num_rows(batch=batch, args=args, kwargs=kwargs)
+        return self._ranks.share(batch, rows, look).factor()
+
+    def _losses_of(self, samples: Sequence[Sample], runs_model: bool) -> list[float]:
+        return self._losses([(batch, *given) for batch, given in samples])
 
     def settle(self, batch: Any, output: Deferred) -> None:
         """Find out on a sample how losses of micro-batches make the batch's; what it leaves open, later batches tell.
@@ -150,14 +171,14 @@ class PipelinedLoss:
         size = rows // self._count_of(rows)
         return [take(call, start, start + size, rows) for start in range(0, rows, size)], size
 
-    def _run(self, batch: Any, pieces: Sequence[_Call], weights: Sequence[float] | None) -> Any:
+    def _run(self, batch: Any, pieces: Sequence[_Call], weights: Sequence[float] | None, factor: float) -> Any:
         losses: list[Any] = []
 
         def weighted(number: int, output: Any) -> Tensor:
             assert weights is not None
             loss = self._loss_func(pieces[number][0], output)
             losses.append(map_leaves(_detached, loss))
-            return value_of(loss) * weights[number]
+            return _weighted(value_of(loss), weights[number] * factor, output)
 
         gathered = Gathered(batch, self._loss_func, len(pieces)) if weights is None else None
         with self._apart.gradients() as gradients:
@@ -264,6 +285,12 @@ class PipelinedLoss:
 
 def _arguments(call: _Call) -> Arguments:
     return call[1], call[2]
+
+
+def _weighted(value: Tensor, weight: float, output: Any) -> Tensor:
+    if not weight and not bool(torch.isfinite(value)):
+        value = without_gradient(value, output)
+    return value * weight
 
 
 def _detached(leaf: Any, place: str) -> Any:
