@@ -17,6 +17,7 @@ else by running the model on them without gradient. What no rule explains is tol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, MutableSet, Sequence
 from typing import Any, NamedTuple
 
@@ -136,16 +137,19 @@ class RankWeight:
 
     def _while_open(self, batch: Any, rows: int, counts: Sequence[float], look: Callable[[], None]) -> float:
         """The factor of several rules that were all right so far; where they differ, the losses are looked at again."""
-        factors = self._factors(counts)
-        if not bool((factors == factors[:, :1]).all()):
+        factors, before = self._factors(counts), math.inf
+        if not _agree(factors):
             self._wanted += 1
-            if self._wanted & (self._wanted - 1) == 0:  # the 1st, 2nd, 4th, … time
-                try:
-                    look()
-                except StrategyError as error:
-                    self.give_up(error)
-                    return 1.0
-                factors = self._factors(self.rule.counts(batch, rows))
+        # The 1st, 2nd, 4th, … time; again where a look has left fewer rules, which differ still.
+        while not _agree(factors) and len(counts) < before and self._wanted & (self._wanted - 1) == 0:
+            before = len(counts)
+            try:
+                look()
+            except StrategyError as error:
+                self.give_up(error)
+                return 1.0
+            counts = self.rule.counts(batch, rows)
+            factors = self._factors(counts)
         return float(factors[self._rank, 0]) if self.rule.is_told else 1.0
 
     def _factors(self, counts: Sequence[float]) -> Tensor:
@@ -168,6 +172,10 @@ class RankWeight:
         table = [0.0] * (self._size * len(values))
         table[self._rank * len(values) : (self._rank + 1) * len(values)] = values
         return torch.tensor(sums(table, self._group), dtype=torch.float64).reshape(self._size, len(values))
+
+
+def _agree(factors: Tensor) -> bool:
+    return bool((factors == factors[:, :1]).all())
 
 
 def likely(rule: LossWeight, batch: Any) -> tuple[Rule, ...]:

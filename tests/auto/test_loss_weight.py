@@ -25,3 +25,41 @@ def test_ddp_is_training_on_the_whole_batch(pool, name):
 @pytest.mark.parametrize("method", SPLIT_BY_DATA)
 def test_every_way_to_share_out_samples(pool, method, name):
     assert max(pool.run(deviation, name, SPLIT_BY_DATA[method], ranks=2)) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["labels", "causal", "by row"])
+@pytest.mark.parametrize("beside", [[], [("micro_batch", {"size": 2})]], ids=["whole", "in micro-batches"])
+def test_labels_that_differ_in_later_batches_alone(pool, name, beside):
+    assert max(pool.run(later, name, ["ddp", *beside], ranks=2)) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["sum", "labels", "mask", "causal"])
+def test_one_row_a_rank(pool, name):
+    assert max(pool.run(alone, name, ["fsdp"], ranks=2)) <= EXACT
+
+
+def later(rank, size, name, strategy):
+    return deviation(rank, size, name, strategy, full_first=True)
+
+
+def alone(rank, size, name, strategy):
+    return deviation(rank, size, name, strategy, batch_size=size)
+
+
+SPLIT = {
+    "tensor": ["tensor_parallel", "ddp"],
+    "pipeline": [("pipeline_parallel", {"split_points": ["layers.1"], "micro_batches": 2}), "ddp"],
+}
+
+
+@pytest.mark.parametrize("name", ["sum", "labels"])
+@pytest.mark.parametrize("axis", SPLIT)
+def test_beside_what_splits_the_model(pool, axis, name):
+    mesh = ("parallel_mode", ([(axis, 2), ("data", 2)], None))
+    assert max(pool.run(deviation, name, [mesh, *SPLIT[axis]], ranks=4)) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["sum", "labels"])
+@pytest.mark.parametrize("beside", [[], [("micro_batch", {"size": 2})]], ids=["whole", "in micro-batches"])
+def test_loss_scales(pool, beside, name):
+    assert max(pool.run(deviation, name, ["ddp", ("amp_native", "fp16"), *beside], ranks=2)) <= 1e-2
