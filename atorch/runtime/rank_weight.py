@@ -117,6 +117,11 @@ class RankWeight:
         if nobody_else():
             rules = likely(self.rule, batch)
         self.rule.keep(rules)
+        self._close(batch, rows)
+
+    def _close(self, batch: Any, rows: int) -> None:
+        """Settle what the rules that are left come to, where that is one factor."""
+        rules = self.rule.rules or ()
         if rules == ("sum",):
             self._constant = float(self._size)
         elif nobody_else():
@@ -150,6 +155,8 @@ class RankWeight:
                 return 1.0
             counts = self.rule.counts(batch, rows)
             factors = self._factors(counts)
+        if len(counts) == 1:
+            self._close(batch, rows)
         return float(factors[self._rank, 0]) if self.rule.is_told else 1.0
 
     def _factors(self, counts: Sequence[float]) -> Tensor:

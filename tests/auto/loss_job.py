@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -179,6 +178,34 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name].detach().float() for name, _ in model.named_parameters()}
 
 
-def all_equal(rank: int, size: int) -> bool:
-    dist.barrier()
-    return True
+def accelerated(make: Any, loss_func: Any, strategy: Any = ("ddp",), **more: Any) -> Any:
+    """The result for a loop of one's own, without a dataset."""
+    _, result, _ = auto_accelerate(
+        make(),
+        torch.optim.SGD,
+        loss_func=loss_func,
+        model_input_format="unpack_dict",
+        optim_args={"lr": 0.1},
+        load_strategy=list(strategy),
+        **more,
+    )
+    assert result is not None
+    return result
+
+
+def gradient_error(result: Any, make: Any, loss_func: Any, shares: list[Any], rank: int) -> float:
+    """How far gradients of ranks that have these shares of a batch are from the whole batch's, relatively."""
+    batch = shares[rank]
+    value(result.loss_func(batch, result.model(**batch))).backward()
+    whole = {key: torch.cat([share[key] for share in shares]) for key in batch}
+    plain_model = make()
+    value(loss_func(whole, plain_model(**whole))).backward()
+    expected = {name: each.grad for name, each in plain_model.named_parameters()}
+    errors = [(each.grad - expected[name]).norm() for name, each in result.model.named_parameters()]
+    result.optim.zero_grad()
+    return float(torch.stack(errors).norm() / torch.stack([g.norm() for g in expected.values()]).norm())
+
+
+def batch_of(data: Samples, *indices: int) -> dict[str, Tensor]:
+    samples = [data[i] for i in indices]
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
