@@ -66,10 +66,10 @@ def auto_accelerate(
         lr_scheduler_cls, lr_scheduler_args: a scheduler that is built on the resulting optimizer.
         save_strategy_to_file: where to write the resulting strategy, as JSON.
         **kargs: see `Options`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), find_unused_parameters,
-            sampler_seed, sample_batch (for methods that watch the model at work, where there is no dataset),
-            verify (whether a strategy's first pass is held to plain training's; True), and calibration: whether the
-            search uses and keeps what was measured on this machine, in the user's cache directory (True) or the file
-            that it names.
+            sampler_seed, loss_weight (what the loss is a mean over, where that is not to be found out), sample_batch
+            (for methods that watch the model at work, where there is no dataset), verify (whether a strategy's first
+            pass is held to plain training's; True), and calibration: whether the search uses and keeps what was
+            measured on this machine, in the user's cache directory (True) or the file that it names.
 
     Returns:
         `(status, result, best_strategy)`. `result` unpacks as (model, optim, dataloader, loss_func, prepare_input,
