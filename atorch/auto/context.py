@@ -115,6 +115,7 @@ class Context:
     on_host: tuple[torch.Tensor, ...] = ()  # parameters, and what more memory is asked of, that are in host memory
     loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
     unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # by parameter, where known
+    rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
     told: MutableSet[str] = field(default_factory=set)  # what is said once a job, however many candidates find it
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
 
@@ -169,7 +170,9 @@ class Context:
         if not self.batch_axes:
             return None
         group = self.need_mesh().group(*BATCH_AXES)
-        return RankWeight(rule, group, lambda rows: shares_out(loader, rows), self.told)
+        weight = RankWeight(rule, group, lambda rows: shares_out(loader, rows), self.told)
+        self.rank_weights.append(weight)
+        return weight
 
     def num_counts(self, batch: Any) -> int:
         """Figures that ranks with other samples tell each other each step on what the loss is a mean over."""

@@ -263,7 +263,10 @@ def _run(applied: Context, result: AccelerateResult, share: Any, in_evaluation_m
         parameter.grad = grad
     is_overflow = applied.loss_scale() != 1.0 and not math.isfinite(norm)
     mesh = applied.need_mesh()
-    by_share = dict(gather_objects((mesh.rank(*BATCH_AXES), float(loss.detach()))))
+    # The weight that its gradients have: a sum is that of all samples, and a rank without labels has no say.
+    weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
+    part = weight * float(loss.detach()) if weight else 0.0
+    by_share = dict(gather_objects((mesh.rank(*BATCH_AXES), part)))
     return Figures(sum(by_share.values()) / len(by_share), None if is_overflow else norm)
 
 
@@ -280,6 +283,8 @@ def _why_not(applied: Context, result: AccelerateResult, expected: PlainPass) ->
     if any(getattr(each, "backend", None) == "deepspeed" for each in applied.strategy or ()):
         return "DeepSpeed's engine reduces gradients when it steps"
     size = applied.need_mesh().size(*BATCH_AXES)
+    if size > 1 and applied.loss_weight == "rows":
+        return "loss_weight says that the loss of several processes is the mean of theirs"
     if expected.is_same_for_all and size != expected.shares:
         return f"a batch is shared out over {size} processes, and plain training's was of {expected.shares}"
     return None

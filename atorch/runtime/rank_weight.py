@@ -29,7 +29,7 @@ from atorch.distributed.collectives import nobody_else
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.runtime.loss_look import Calls, Look, kind_of, losses_of
-from atorch.runtime.loss_weight import LossWeight, Rule, sums
+from atorch.runtime.loss_weight import LossWeight, Rule, any_processes, sums
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.split import shared_rows
@@ -68,12 +68,23 @@ class RankWeight:
         self._equal_rows, self._told = equal_rows, set() if told is None else told
         self._constant: float | None = None
         self._is_settled, self._wanted = False, 0
+        self.last = 1.0
+        """What gradients of the last loss were multiplied by, once backward ran."""
 
     def share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
         """This rank's share of a batch, of which it has `rows` rows. All ranks must ask together.
 
         look: drops the rules that do not explain the loss, by `LossWeight.check`.
         """
+        self.last = 1.0
+        share = self._share(batch, rows, look)
+        return share if share.is_plain else share._replace(factor=lambda: self._noted(share.factor()))
+
+    def _noted(self, factor: float) -> float:
+        self.last = factor
+        return factor
+
+    def _share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
         if not self._is_settled:
             self._settle(batch, rows, look)
             self._is_settled = True
@@ -82,6 +93,8 @@ class RankWeight:
             return PLAIN if constant == 1.0 else Share(lambda: constant)
         if nobody_else():
             return Share(self._pretended)
+        if self.rule.rules == ("rows",):
+            return Share(lambda: self._by_rows(rows))
         counts = self.rule.counts(batch, rows)
         if len(counts) == 1:
             return Share(lambda: _factor(counts[0], sums(counts, self._group)[0], self._size), is_empty=not counts[0])
@@ -127,18 +140,21 @@ class RankWeight:
         elif nobody_else():
             self._constant = 1.0 if rules == ("rows",) else None
         elif "rows" in rules:
-            self._settle_rows(batch, rows, rules)
+            self._without_classes(batch, rows, rules)
 
-    def _settle_rows(self, batch: Any, rows: int, rules: tuple[Rule, ...]) -> None:
-        """A mean over rows, or over labels that are one a row and all count, where every rank has as many."""
+    def _without_classes(self, batch: Any, rows: int, rules: tuple[Rule, ...]) -> None:
+        """Leave out labels that are one a row and all count: a mean over them is one over rows."""
         kept = tuple(rule for rule in rules if rule != "labels" or not self.rule.is_one_a_row(batch))
         labelled = self.rule.counts(batch, rows)[rules.index("labels")] if kept != rules else rows
-        table = self._table([float(rows), float(self._equal_rows(rows)), float(labelled == rows)])
-        if not bool(table[:, 2].all()):
-            return
-        self.rule.keep(kept)
-        if kept == ("rows",) and bool((table[:, 0] == rows).all() and table[:, 1].all()):
+        if not any_processes([labelled != rows], self._group)[0]:
+            self.rule.keep(kept)
+
+    def _by_rows(self, rows: int) -> float:
+        """The factor of a mean over rows; none any more once all ranks read equal batches."""
+        table = self._table([float(rows), float(self._equal_rows(rows))])
+        if bool((table[:, 0] == rows).all() and table[:, 1].all()):
             self._constant = 1.0
+        return _factor(float(rows), float(table[:, 0].sum()), self._size)
 
     def _while_open(self, batch: Any, rows: int, counts: Sequence[float], look: Callable[[], None]) -> float:
         """The factor of several rules that were all right so far; where they differ, the losses are looked at again."""

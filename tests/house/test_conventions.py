@@ -30,7 +30,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/distributed/description.py:described_dataset": "what a user's __len__ raises is no concern of a comparison",
     "atorch/profiler/trace.py:optimizer_state_per_param": "a user's optimizer need not be able to step alone",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
-    "atorch/runtime/loss_look.py:Look._losses": "a loss may fail on a part of a batch in any way; then it is averaged, and told",
+    "atorch/runtime/loss_look.py:Look._losses": "a loss may fail on a part of a batch in any way; the warning says so",
     "atorch/runtime/pipeline/exported.py:_export": "a model may resist export in any way; the error says both reasons",
     "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
 }

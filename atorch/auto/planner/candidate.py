@@ -26,7 +26,7 @@ def candidate(ctx: Context) -> Context:
     beside = ctx.call_model, ctx.loss_func, ctx.prepare_input  # what may reach the model is to reach the copy
     duplicate, (call_model, loss_func, prepare_input) = lazy_copy_with(ctx.root, beside, ctx.device)
     ctx = replace(ctx, call_model=call_model, loss_func=loss_func, prepare_input=prepare_input)
-    return replace(ctx, root=duplicate, parts=(duplicate,), mesh=None, make_loader=None)
+    return replace(ctx, root=duplicate, parts=(duplicate,), mesh=None, make_loader=None, rank_weights=[])
 
 
 @dataclass
