@@ -94,6 +94,13 @@ def sample(model: nn.Module, prompt: bytes, length: int, seq: int, device: torch
     return bytes(text[0, :length].tolist()).decode(errors="replace").replace("\0", "")
 
 
+def search_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """A strategy file as it is, or a search and where to keep what it finds."""
+    if args.strategy:
+        return {"load_strategy": args.strategy}
+    return {"save_strategy_to_file": args.out, "time_limit": args.time_limit}
+
+
 def main() -> None:
     """Plan, train, evaluate, and keep the strategy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -123,9 +130,7 @@ def main() -> None:
         dataloader_args={"batch_size": args.batch_size, "shuffle": True, "drop_last": True},
         lr_scheduler_cls=torch.optim.lr_scheduler.LambdaLR,
         lr_scheduler_args={"lr_lambda": lambda step: schedule(step, args.steps)},
-        load_strategy=args.strategy,
-        save_strategy_to_file=None if args.strategy else args.out,
-        time_limit=args.time_limit,
+        **search_arguments(args),
     )
     if not status:
         raise SystemExit("no strategy fits this machine")

@@ -65,8 +65,9 @@ def auto_accelerate(
         load_strategy: a list of method names and `(name, config)` pairs, a Strategy, JSON, or a strategy file's path.
         lr_scheduler_cls, lr_scheduler_args: a scheduler that is built on the resulting optimizer.
         save_strategy_to_file: where to write the resulting strategy, as JSON.
-        **kargs: see `Options`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), find_unused_parameters,
-            sampler_seed, loss_weight (what the loss is a mean over, where that is not to be found out), sample_batch
+        **kargs: see `Options`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), precision (the least
+            exact numbers: "fp32", "autocast", "half" or "fp8"), find_unused_parameters, sampler_seed,
+            loss_weight (what the loss is a mean over, where that is not to be found out), sample_batch
             (for methods that watch the model at work, where there is no dataset), verify (whether a strategy's first
             pass is held to plain training's; True), and calibration: whether the search uses and keeps what was
             measured on this machine, in the user's cache directory (True) or the file that it names.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atorch.auto.checks import check_job
-from atorch.auto.strategy import Strategy
+from atorch.auto.strategy import EXACTNESS, Exactness, Strategy
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agreed
 from atorch.distributed.description import Fact, Facts, described, described_dataset, described_model, structure
@@ -64,6 +64,7 @@ class Options:
     ignore_dryrun_on_load_strategy: bool = True
     verbose: bool = False
     time_limit: float | None = None  # seconds for the search
+    precision: Exactness | None = None  # the least exact numbers: one of EXACTNESS; None: see `planner.Wanted`
     calibration: Source = True  # where the search keeps and finds what was measured on this machine
     find_unused_parameters: bool = False
     sampler_seed: int = 0
@@ -87,6 +88,11 @@ class Options:
             raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
         if not isinstance(options.verify, bool):
             raise ArgumentError(f"verify is {options.verify!r}; it is True or False")
+        if options.precision is not None and options.precision not in EXACTNESS:
+            raise ArgumentError(
+                f"precision is {options.precision!r}; it is the least exact that you allow: one of "
+                f"{', '.join(map(repr, EXACTNESS))}, or None for 'autocast' and less exact only where nothing else fits"
+            )
         source = options.calibration
         if not isinstance(source, (bool, str, os.PathLike)) or (not isinstance(source, bool) and Path(source).is_dir()):
             raise ArgumentError(

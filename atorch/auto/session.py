@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ MAX_KEPT = 50  # rejected compositions in a strategy's report
 
 def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """What `auto_accelerate` does with its arguments."""
-    options, target = call.options, call.target
+    began, options, target = time.monotonic(), call.options, call.target
     with speaking(options.verbose and worlds.init().rank == 0):
         ctx = _context(call)
         given = None if call.strategy is None else _loaded(call.strategy, ctx)
@@ -44,7 +44,7 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
                 "(finetune_strategy=True searches the knobs that it leaves unset)"
             )
         try:
-            strategy = _chosen(ctx, given, options, call.finetune, call.excluded, call.included)
+            strategy = _chosen(ctx, given, call, began)
         except NoFeasiblePlanError as error:
             if ctx.world.rank == 0:
                 from atorch.report.text import show_rejections
@@ -61,14 +61,21 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
 
 def searched(call: Call) -> Plan:
     """What `plan` does."""
-    from atorch.auto.planner import search
+    began = time.monotonic()
+    return _searched(_context(call), None, call, began)
 
-    ctx = _context(call)
+
+def _searched(ctx: Context, fixed: Strategy | None, call: Call, began: float) -> Plan:
+    from atorch.auto.planner import search
+    from atorch.auto.planner.clock import Clock
+
     return search(
         ctx,
         excluded=call.excluded,
         included=call.included,
-        time_limit=call.options.time_limit,
+        fixed=fixed,
+        precision=call.options.precision,
+        clock=Clock(call.options.time_limit, began=began),
         verbose=call.options.verbose,
         calibration=_calibration(call.options, ctx),
         verify=call.options.verify,
@@ -240,32 +247,15 @@ def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     return found
 
 
-def _chosen(
-    ctx: Context,
-    given: Strategy | None,
-    options: Options,
-    finetune: bool,
-    excluded: Sequence[str] | None,
-    included: Sequence[str] | None,
-) -> Strategy:
+def _chosen(ctx: Context, given: Strategy | None, call: Call, began: float) -> Strategy:
     """The given strategy, dry-run where the user wants that; or the plan's."""
-    if given is not None and not finetune and options.ignore_dryrun_on_load_strategy:
-        return given
-    from atorch.auto.planner import dry_run, search
+    if given is not None and not call.finetune:
+        if not call.options.ignore_dryrun_on_load_strategy:
+            from atorch.auto.planner import dry_run
 
-    if given is not None and not finetune:
-        dry_run(ctx, given)
+            dry_run(ctx, given)
         return given
-    found = search(
-        ctx,
-        excluded=excluded,
-        included=included,
-        fixed=given,
-        time_limit=options.time_limit,
-        verbose=options.verbose,
-        calibration=_calibration(options, ctx),
-        verify=options.verify,
-    )
+    found = _searched(ctx, given, call, began)
     report = found.to_json_data()
     if ctx.world.rank == 0:
         from atorch.report.text import show_plan

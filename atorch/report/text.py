@@ -30,9 +30,12 @@ def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableTy
     common = _common(plan)
     parts: list[RenderableType] = [Text(f"Chosen: {_shown(plan['strategy'], ()) or 'plain training'}", style="bold")]
     parts.append(Text(_facts(plan)))
+    if plan.get("numbers"):
+        parts.append(Text(f"Numbers: {plan['numbers']}."))
+    parts += [Text(f"Note: {each}.") for each in plan.get("notes", ())]
     if common:
         parts.append(Text(f"In every composition: {' + '.join(common)}"))
-    parts.append(_table(plan["rejected"], common, max_rows))
+    parts.append(_table(plan["rejected"], common, max_rows, is_chosen=plan["measured"] is not None))
     left_out = _left_out(plan["rejected"], max_rows)
     if left_out:
         parts.append(Text(left_out, style="dim"))
@@ -69,7 +72,9 @@ def _standard_error() -> Console:
 
 def _facts(plan: PlanData) -> str:
     estimate, measured = plan["estimate"], plan["measured"]
-    expected = f"estimated {format_seconds(estimate['step_s'])} and {format_bytes(estimate['peak_bytes'])}"
+    expected = "not estimated"
+    if estimate is not None:
+        expected = f"estimated {format_seconds(estimate['step_s'])} and {format_bytes(estimate['peak_bytes'])}"
     if measured is None:
         found = "not measured"
     else:
@@ -77,16 +82,32 @@ def _facts(plan: PlanData) -> str:
         found = f"measured {format_seconds(measured['step_s'])} and {peak}"
     return (
         f"Step: {found}; {expected} of {format_bytes(plan['memory_bytes'])} a device.\n"
+        f"{_baseline(plan)}"
         f"{plan['num_compositions']} compositions, {plan['num_dry_runs']} of them run, in "
         f"{format_seconds(plan['seconds'])}."
     )
 
 
-def _table(rejected: Rejections, common: Sequence[str], max_rows: int | None) -> RenderableType:
+def _baseline(plan: PlanData) -> str:
+    """What the choice had to beat, and by how much it did, in turns with it."""
+    baseline = plan.get("baseline")
+    if baseline is None:
+        return ""
+    shown = _shown(baseline["strategy"], ()) or "plain training"
+    if baseline["strategy"] == plan["strategy"]:
+        return "That is the baseline; nothing was surely faster.\n"
+    step = format_seconds(baseline["measured"]["step_s"])
+    return f"Baseline: {shown}, {step}; in turns with it the choice takes {baseline['gain']:.0%} less.\n"
+
+
+def _table(
+    rejected: Rejections, common: Sequence[str], max_rows: int | None, *, is_chosen: bool = False
+) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Why not", title_justify="left")
+    title = "Why not (shares are of the chosen one's step)" if is_chosen else "Why not"
+    table = Table(title=title, title_justify="left")
     table.add_column("composition", overflow="fold")
     table.add_column("expected", justify="right", no_wrap=True)
     table.add_column("measured", justify="right", no_wrap=True)

@@ -35,6 +35,7 @@ class Feed:
 
     ctx: Context
     num_batches: int = NUM_BATCHES
+    epoch: int | None = None  # batches of an epoch, once some were read, where the loader tells
     _batches: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
 
     def batches(self, rank: int, size: int) -> list[Any]:
@@ -51,6 +52,7 @@ class Feed:
         if self.ctx.make_loader is None:
             raise ArgumentError("a dry run needs data; give a dataset")
         loader = self.ctx.make_loader(rank, size)
+        self.epoch = len(loader) if hasattr(loader, "__len__") else None
         with preserved_rng(), _preserved_position(loader):  # loaders draw a seed
             batches = list(itertools.islice(loader, self.num_batches))
         if not batches:

@@ -43,6 +43,7 @@ class Counterfactual:
 class ClusterPlan(Plan):
     """What arithmetic alone answers. Nothing was run; `simulated` is for who simulates the best of the ranking."""
 
+    estimate: Estimate
     cluster: ClusterSpec
     global_batch: int  # samples of a step
     objective: str

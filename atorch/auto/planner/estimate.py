@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atorch.auto.planner.plan import Estimate, Rejected
-from atorch.auto.planner.space import Space
+from atorch.auto.planner.space import Node, Space
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, StepTime, peak_memory, step_time
@@ -26,9 +26,13 @@ class Scored:
 
 def score(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
     """Every composition of a space with its estimate, the fastest first."""
-    leaves = space.leaves(space.root(start))
-    scored = [Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves]
-    return sorted(scored, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
+    return scored(space.leaves(space.root(start)), cluster)
+
+
+def scored(leaves: Iterable[Node], cluster: ClusterSpec) -> list[Scored]:
+    """Whole compositions with their estimates, the fastest first."""
+    found = [Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves]
+    return sorted(found, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
 
 
 def estimate_of(cost: Cost, cluster: ClusterSpec) -> Estimate:
@@ -65,13 +69,13 @@ def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
     return cluster.host_memory_bytes / cluster.devices_per_node * (1 - reserve)
 
 
-def split_by_memory(scored: Sequence[Scored], cluster: ClusterSpec) -> tuple[list[Scored], list[Rejected]]:
+def split_by_memory(candidates: Sequence[Scored], cluster: ClusterSpec) -> tuple[list[Scored], list[Rejected]]:
     """What fits, and what cannot, with the bytes by category."""
     limit = usable_bytes(cluster)
-    fitting = [each for each in scored if each.estimate.peak_bytes <= limit]
+    fitting = [each for each in candidates if each.estimate.peak_bytes <= limit]
     rejected = [
         Rejected(strategy=each.strategy, why="memory", reason=needs(each.estimate, limit), estimate=each.estimate)
-        for each in scored
+        for each in candidates
         if each.estimate.peak_bytes > limit
     ]
     return fitting, rejected

@@ -11,23 +11,31 @@ from dataclasses import dataclass, replace
 from atorch.auto.context import Context
 from atorch.auto.planner.calibration import Observation, Past
 from atorch.auto.planner.candidate import Feed
+from atorch.auto.planner.clock import Clock
+from atorch.auto.planner.comparison import MIN_TURNS, TIE, Verdict, in_turns, num_turns, seconds_needed
 from atorch.auto.planner.estimate import Scored, usable_bytes
 from atorch.auto.planner.guide import Guide, has, tokens_of
+from atorch.auto.planner.measuring import Failure, failure_of, measure
+from atorch.auto.planner.order import Order, Turn, compiles
 from atorch.auto.planner.plan import Measurement, Rejected, Why
 from atorch.auto.planner.trial import Crew, Trial, forget_compiled
-from atorch.auto.strategy import Phase, Strategy
+from atorch.auto.strategy import Strategy
 from atorch.units import format_seconds
 
-MIN_RUNS = 4  # even of a small space
-MIN_AGAIN = 3  # even of one that earlier searches have measured
+MAX_RUNS = 12
 MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
-NEAR = 0.12  # of a step: what came this close to the best is measured again
-TIE = 0.01  # of a step: among these the simplest is taken
-MAX_FINALISTS = 4
-WARM_UP, STEADY = 6, 0.1  # at most this many steps, until two differ by less than this fraction
+NEAR = 0.12  # of a step: what came this close to the best is compared with it
+MAX_CONTENDERS = 3
 SHARE_S = 180.0  # of one dry run where there is no time limit
-HOPELESS = 2.0  # times the best: a step this slow need not be measured well
-COMPILE_S, START_S = 20.0, 2.0  # guesses of what starting a dry run takes, until some were seen
+BASELINE_SHARE = 0.6  # of the time limit, for the steps of the baseline
+STEPS = 9  # of a dry run, about
+COMPILE_S, COMPILE_OP_S = (
+    10.0,
+    1.0,
+)  # guesses of what compiling takes: at least, and for each operation that is compiled
+START_S = 2.0  # a guess of what any other start takes, until some were seen
+WARM_START = 0.3  # of a compilation, what is left of it the second time
+TRAINING_S = 600.0  # how long training lasts at least, and at least an epoch: what pays back a compilation
 
 
 @dataclass(frozen=True)
@@ -42,156 +50,157 @@ class Progress:
     left_s: float  # expected
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A dry run that came to nothing."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is searched for, alike on all ranks."""
 
-    why: Why
-    reason: str
+    ctx: Context
+    feed: Feed
+    crew: Crew
+    candidates: Sequence[Scored]  # the fastest by estimate first
+    order: Order
+    clock: Clock
+    past: Past = Past()
+    num_compiled_ops: float = 0.0  # operations that a compiler would see
 
 
 class Explorer:
     """Runs candidates on all ranks. Every rank holds the same state; rank 0's clock and choices count."""
 
-    def __init__(
-        self,
-        ctx: Context,
-        feed: Feed,
-        crew: Crew,
-        candidates: Sequence[Scored],
-        began: float,
-        time_limit: float | None,
-        progress: Callable[[Progress], None] | None,
-        past: Past,
-    ) -> None:
+    def __init__(self, job: Job, progress: Callable[[Progress], None] | None = None) -> None:
         self.measured: dict[int, Measurement] = {}
         self.failures: dict[int, Rejected] = {}
         self.num_runs = 0
-        self._ctx, self._feed, self._crew, self._candidates = ctx, feed, crew, candidates
-        self._began, self._limit = began, time_limit
-        self._progress = progress
-        self._finals: dict[int, float] = {}
-        self._explored: dict[int, float] = {}  # seconds as first measured; `measured` has the comparison's
-        self._guide = Guide(candidates, past)
-        self._job = past.job
+        self.baseline: int | None = None  # the one that all must beat, once it ran
+        self.verdicts: dict[int, Verdict] = {}  # of those that were compared with it
+        self._job, self._progress = job, progress
+        self._crew, self._clock, self._candidates, self._order = job.crew, job.clock, job.candidates, job.order
+        self._guide = Guide(job.candidates, job.past)
         self._startups: dict[bool, float] = {}  # whether it compiles → the longest start so far
         self._run_s = 0.0
-        budget, known = max(len(candidates) // 4, min(MIN_RUNS, len(candidates))), self._guide.num_known
-        # What earlier searches of this job ran is done.
-        self.budget = max(budget - known, min(MIN_AGAIN, budget)) if known else budget
 
     def explore(self) -> None:
-        """Run what promises most, until nothing promises anything, the budget is used up, or time is.
-
-        Where everything fails the budget does not end the search: one that runs is looked for.
-        """
-        while self.num_runs < self.budget or not self.measured:
+        """Run the baseline, and then what promises most, until nothing promises anything, or time or runs are up."""
+        while self.baseline is None and self.num_runs < MAX_RUNS:
+            index = self._crew.hear(self._order.next_baseline(self.failures) if self._clock.left > 0 else None)
+            if index is None:
+                return
+            self._run(index)
+            if index in self.measured:
+                self.baseline = index
+                self._clock.saw_step(self.measured[index].step_s)
+            elif self.failures[index].why == "time":
+                return
+        while self.baseline is not None and self.num_runs < MAX_RUNS:
             index = self._crew.hear(self._next())
             if index is None:
                 return
             self._run(index)
 
     def compare(self) -> None:
-        """Measure those near the best again, step by step in turns, so that what disturbs one disturbs all."""
-        finalists = self._crew.hear(self._finalists())
+        """Measure the best few and the baseline in turns; what is not surely faster than it is not taken."""
+        together, finalists = self._crew.hear(self._finalists())
         if len(finalists) < 2:
             return
-        trials: dict[int, Trial] = {}
-        try:
-            for index in finalists:
-                trial = self._trial(index)
-                trials[index] = trial
-                if not trial.start():
-                    self._fail(index, Failure("failed", str(trial.failure)))
-                    del trials[index]
-            self._finals = self._in_turns(trials)
-            for index, step_s in self._finals.items():
-                self.measured[index] = replace(self.measured[index], step_s=step_s)
-        finally:
-            for trial in trials.values():
-                trial.close()
-            forget_compiled()
+        times = self._in_turns(finalists) if together else self._one_by_one(finalists)
+        baseline = self.baseline
+        assert baseline is not None, "a finalist"
+        turns = min(map(len, times.values()), default=0)
+        if baseline not in times or turns < MIN_TURNS:
+            return
+        base_s = statistics.median(times[baseline])
+        drift = base_s / self.measured[baseline].step_s
+        for index, each in self.measured.items():  # all as of the time of the comparison
+            self.measured[index] = replace(each, step_s=each.step_s * drift)
+        for index in times:
+            if index != baseline:
+                verdict = self.verdicts[index] = Verdict.of(times[index][:turns], times[baseline][:turns])
+                self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
 
     def observations(self, search: str) -> list[Observation]:
-        """All that was measured, as seconds of the time when it was explored."""
-        compared = [math.log(self._explored[i] / step_s) for i, step_s in self._finals.items()]
-        drift = math.exp(statistics.fmean(compared)) if compared else 1.0
-        found = []
-        for index in self.measured:
-            candidate = self._candidates[index]
-            step_s = drift * self._finals[index] if index in self._finals else self._explored[index]
-            found.append(
-                Observation(
-                    job=self._job,
-                    search=search,
-                    methods=tokens_of(candidate.strategy),
-                    estimate_s=max(candidate.estimate.step_s, 1e-12),
-                    step_s=step_s,
-                )
+        """All that was measured."""
+        return [
+            Observation(
+                job=self._job.past.job,
+                search=search,
+                methods=tokens_of(self._candidates[index].strategy),
+                estimate_s=max(self._candidates[index].estimate.step_s, 1e-12),
+                step_s=each.step_s,
             )
-        return found
+            for index, each in self.measured.items()
+        ]
 
     def best(self) -> int | None:
-        """The fastest that ran; of those within a hundredth of it the one with the fewest methods."""
-        if not self.measured:
-            return None
-        fastest = min(each.step_s for each in self.measured.values())
-        tied = [index for index, each in self.measured.items() if each.step_s <= fastest * (1 + TIE)]
-        return min(tied, key=lambda i: (len(self._candidates[i].strategy), self.measured[i].step_s))
+        """The fastest of what is surely faster than the baseline; of ties the simplest; or else the baseline."""
+        faster = {index: each for index, each in self.verdicts.items() if each.is_faster and index in self.measured}
+        if not faster:
+            return self.baseline
+        least = min(each.ratio for each in faster.values())
+        tied = [index for index, each in faster.items() if each.ratio <= least * (1 + max(TIE, each.noise))]
+        return min(tied, key=lambda index: (len(self._candidates[index].strategy), faster[index].ratio))
 
     def why_not(self, index: int, chosen: int) -> Rejected:
-        """Why a composition that fits was not taken."""
+        """Why a composition that fits was not taken; what it takes is told as a share of what the chosen one takes."""
         candidate, measured = self._candidates[index], self.measured.get(index)
         if chosen not in self.measured:
-            return _rejected(candidate, "not run", "there was no time for a dry run")
+            return rejected(candidate, "not run", "there was no time for a dry run")
         if measured is not None:
-            # Figures of one time are compared: a machine's speed drifts.
-            both = self._finals if {index, chosen} <= self._finals.keys() else self._explored
-            ratio = both[index] / both[chosen]
-            reason = _slower(ratio) if ratio > 1 + TIE else "not faster, and no simpler"
-            return _rejected(candidate, "slower", reason, measured)
+            ratio = measured.step_s / self.measured[chosen].step_s
+            return rejected(candidate, "slower", self._why_not_taken(index, chosen, ratio), measured)
         mean, _ = self._guide.predictions()
         ratio = math.exp(float(mean[index] - mean[chosen]))
         # The estimate as corrected by what was measured, so that it can be compared with the chosen one's time.
         expected_s = ratio * self.measured[chosen].step_s
         corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=expected_s))
-        expected = _slower(ratio) if ratio > 1 else f"{1 - ratio:.0%} faster, but {self._why_not_run(index)}"
-        return _rejected(corrected, "not run", f"expected to be {expected}")
+        return rejected(corrected, "not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
 
-    def _why_not_run(self, index: int) -> str:
+    def _why_not_taken(self, index: int, chosen: int, ratio: float) -> str:
+        if ratio > 1 + TIE:
+            return told(ratio)
+        if index in self.verdicts and not self.verdicts[index].is_faster:
+            return f"{told(ratio)}, not surely faster than the baseline"
+        if index in self.verdicts or ratio > 1 - TIE or index == self.baseline:
+            return f"{told(ratio)}, and no simpler"
+        return f"{told(ratio)} when it was run; there was no time or memory to compare it with the baseline"
+
+    def _why_not_run(self, index: int, ratio: float) -> str:
+        if ratio > 1:
+            return ""
+        if not self._pays(index):
+            return f", but starting it, about {format_seconds(self._start_s(index))}, is not paid back"
         if not self._has_time(index):
-            return "there was no time left to run it"
-        return "enough others were run" if self.num_runs >= self.budget else "not surely enough to be run"
+            return f", but starting it takes about {format_seconds(self._start_s(index))}, and there was no time left"
+        return ", but enough others were run" if self.num_runs >= MAX_RUNS else ", but not surely enough to be run"
 
     def _next(self) -> int | None:
-        """What promises most among what can still be run; decided on rank 0."""
-        gains = self._guide.gains()
-
-        def place(index: int) -> tuple[bool, float]:
-            # Something to hold the others against comes first, and soon: nothing that must be compiled.
-            return not self.measured and _compiles(self._candidates[index].strategy), -gains[index]
-
-        for index in sorted(range(len(gains)), key=place):
-            if gains[index] < MIN_GAIN and self.measured:
-                return None
-            if index not in self.measured and index not in self.failures and self._has_time(index):
-                return index
-        return None
+        """What promises most among those whose turn it is; decided on rank 0."""
+        gains, baseline, best = self._guide.gains(), self.baseline, self._fastest()
+        if baseline is None or best is None:
+            return None
+        places: list[tuple[Turn, float, int]] = []
+        for index in range(len(self._candidates)):
+            if index in self.measured or index in self.failures:
+                continue
+            turn = self._order.turn(index, baseline, best, self.measured)
+            promises = gains[index] >= MIN_GAIN or turn == Turn.AUTOCAST
+            if promises and self._has_time(index) and self._pays(index):
+                places.append((turn, -float(gains[index]), index))
+        return min(places)[-1] if places else None
 
     def _run(self, index: int) -> None:
         """One dry run, on all ranks; what it found goes to `measured` or `failures`."""
-        started, trial = time.monotonic(), self._trial(index)
+        started, strategy = time.monotonic(), self._candidates[index].strategy
+        whole_s = float(self._crew.hear(self._share()))
+        share_s = whole_s if self.baseline is not None else whole_s * BASELINE_SHARE
+        trial = self._trial(index, whole_s)
         self.num_runs += 1
-        share = float(self._crew.hear(self._share()))
-        outcome = measure(trial, share, self._best_s())
+        outcome = measure(trial, share_s, self._best_s())
         trial.close()
         forget_compiled()
-        strategy = self._candidates[index].strategy
-        compiles = _compiles(strategy)
-        self._startups[compiles] = max(self._startups.get(compiles, 0.0), trial.startup_s)
+        kind = compiles(strategy)
+        self._startups[kind] = max(self._startups.get(kind, 0.0), trial.startup_s or trial.elapsed_s)
         if isinstance(outcome, Measurement):
             self.measured[index] = outcome
-            self._explored[index] = outcome.step_s
             self._guide.tell(index, outcome.step_s)
         else:
             self._fail(index, outcome)
@@ -201,130 +210,144 @@ class Explorer:
     def _fail(self, index: int, failure: Failure) -> None:
         """Reject it, and all that share a method which failed before as well and never ran."""
         self.measured.pop(index, None)
+        self.failures[index] = rejected(self._candidates[index], failure.why, failure.reason)
+        if failure.why == "time":
+            return
         self._guide.tell_failed(index)
-        self.failures[index] = _rejected(self._candidates[index], failure.why, failure.reason)
         convicted = self._guide.convicted()
         for other, candidate in enumerate(self._candidates):
             blame = next((each for each in convicted if has(candidate.strategy, each)), None)
             if blame is not None and other not in self.failures:
                 reason = f"{blame} failed in other compositions: {failure.reason}"
-                self.failures[other] = _rejected(candidate, "not run", reason)
+                self.failures[other] = rejected(candidate, "not run", reason)
 
-    def _trial(self, index: int) -> Trial:
-        timeout = float(self._crew.hear(max(30.0, self._share())))
-        return Trial(self._ctx, self._candidates[index].strategy, self._crew, self._feed, timeout)
+    def _trial(self, index: int, limit_s: float) -> Trial:
+        job = self._job
+        return Trial(
+            job.ctx,
+            self._candidates[index].strategy,
+            job.crew,
+            job.feed,
+            max(30.0, min(limit_s, SHARE_S)),
+            limit_s=limit_s,
+        )
 
-    def _finalists(self) -> list[int]:
-        """Those near the best that fit in memory beside one another, and for which there is time."""
-        best = self._best_s()
-        if best is None:
-            return []
+    def _finalists(self) -> tuple[bool, list[int]]:
+        """The baseline and what ran faster, as far as time allows; whether they fit in memory beside one another."""
+        best, baseline = self._fastest(), self.baseline
+        if best is None or baseline is None or best == baseline:
+            return True, []
+        base = self.measured[baseline]
         near = sorted(self.measured, key=lambda i: self.measured[i].step_s)
-        near = [i for i in near if self.measured[i].step_s <= best * (1 + NEAR)][:MAX_FINALISTS]
-        room, chosen, needed_s = usable_bytes(self._ctx.cluster), [], 0.0
-        for index in near:
-            held = max(self.measured[index].peak_bytes, self._candidates[index].estimate.peak_bytes)
-            needed_s += self.measured[index].startup_s + _rounds(best) * best
-            if held <= room and needed_s <= self._left():
-                room -= held
+        limit = min(self.measured[best].step_s * (1 + NEAR), base.step_s)
+        room, chosen = usable_bytes(self._job.ctx.cluster) - self._held(baseline), [baseline]
+        for index in [i for i in near if self.measured[i].step_s < limit and i != baseline][:MAX_CONTENDERS]:
+            if self._held(index) <= room and self._compare_s([*chosen, index]) <= self._clock.left:
+                room -= self._held(index)
                 chosen.append(index)
-        return chosen
+        if len(chosen) > 1:
+            return True, chosen
+        fits_alone = 2 * self._compare_s([baseline, best]) <= self._clock.left
+        return False, [baseline, best] if fits_alone else []
 
-    def _in_turns(self, trials: dict[int, Trial]) -> dict[int, float]:
-        """The median step of each, all taking turns."""
-        times: dict[int, list[float]] = {index: [] for index in trials}
-        fastest = min((self.measured[index].step_s for index in trials), default=1.0)
-        for turn in range(2 + _rounds(fastest)):
-            order = list(trials) if turn % 2 else list(trials)[::-1]
+    def _in_turns(self, finalists: Sequence[int]) -> dict[int, list[float]]:
+        """Seconds of each by turn, all alive together."""
+        trials: dict[int, Trial] = {}
+
+        def failed(index: int) -> None:
+            if index != self.baseline:
+                self._fail(index, failure_of(trials[index]))
+
+        def goes_on(seconds: float) -> bool:
+            return bool(self._crew.hear(seconds < self._clock.left))
+
+        try:
+            for index in finalists:
+                trial = self._trial(index, float(self._crew.hear(self._clock.left)))
+                trials[index] = trial
+                if not trial.start():
+                    failed(index)
+                    del trials[index]
+            turns = num_turns(min((self.measured[i].step_s for i in finalists if i in self.measured), default=1.0))
+            return in_turns(trials, turns, goes_on, failed)
+        finally:
+            for trial in trials.values():
+                trial.close()
+            forget_compiled()
+
+    def _one_by_one(self, finalists: Sequence[int]) -> dict[int, list[float]]:
+        """Seconds of each, started anew in turns, where they do not fit beside one another."""
+        times: dict[int, list[float]] = {index: [] for index in finalists}
+        for order in (finalists, finalists[::-1]):
             for index in order:
-                seconds = trials[index].step()
-                if seconds is None:
-                    self._fail(index, Failure("failed", str(trials.pop(index).failure)))
-                elif turn >= 2:
-                    times[index].append(seconds)
-        return {index: statistics.median(each) for index, each in times.items() if index in trials and each}
+                found = self._in_turns([index])
+                times[index] += found.get(index, [])
+        return times
+
+    def _compare_s(self, indices: Sequence[int]) -> float:
+        startups = [
+            self.measured[i].startup_s * (WARM_START if compiles(self._candidates[i].strategy) else 1.0)
+            for i in indices
+        ]
+        return seconds_needed(startups, [self.measured[i].step_s for i in indices])
+
+    def _held(self, index: int) -> float:
+        return max(self.measured[index].peak_bytes, self._candidates[index].estimate.peak_bytes)
+
+    def _fastest(self) -> int | None:
+        return min(self.measured, key=lambda index: self.measured[index].step_s, default=None)
 
     def _best_s(self) -> float | None:
         return min((each.step_s for each in self.measured.values()), default=None)
 
-    def _left(self) -> float:
-        return math.inf if self._limit is None else self._began + self._limit - time.monotonic()
-
     def _share(self) -> float:
-        """Seconds that one dry run may take."""
-        return min(SHARE_S, max(self._left(), 0.0))
+        """Seconds that one dry run may take, so that what ran can still be compared."""
+        best, kept = self._fastest(), 0.0
+        if self.baseline is not None and best not in (None, self.baseline):
+            kept = self._compare_s([self.baseline, best])
+        return max(0.0, min(SHARE_S, self._clock.left - kept))
+
+    def _start_s(self, index: int) -> float:
+        """Seconds until its first step is done, as far as is known."""
+        if compiles(self._candidates[index].strategy):
+            return self._startups.get(True, COMPILE_S + COMPILE_OP_S * self._job.num_compiled_ops)
+        return self._startups.get(False, START_S)
 
     def _has_time(self, index: int) -> bool:
-        """Whether a dry run is expected to end in time, and leave some for the comparison at the end."""
-        compiles = _compiles(self._candidates[index].strategy)
-        start = self._startups.get(compiles, COMPILE_S if compiles else START_S)
+        """Whether a dry run is expected to end in time, and to leave some for the comparison at the end."""
+        best, baseline = self._best_s(), self.baseline
+        if best is None or baseline is None:
+            return self._clock.left > 0
+        start = self._start_s(index)
+        again = start * (WARM_START if compiles(self._candidates[index].strategy) else 1.0)
+        base = self.measured[baseline]
+        compared = seconds_needed([base.startup_s, again], [base.step_s, best])
+        return start + STEPS * best + compared <= self._clock.left
+
+    def _pays(self, index: int) -> bool:
+        """Whether what a compilation can gain in training is worth its start."""
         best = self._best_s()
-        steps = 10 * (self._candidates[index].estimate.step_s if best is None else best)
-        reserve = 0.0 if best is None or self._limit is None else 0.2 * self._limit
-        return start + steps + reserve <= self._left()
+        if best is None or not compiles(self._candidates[index].strategy):
+            return True
+        epoch_s = best * (self._job.feed.epoch or 0)
+        return float(self._guide.gains()[index]) * max(TRAINING_S, epoch_s) >= self._start_s(index)
 
     def _tell(self, strategy: Strategy, outcome: Measurement | Failure) -> None:
-        if self._ctx.world.rank != 0:
+        if self._job.ctx.world.rank != 0 or self._progress is None:
             return
         step_s = outcome.step_s if isinstance(outcome, Measurement) else None
-        if self._progress is not None:
-            total = max(self.budget, self.num_runs)
-            left = max(0.0, min(self._run_s * (total - self.num_runs), self._left()))
-            self._progress(Progress(self.num_runs, total, str(strategy), step_s, self._best_s(), left))
+        left = max(0.0, min(self._run_s * (MAX_RUNS - self.num_runs), self._clock.left))
+        self._progress(Progress(self.num_runs, MAX_RUNS, str(strategy), step_s, self._best_s(), left))
 
 
-def measure(trial: Trial, share_s: float, best_s: float | None) -> Measurement | Failure:
-    """A trial's steps until they are steady, then enough for a median; or why it is rejected."""
-    if not trial.start():
-        return Failure("failed", str(trial.failure))
-    if trial.elapsed_s > share_s:
-        took = format_seconds(trial.elapsed_s)
-        return Failure("time", f"its first step took {took}; a dry run may take {format_seconds(share_s)}")
-    steps, last = [], 0.0
-    for _ in range(WARM_UP):
-        before, seconds = last, trial.step()
-        if seconds is None:
-            return Failure("failed", str(trial.failure))
-        last = seconds
-        if abs(before / last - 1) < STEADY or trial.elapsed_s > share_s:
-            break
-    is_hopeless = best_s is not None and last > HOPELESS * best_s
-    for _ in range(1 if is_hopeless else _enough(last)):
-        seconds = trial.step()
-        if seconds is None:
-            return Failure("failed", str(trial.failure))
-        steps.append(seconds)
-        if trial.elapsed_s > share_s:
-            break
-    peak = trial.peak_bytes()
-    if peak is None:
-        return Failure("failed", str(trial.failure))
-    return Measurement(
-        step_s=statistics.median(steps),
-        num_steps=len(steps),
-        startup_s=trial.startup_s,
-        peak_bytes=peak,
-        memory_kind=trial.memory_kind,
-    )
+def told(ratio: float) -> str:
+    """What a step takes beside the chosen one's."""
+    if ratio >= 2:
+        return f"{ratio:.1f}× as slow"
+    if abs(ratio - 1) < 0.005:
+        return "as fast"
+    return f"{ratio - 1:.0%} slower" if ratio > 1 else f"{1 - ratio:.0%} faster"
 
 
-def _enough(step_s: float) -> int:
-    """Steps for a median: half a second's worth, 5 to 20."""
-    return min(20, max(5, int(0.5 / max(step_s, 1e-6))))
-
-
-def _rounds(step_s: float) -> int:
-    """Turns of the final comparison: a second's worth, 7 to 40."""
-    return min(40, max(7, int(1.0 / max(step_s, 1e-6))))
-
-
-def _slower(ratio: float) -> str:
-    return f"{ratio - 1:.0%} slower" if ratio < 2 else f"{ratio:.1f}× as slow"
-
-
-def _compiles(strategy: Strategy) -> bool:
-    return any(each.phase == Phase.COMPILE for each in strategy)
-
-
-def _rejected(candidate: Scored, why: Why, reason: str, measured: Measurement | None = None) -> Rejected:
+def rejected(candidate: Scored, why: Why, reason: str, measured: Measurement | None = None) -> Rejected:
     return Rejected(strategy=candidate.strategy, why=why, reason=reason, estimate=candidate.estimate, measured=measured)

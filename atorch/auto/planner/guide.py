@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ class Guide:
     past: Past = Past()
     _measured: dict[int, float] = field(default_factory=dict)  # index → seconds
     _failed: list[int] = field(default_factory=list)
+    _known: dict[str, Any] = field(default_factory=dict)  # what was worked out since the last measurement
 
     def __post_init__(self) -> None:
         self._tokens = [tokens_of(each.strategy) for each in self.candidates]
@@ -73,11 +75,13 @@ class Guide:
     def tell(self, index: int, seconds: float) -> None:
         """A candidate's measured step."""
         self._measured[index] = seconds
+        self._known.clear()
 
     def tell_failed(self, index: int) -> None:
         """A candidate that does not run."""
         self._measured.pop(index, None)
         self._failed.append(index)
+        self._known.clear()
 
     def convicted(self) -> list[str]:
         """Methods, in their settings, that alone can be why at least two candidates failed: all else in them ran."""
@@ -91,6 +95,12 @@ class Guide:
 
     def predictions(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """The mean and standard deviation of the logarithm of every candidate's seconds."""
+        if "predictions" not in self._known:
+            self._known["predictions"] = self._predicted()
+        found: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] = self._known["predictions"]
+        return found
+
+    def _predicted(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         count = len(self._tokens)
         prior = np.sqrt(np.diag(self._covariance)[:count])
         seen = [*self._measured, *range(count, len(self._covariance))]
@@ -110,6 +120,12 @@ class Guide:
         Before anything was measured the order of what is predicted decides. What may be the reason of failures counts
         half, for each of them.
         """
+        if "gains" not in self._known:
+            self._known["gains"] = self._gained()
+        found: npt.NDArray[np.float64] = self._known["gains"]
+        return found
+
+    def _gained(self) -> npt.NDArray[np.float64]:
         mean, deviation = self.predictions()
         suspects = [self._suspects(index) for index in self._failed]
         trust = np.array([0.5 ** sum(not each.isdisjoint(tokens) for each in suspects) for tokens in self._tokens])

@@ -58,17 +58,39 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The simplest composition, which ran first, and what a choice gained on it in turns with it."""
+
+    strategy: Strategy
+    measured: Measurement
+    gain: float = 0.0  # of its step, what the choice takes less
+
+    def to_json_data(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        measured = estimate_data(self.measured)
+        return {"strategy": strategy_data(self.strategy), "measured": measured, "gain": self.gain}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The outcome of a search. `measured` is None where no dry run was possible."""
 
     strategy: Strategy
-    estimate: Estimate
+    estimate: Estimate | None  # None where there was no time for it
     measured: Measurement | None
     rejected: tuple[Rejected, ...]
     num_compositions: int
     num_dry_runs: int
     seconds: float
     memory_bytes: float  # what a device has
+    baseline: Baseline | None = None  # what a choice had to beat, where it ran
+    notes: tuple[str, ...] = ()  # what of the search its reader should know
+
+    @property
+    def numbers(self) -> str:
+        """What the choice does to the numbers that are trained with."""
+        said = [each.numbers for each in self.strategy if each.numbers]
+        return "; ".join(said) or "as in plain training, but that sums may be taken in another order"
 
     def to_json_data(self) -> dict[str, Any]:
         """The plan as plain JSON data."""
@@ -81,6 +103,9 @@ class Plan:
             "num_dry_runs": self.num_dry_runs,
             "seconds": self.seconds,
             "memory_bytes": self.memory_bytes,
+            "baseline": None if self.baseline is None else self.baseline.to_json_data(),
+            "numbers": self.numbers,
+            "notes": list(self.notes),
         }
 
 

@@ -1,43 +1,56 @@
 """The search: trace, score every composition, drop what cannot fit, run the most promising for real, take the fastest.
 
-Rank 0 decides what is tried and what is taken, and the others follow. The estimated best runs first; every measurement
-corrects the estimates of all others (`guide`), and at most a quarter of the space is run. Those that come close to the
-best are then measured again side by side, since a machine's speed drifts more in minutes than they differ. What was
-measured is kept for the next search on the machine (`calibration`).
+Rank 0 decides what is tried and what is taken, and the others follow. The baseline runs first (`order`); then what is
+simple, and every measurement corrects the estimates of all others (`guide`). What came out best is measured again in
+turns with the baseline, and taken only where it is surely faster (`comparison`). What was measured is kept for the next
+search on the machine (`calibration`).
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 
 from atorch.auto.context import Context
 from atorch.auto.first_pass import plain_pass
+from atorch.auto.opt_lib.completion import complete
+from atorch.auto.planner.best_first import best_first
 from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed
-from atorch.auto.planner.estimate import Scored, score, split_by_memory, usable_bytes
-from atorch.auto.planner.explore import SHARE_S, Explorer, Failure, Progress, measure
-from atorch.auto.planner.plan import Measurement, Plan, Rejected
+from atorch.auto.planner.clock import Clock
+from atorch.auto.planner.deadline import Overdue, deadline
+from atorch.auto.planner.estimate import Scored, estimate_of, scored, split_by_memory, usable_bytes, usable_host_bytes
+from atorch.auto.planner.explore import SHARE_S, Explorer, Job, Progress
+from atorch.auto.planner.measuring import Failure, measure
+from atorch.auto.planner.obstacles import obstacles
+from atorch.auto.planner.order import Order
+from atorch.auto.planner.plan import Baseline, Measurement, Plan, Rejected
 from atorch.auto.planner.space import Space, compositions
 from atorch.auto.planner.trial import Crew, Trial, forget_compiled
-from atorch.auto.strategy import Strategy
+from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import NoFeasiblePlanError, StrategyError
+from atorch.logs import logger
 from atorch.profiler.tensors import batch_size
 from atorch.profiler.trace import trace
 from atorch.report.progress import search_progress
-from atorch.units import format_bytes
+from atorch.units import format_bytes, format_seconds
 
 Show = Callable[[Progress], None]
+
+
+ALL_SCORED = 2_000  # compositions up to which all are scored; of more, those that bounds lead to first
+MOST_SCORED = 4_000
+RUNNABLE = 400  # that dry runs are chosen from
 
 
 @dataclass(frozen=True)
@@ -53,57 +66,105 @@ class Ranking:
         return len(self.fitting) + sum(each.why != "hardware" for each in self.rejected)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a search may take: see `space.compositions`.
+
+    precision: the least exact numbers; None for autocast, and for less only where nothing else fits.
+    """
+
+    excluded: Iterable[str] | None = None
+    included: Iterable[str] | None = None
+    fixed: Strategy | None = None
+    precision: Exactness | None = None
+
+    @property
+    def levels(self) -> tuple[Exactness, ...]:
+        """What is allowed, and what more where nothing fits."""
+        return EXACTNESS[EXACTNESS.index("autocast") :] if self.precision is None else (self.precision,)
+
+
 def search(
     ctx: Context,
     *,
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
+    precision: Exactness | None = None,
     time_limit: float | None = None,
     verbose: bool = False,
     progress: Show | None = None,
     calibration: Calibration | None = None,
     verify: bool = True,
+    clock: Clock | None = None,
 ) -> Plan:
     """The fastest strategy that runs, found on this job's own processes. All of them call this together.
 
     Args:
         excluded, included, fixed: see `space.compositions`.
-        time_limit: seconds for everything; a dry run that is not expected to end in time is not begun. The first
-            one may still overrun by one step or one compilation.
+        precision: the least exact numbers that it may train in; None for "autocast", and for less exact ones only where
+            nothing else fits.
+        time_limit: seconds for everything; what takes longer is given up. None for two minutes, or 60 steps of the
+            baseline where these take longer; infinity for no limit.
         verbose: show a line for every dry run also where there is a progress bar.
         progress: called on rank 0 after every dry run; None shows a progress bar, or lines where there is no terminal.
         calibration: where what was measured before comes from, and what is measured is kept; None for neither.
         verify: whether candidates are held to plain training's first pass (`first_pass`).
+        clock: one that runs already, instead of `time_limit`.
 
     Raises:
         NoFeasiblePlanError: nothing fits in memory, or nothing ran; the nearest miss is named.
         StrategyError, ArgumentError: whatever does not hold in the arguments.
     """
-    began = time.monotonic()
+    clock = Clock(time_limit) if clock is None else clock
+    wanted = Wanted(excluded=excluded, included=included, fixed=fixed, precision=precision)
     with preserved_rng(), _shown(ctx, progress, verbose) as show:
         feed = Feed(ctx)
         crew = Crew(ctx.world)
         try:
-            # Numbers travel; strategies do not, since a user's method may be of a class that cannot be pickled.
-            profile, start, cluster, sample = crew.led(
-                lambda: (*starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed))
-            )
+            known = crew.led(lambda: _traced(ctx, feed, clock))
+            if known is None:
+                return _unsearched(ctx, wanted, float(crew.hear(clock.seconds)))
+            profile, start, cluster, sample = known
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
-            if verify:
+            ranking = next(
+                (each for each in (ranked(profile, start, cluster, wanted, level) for level in wanted.levels)
+                 if each.fitting), None,
+            ) or ranked(profile, start, cluster, wanted, wanted.levels[0])  # fmt: skip
+            _need_one_that_fits(ranking, ctx, profile, wanted)
+            if verify and crew.hear(clock.left > 0):
                 expected = plain_pass(ctx, ctx.world.size, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
                 ctx = replace(ctx, plain_pass=expected)
-            ranking = ranked(profile, start, cluster, excluded, included, fixed)
-            _need_one_that_fits(ranking, ctx)
             past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
-            explorer = Explorer(ctx, feed, crew, ranking.fitting, began, time_limit, show, past)
+            order = Order(ranking.fitting, fixed, one_node=cluster.num_nodes == 1)
+            job = Job(
+                ctx=ctx, feed=feed, crew=crew, candidates=ranking.fitting, order=order, clock=clock, past=past,
+                num_compiled_ops=compiled_ops(profile),
+            )  # fmt: skip
+            explorer = Explorer(job, show)
             explorer.explore()
             explorer.compare()
             if calibration is not None and ctx.world.rank == 0:
                 calibration.add(explorer.observations(search=secrets.token_hex(8)))
-            return _plan(ctx, ranking, explorer, float(crew.hear(time.monotonic() - began)))
+            return _plan(job, ranking, explorer, wanted, float(crew.hear(clock.seconds)))
         finally:
             crew.close()
+
+
+def compiled_ops(profile: ModelProfile) -> float:
+    """Operations that a compiler sees: those of one copy of the repeated blocks, or of a model that has none."""
+    blocks = [each for each in profile.segments if each.is_block]
+    return float(sum(each.num_ops for each in blocks or profile.segments))
+
+
+def _traced(ctx: Context, feed: Feed, clock: Clock) -> tuple[ModelProfile, Cost, ClusterSpec, Any] | None:
+    """The model in numbers, and what rank 0 knows of the machine; None where there was no time for it."""
+    # Numbers travel; strategies do not, since a user's method may be of a class that cannot be pickled.
+    try:
+        with deadline(clock.left):
+            return *starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed)
+    except Overdue:
+        return None
 
 
 @contextmanager
@@ -139,22 +200,55 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
 
 def rank(ctx: Context, feed: Feed) -> Ranking:
     """Every composition scored by arithmetic alone, on this process."""
-    return ranked(*starting_point(ctx, feed), ctx.cluster)
+    return ranked(*starting_point(ctx, feed), ctx.cluster, Wanted(), EXACTNESS[-1])
 
 
-def ranked(
-    profile: ModelProfile,
-    start: Cost,
-    cluster: ClusterSpec,
-    excluded: Iterable[str] | None = None,
-    included: Iterable[str] | None = None,
-    fixed: Strategy | None = None,
-) -> Ranking:
-    """Every composition scored: the same on every process that is given the same."""
-    space: Space = compositions(profile, cluster, excluded=excluded, included=included, fixed=fixed)
-    fitting, rejected = split_by_memory(score(space, start, cluster), cluster)
+def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, precision: Exactness) -> Ranking:
+    """Compositions scored, all or of many the most promising: the same on every process that is given the same."""
+    space: Space = compositions(
+        profile, cluster, excluded=wanted.excluded, included=wanted.included, fixed=wanted.fixed, precision=precision
+    )
+    fitting, rejected = split_by_memory(_scored(space, start, cluster), cluster)
     unmet = [Rejected(strategy=Strategy((each,)), why="hardware", reason=reason) for each, reason in space.unmet]
-    return Ranking(tuple(fitting), (*rejected, *unmet))
+    head, rest = _runnable(fitting, wanted.fixed)
+    beyond = [
+        Rejected(strategy=each.strategy, why="not run", reason="others were estimated faster", estimate=each.estimate)
+        for each in rest
+    ]
+    return Ranking(tuple(head), (*beyond, *rejected, *unmet))
+
+
+def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
+    leaves = list(islice(space.leaves(space.root(start)), ALL_SCORED + 1))
+    if len(leaves) <= ALL_SCORED:
+        return scored(leaves, cluster)
+    room, host = usable_bytes(cluster), usable_host_bytes(cluster)
+    found = best_first(
+        space, start, cluster, device_bytes=room, host_bytes=host, keep=RUNNABLE, most=MOST_SCORED
+    ).columns
+    strategies = {Strategy(found.methods[row]) for row in found.fastest(RUNNABLE)}
+    simplest = (Strategy(each.methods) for each in leaves)
+    plain = complete(Strategy(), cluster.world_size)
+    if space.follow(plain.methods, start) is not None:
+        strategies.add(plain)
+        for level in space.levels:  # and what is one change away from it
+            for choice in level.choices:
+                node = space.follow(plain.with_method(choice.method).methods, start)
+                if node is not None:
+                    strategies.add(Strategy(node.methods))
+    chosen = strategies or set(islice(simplest, RUNNABLE))
+    every = [Scored(each, estimate_of(each.cost(start), cluster)) for each in chosen]
+    return sorted(every, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
+
+
+def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Scored], list[Scored]]:
+    """Those that dry runs are chosen from: the fastest by estimate, and the simplest."""
+    simplest = set(Order(fitting, fixed).simplest[: RUNNABLE // 4])
+    kept = [index for index in range(len(fitting)) if index < RUNNABLE or index in simplest]
+    rest = (
+        [fitting[index] for index in range(len(fitting)) if index not in set(kept)] if len(fitting) > len(kept) else []
+    )
+    return [fitting[index] for index in kept], rest
 
 
 def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
@@ -180,48 +274,114 @@ def sample_of(ctx: Context, feed: Feed) -> Any:
     return feed.batches(0, ctx.world.size)[0] if ctx.sample_batch is None else ctx.sample_batch
 
 
-def _need_one_that_fits(ranking: Ranking, ctx: Context) -> None:
+def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, wanted: Wanted) -> None:
     if ranking.fitting:
         return
     rejected = [each.to_json_data() for each in ranking.rejected]
     missed = [each for each in ranking.rejected if each.estimate is not None]
     if not missed:
-        raise NoFeasiblePlanError("no composition is left to try; exclude fewer methods", rejected)
+        told = obstacles(profile, ctx.cluster, wanted.excluded, wanted.included, wanted.fixed, wanted.levels[-1])
+        raise NoFeasiblePlanError(f"no composition is left to try: {told}", rejected)
     nearest = min(missed, key=lambda each: each.estimate.peak_bytes if each.estimate else 0.0)
     raise NoFeasiblePlanError(
         f"none of {len(missed)} compositions fits in {format_bytes(usable_bytes(ctx.cluster))} a device. The nearest, "
-        f"{nearest.strategy}, {nearest.reason}. Use a smaller batch or model, or more devices",
+        f"{nearest.strategy}, {nearest.reason}. {_remedy(wanted)}",
         rejected,
     )
 
 
-def _plan(ctx: Context, ranking: Ranking, explorer: Explorer, seconds: float) -> Plan:
-    """The fastest that ran; where time was too short for any, the best by estimate."""
-    best = explorer.best()
-    if best is None and explorer.failures:
-        first = min(explorer.failures)
-        left = len(ranking.fitting) - len(explorer.failures)
-        more = f", and there was no time for {left} others" if left else ""
-        raise NoFeasiblePlanError(
-            f"none of {explorer.num_runs} dry runs succeeded{more}. "
-            f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}",
-            [each.to_json_data() for each in (*explorer.failures.values(), *ranking.rejected)],
-        )
-    chosen = 0 if best is None else best  # the fastest by estimate comes first
-    measured = explorer.measured.get(chosen)
+def _remedy(wanted: Wanted) -> str:
+    excluded, included = list(wanted.excluded or ()), list(wanted.included or ())
+    more = [f"allow some of what is excluded ({', '.join(excluded)})"] if excluded else []
+    more += [f"leave out some of what is included ({', '.join(included)})"] if included else []
+    if wanted.fixed is not None:
+        more.append(f"search other methods than {', '.join(wanted.fixed.names()) or 'none'}, without finetune_strategy")
+    if wanted.precision not in (None, EXACTNESS[-1]):
+        more.append(f"allow less exact numbers than precision={wanted.precision!r}")
+    return "; ".join(["Use a smaller batch or model, or more devices", *(f"or {each}" for each in more)])
+
+
+def _plan(job: Job, ranking: Ranking, explorer: Explorer, wanted: Wanted, seconds: float) -> Plan:
+    """The fastest that surely is; where there was no time for any run, the baseline, unmeasured."""
+    chosen = explorer.best()
+    if chosen is None:
+        failed = [index for index, each in explorer.failures.items() if each.why == "failed"]
+        if failed:
+            raise _nothing_ran(ranking, explorer, min(failed))
+        chosen = job.order.simplest[0]
     others: list[Rejected] = []
     for index in range(len(ranking.fitting)):
-        if index in explorer.failures:
+        if index in explorer.failures and index != chosen:
             others.append(explorer.failures[index])
         elif index != chosen:
             others.append(explorer.why_not(index, chosen))
+    baseline = explorer.baseline
+    gain = 1 - explorer.verdicts[chosen].ratio if chosen in explorer.verdicts else 0.0
     return Plan(
         strategy=ranking.fitting[chosen].strategy,
         estimate=ranking.fitting[chosen].estimate,
-        measured=measured,
+        measured=explorer.measured.get(chosen),
         rejected=(*others, *ranking.rejected),
         num_compositions=ranking.num_compositions,
         num_dry_runs=explorer.num_runs,
         seconds=seconds,
+        memory_bytes=job.ctx.cluster.device.memory_bytes,
+        baseline=None
+        if baseline is None
+        else Baseline(strategy=ranking.fitting[baseline].strategy, measured=explorer.measured[baseline], gain=gain),
+        notes=tuple(_notes(job, explorer, chosen, wanted)),
+    )
+
+
+def _notes(job: Job, explorer: Explorer, chosen: int, wanted: Wanted) -> Iterator[str]:
+    limit = job.clock.limit
+    if explorer.baseline is None:
+        yield _no_time(limit)
+    elif limit is None:
+        yield f"no time_limit was given; the search had {format_seconds(job.clock.whole)}"
+    level = max((EXACTNESS.index(each.exactness) for each in job.candidates[chosen].strategy), default=0)
+    if wanted.precision is None and wanted.fixed is None and level > EXACTNESS.index("autocast"):
+        named = {name for name in wanted.included or () if METHODS[name].exactness == EXACTNESS[level]}
+        if not named:
+            yield f"nothing more exact than {EXACTNESS[level]} fits in memory"
+
+
+def _no_time(limit: float | None) -> str:
+    given = "" if limit is None else f" of {format_seconds(limit)}"
+    told = f"there was no time for a dry run in the time_limit{given}: this is the baseline, un-searched and unmeasured"
+    logger.warning("%s", told)
+    return told
+
+
+def _nothing_ran(ranking: Ranking, explorer: Explorer, first: int) -> NoFeasiblePlanError:
+    left = len(ranking.fitting) - len(explorer.failures)
+    more = f", and {left} others were not run" if left else ""
+    return NoFeasiblePlanError(
+        f"none of {explorer.num_runs} dry runs succeeded{more}. "
+        f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}",
+        [each.to_json_data() for each in (*explorer.failures.values(), *ranking.rejected)],
+    )
+
+
+def _unsearched(ctx: Context, wanted: Wanted, seconds: float) -> Plan:
+    """The baseline of a model that there was no time to trace."""
+    methods = wanted.fixed if wanted.fixed is not None else Strategy.of(list(wanted.included or ()))
+    strategy = complete(methods, ctx.world.size)
+    barred = [name for name in wanted.excluded or () if name in strategy.names()]
+    if barred:
+        raise NoFeasiblePlanError(
+            f"there was no time to search, and the baseline, {strategy}, has {', '.join(barred)}, which is excluded; "
+            "give more time_limit, or a load_strategy",
+            [],
+        )
+    return Plan(
+        strategy=strategy,
+        estimate=None,
+        measured=None,
+        rejected=(),
+        num_compositions=1,
+        num_dry_runs=0,
+        seconds=seconds,
         memory_bytes=ctx.cluster.device.memory_bytes,
+        notes=(_no_time(None),),
     )

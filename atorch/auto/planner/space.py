@@ -191,7 +191,7 @@ def compositions(
         StrategyError: an unknown name, one that is both excluded and included, two included ones of one slot, or an
             included one that this machine cannot run.
     """
-    barred, needed = _names(excluded, "excluded"), _names(included, "included")
+    barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
     if fixed is not None:
         _check_fixed(fixed, barred, needed)
         levels = tuple(_fixed_level(each, profile, cluster) for each in fixed)
@@ -235,7 +235,7 @@ def plannable(
     Raises:
         StrategyError: as `compositions`.
     """
-    barred, needed = _names(excluded, "excluded"), _names(included, "included")
+    barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
     given = () if fixed is None else fixed.methods
     for each in given:
         if each.name in barred:
@@ -252,7 +252,7 @@ def plannable(
 def _space(
     profile: ModelProfile, cluster: ClusterSpec, barred: Sequence[str], needed: Sequence[str], given: Sequence[Method]
 ) -> Space:
-    _check_names(barred, needed)
+    _checknames_in(barred, needed)
     held = {each.slot: each.name for each in given}
     for name in needed:
         other = held.setdefault(METHODS[name].slot, name)
@@ -332,7 +332,8 @@ def _not_applicable() -> tuple[str, ...]:
     return tuple(name for name in METHODS if not METHODS[name].can_apply())
 
 
-def _names(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
+def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
+    """The methods that an argument names; raises StrategyError for a text, and for a name that there is not."""
     if isinstance(given, str):
         raise StrategyError(f"{argument} is {given!r}; give a list of method names, [{given!r}]")
     names = tuple(given or ())
@@ -341,7 +342,7 @@ def _names(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
     return names
 
 
-def _check_names(barred: Sequence[str], needed: Sequence[str]) -> None:
+def _checknames_in(barred: Sequence[str], needed: Sequence[str]) -> None:
     both = sorted(set(barred) & set(needed))
     if both:
         raise StrategyError(f"{both[0]} is both excluded and included; leave it out of one of them")

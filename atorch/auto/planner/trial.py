@@ -2,19 +2,22 @@
 
 Every phase is guarded: each rank says how it went before any goes on, over a group that candidates never use. The
 candidate's own collectives run on a group of its own. A rank that fails closes it, which wakes peers that wait for it
-there (over gloo at once; over nccl a watcher on each rank aborts it); failing that, its timeout does. What is not
-survived: a process that dies, and a method that waits for its peers on a group that is not the mesh's.
+there (over gloo at once; over nccl a watcher on each rank aborts it); failing that, its timeout does. What takes longer
+than it may is given up on all ranks, in the middle of compiling too (`deadline`). What is not survived: a process that
+dies, and a method that waits for its peers on a group that is not the mesh's.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import math
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.first_pass import cannot_evaluate, check
 from atorch.auto.planner.candidate import Feed, candidate
+from atorch.auto.planner.deadline import Overdue, deadline, running
 from atorch.auto.strategy import Strategy
 from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
 from atorch.distributed.mesh import BATCH_AXES, Mesh, current, use_mesh
@@ -84,9 +88,19 @@ class Crew:
 class Trial:
     """One strategy, alive on all ranks from `start` to `close`. All ranks call the same methods in the same order."""
 
-    def __init__(self, ctx: Context, strategy: Strategy, crew: Crew, feed: Feed, timeout_s: float) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        strategy: Strategy,
+        crew: Crew,
+        feed: Feed,
+        timeout_s: float,
+        *,
+        limit_s: float = math.inf,
+    ) -> None:
         self.strategy = strategy
         self.failure: str | None = None  # the first failure on any rank, the same on all
+        self.is_overdue = False  # whether that was that it took longer than `limit_s`
         self.startup_s = 0.0
         self._base, self._crew, self._feed = ctx, crew, feed
         self._device = ctx.device
@@ -94,6 +108,7 @@ class Trial:
         self._applied: Context | None = None
         self._result: AccelerateResult | None = None
         self._batches: Iterator[Any] = iter(())
+        self._limit_s, self._before = limit_s, running()
         self._began, self._elapsed_s = time.monotonic(), 0.0
         self._memory = PeakMemory(self._device)
         self._group = None
@@ -200,12 +215,15 @@ class Trial:
 
     def _together(self, work: Callable[[], Any]) -> list[Any] | None:
         """What `work` returns on each rank; None, and everything closed, where it raised on any."""
-        value, failed = None, None
+        value, failed, left_s = None, None, self._limit_s - (time.monotonic() - self._began)
         try:
-            with stand_on(self._group), use_mesh(self._mesh), _Watcher(self._group, self._device):
+            around = (stand_on(self._group), use_mesh(self._mesh), _Watcher(self._group, self._device), _same_modes())
+            with ExitStack() as stack:
+                for each in (*around, deadline(left_s, self._before)):
+                    stack.enter_context(each)
                 value = work()
-        except Exception as error:  # users' modules and third parties' methods may raise anything
-            failed = (time.time(), _described(error))
+        except (Exception, Overdue) as error:  # users' modules and third parties' methods may raise anything
+            failed = (time.time(), _described(error), isinstance(error, Overdue))
             traceback.clear_frames(error.__traceback__)  # they hold the candidate, and that its group
         if failed is not None:
             self.close()
@@ -214,7 +232,7 @@ class Trial:
         failures = [(*report[0], rank) for rank, report in enumerate(reports) if report[0] is not None]
         if not failures:
             return [report[1] for report in reports]
-        _, what, rank = min(failures)
+        _, what, self.is_overdue, rank = min(failures)
         self.failure = f"{what} (on rank {rank})" if len(reports) > 1 else what
         if failed is None:
             self.close()
@@ -252,8 +270,23 @@ class _Watcher:
                 return
 
 
-def _described(error: Exception) -> str:
+@contextmanager
+def _same_modes() -> Iterator[None]:
+    """What is interrupted may leave autograd or autocast as it was inside; afterwards they are as before."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    grad, autocast, dtype = torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_autocast_enabled(kind, autocast)
+        torch.set_default_dtype(dtype)
+
+
+def _described(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
+    if isinstance(error, Overdue):
+        return "its time was over before it was ready"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 

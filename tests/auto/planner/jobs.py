@@ -74,7 +74,7 @@ def sabotage(how: str, rank: int) -> Iterator[None]:
 
     @method("sabotage", phase=Phase.STEP)
     class Sabotage(Method):
-        how: Literal["apply", "step", "memory", "late", "nan", "wrong", "none"] = "none"
+        how: Literal["apply", "step", "memory", "late", "nan", "wrong", "stuck", "none"] = "none"
         rank: int = 0
 
         def cost(self, cost):
@@ -84,6 +84,8 @@ def sabotage(how: str, rank: int) -> Iterator[None]:
             mine = ctx.world.rank == self.rank
             if self.how == "apply" and mine:
                 raise ValueError("cannot be applied here")
+            while self.how == "stuck" and mine:
+                calls = []  # as a compiler that does not come to an end
             inner, calls = ctx.loss_func, []
 
             def loss_func(batch, output):

@@ -1,0 +1,77 @@
+"""The last word: the best few and the baseline, measured step by step in turns, so that what disturbs one disturbs all.
+
+A machine's speed drifts more in minutes than compositions differ. Only what is faster than the baseline by more than
+the noise of these very turns may be taken; among those as fast as each other, the simplest.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from atorch.auto.planner.trial import Trial
+
+TIE = 0.01  # of a step: nearer than this is as fast
+SURE = 2.0  # standard errors of the median that a gain must exceed
+MIN_TURNS, MAX_TURNS = 5, 60
+TURNS_S = 2.0  # of steps of each, where they are quick
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What turns said of one contender: its seconds over the baseline's in the same turn."""
+
+    ratio: float  # the median
+    noise: float  # the standard error of its logarithm
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], baseline: Sequence[float]) -> Verdict:
+        """From the seconds of the same turns."""
+        logs = [math.log(mine / theirs) for mine, theirs in zip(seconds, baseline, strict=True)]
+        middle = statistics.median(logs)
+        spread = 1.4826 * statistics.median(abs(each - middle) for each in logs)  # σ, of normal ones
+        return cls(math.exp(middle), 1.2533 * spread / math.sqrt(len(logs)))
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether by more than what counts as a tie, beyond the noise."""
+        return math.log(self.ratio) + SURE * self.noise < -TIE
+
+
+def num_turns(step_s: float) -> int:
+    """How many turns make a verdict on steps so long."""
+    return min(MAX_TURNS, max(MIN_TURNS + 2, int(TURNS_S / max(step_s, 1e-6))))
+
+
+def seconds_needed(startups: Sequence[float], steps: Sequence[float]) -> float:
+    """What a comparison takes that starts these and lets them step in turns."""
+    return sum(startups) + (WARM_UP + num_turns(min(steps, default=1.0))) * sum(steps)
+
+
+def in_turns(
+    trials: Mapping[int, Trial], turns: int, goes_on: Callable[[float], bool], failed: Callable[[int], None]
+) -> dict[int, list[float]]:
+    """Seconds of every trial by turn, after some that only warm up.
+
+    A trial that fails is told to `failed` and left out from there on; `goes_on`, asked before a turn that is
+    expected to take so many seconds, ends it where that is too long.
+    """
+    running, times = dict(trials), {index: list[float]() for index in trials}
+    for turn in range(WARM_UP + turns):
+        if not goes_on(sum(each[-1] for each in times.values() if each)):
+            break
+        taken: dict[int, float] = {}
+        for index in list(running) if turn % 2 else list(running)[::-1]:
+            seconds = running[index].step()
+            if seconds is None:
+                failed(index)
+                del running[index], times[index]
+            else:
+                taken[index] = seconds
+        for index, seconds in taken.items():
+            if index in times:
+                times[index] = [*times[index], seconds] if turn >= WARM_UP else []
+    return times

@@ -1,0 +1,129 @@
+"""Work of this process that is given up when its time is over, wherever it then is.
+
+Compiling a candidate takes as long as it takes, and its first step comes after it. So `deadline` interrupts it: Python
+code anywhere, compilers' included, between two operations, and what waits for a process or a thread at once. What does
+not return to Python is waited for: one operation, one pass backward. Compilers that were started are ended, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+
+AGAIN_S = 1.0  # an interruption that is swallowed, as in a destructor, is repeated after this
+DRAIN_S, LOOK_S = 3.0, 0.02  # how long, and how often, it is looked for compilers that are queued
+
+
+class Overdue(BaseException):
+    """The time is over. No Exception: compilers and libraries catch those, and go on another way."""
+
+
+def running() -> frozenset[int]:
+    """The numbers of the processes that descend from this one."""
+    return frozenset(each.pid for each in psutil.Process().children(recursive=True))
+
+
+@contextmanager
+def deadline(seconds: float, before: AbstractSet[int] | None = None) -> Iterator[None]:
+    """Inside, raise Overdue once `seconds` have passed; programs that were not `running` `before` are then ended.
+
+    In the main thread by a timer's signal, whose handler and timer are put back; in others by the interpreter, which
+    wakes nothing that waits.
+    """
+    if math.isinf(seconds):
+        yield
+        return
+    if seconds <= 0:
+        raise Overdue
+    before = running() if before is None else before
+    is_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    try:
+        with _by_signal(seconds) if is_main else _by_interpreter(seconds):
+            yield
+    except Overdue:
+        _end_programs(before)
+        raise
+
+
+@contextmanager
+def _by_signal(seconds: float) -> Iterator[None]:
+    is_armed = True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if is_armed:
+            raise Overdue
+
+    before, started = signal.signal(signal.SIGALRM, interrupt), time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+    try:
+        yield
+    finally:
+        is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - started)), interval)
+
+
+@contextmanager
+def _by_interpreter(seconds: float) -> Iterator[None]:
+    thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
+
+    def interrupt() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            with lock:
+                if not done.is_set():
+                    _raise_in(thread, Overdue)
+            wait = AGAIN_S
+
+    watcher = threading.Thread(target=interrupt, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        with lock:
+            done.set()
+        _raise_in(thread, None)  # one that is on its way
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    told = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), told)
+
+
+def _end_programs(before: AbstractSet[int]) -> None:
+    """End what was not there before, but for Python itself, until nothing follows: compilers wait in queues.
+
+    They are asked to end, since a compiler then takes half-written files away.
+    """
+    own, until = psutil.Process(), time.monotonic() + DRAIN_S
+    quiet = 0
+    while quiet < 5 and time.monotonic() < until:
+        found = [each for each in own.children(recursive=True) if each.pid not in before and _is_program(each)]
+        for each in found:
+            try:
+                each.terminate()
+            except psutil.NoSuchProcess:  # ended by itself
+                continue
+        quiet = 0 if found else quiet + 1
+        time.sleep(LOOK_S)
+
+
+def _is_program(process: psutil.Process) -> bool:
+    try:
+        is_python = os.path.realpath(process.exe()) == os.path.realpath(sys.executable)
+        return bool(process.status() != psutil.STATUS_ZOMBIE) and not is_python
+    except psutil.Error:
+        return False

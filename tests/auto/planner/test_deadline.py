@@ -1,0 +1,120 @@
+"""Work is given up when its time is over, and nothing of it stays."""
+
+import math
+import signal
+import subprocess
+import threading
+
+import psutil
+import pytest
+
+from atorch.auto.planner.deadline import Overdue, deadline, running
+
+
+def forever():
+    while True:
+        try:
+            sum(range(1000))
+        except Exception:  # as compilers and libraries do
+            continue
+
+
+def test_python_code_is_interrupted():
+    with pytest.raises(Overdue), deadline(0.05):
+        forever()
+
+
+def test_what_waits_for_a_program_is_interrupted_and_the_program_ended():
+    with pytest.raises(Overdue), deadline(0.2):
+        subprocess.run(["sleep", "600"], check=True)
+    assert not [each for each in psutil.Process().children(recursive=True) if each.name() == "sleep"]
+
+
+def test_programs_of_other_threads_and_those_that_are_queued_are_ended():
+    ran, done = [], threading.Event()
+
+    def queue():
+        for _ in range(5):
+            ran.append(subprocess.run(["sleep", "600"], check=False).returncode)
+        done.set()
+
+    thread = threading.Thread(target=queue)
+    before = running()
+    thread.start()
+    with pytest.raises(Overdue), deadline(0.2, before):
+        done.wait()
+    thread.join()
+    assert ran == [-signal.SIGTERM] * 5
+
+
+def test_programs_that_ran_before_go_on():
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        with pytest.raises(Overdue), deadline(0.1):
+            forever()
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_an_interruption_that_is_swallowed_comes_again(monkeypatch):
+    monkeypatch.setattr("atorch.auto.planner.deadline.AGAIN_S", 0.05)
+    swallowed = []
+
+    def stubborn():
+        try:
+            forever()
+        except Overdue:
+            swallowed.append(True)
+        forever()
+
+    with pytest.raises(Overdue), deadline(0.05):
+        stubborn()
+    assert swallowed
+
+
+def test_what_is_done_in_time_leaves_signals_as_they_were():
+    def handler(number, frame):
+        """The user's own."""
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 600.0, 30.0)
+    try:
+        for seconds in (60.0, math.inf):
+            with deadline(seconds):
+                sum(range(1000))
+        with pytest.raises(Overdue), deadline(0.05):
+            forever()
+        assert signal.getsignal(signal.SIGALRM) is handler
+        left, interval = signal.getitimer(signal.ITIMER_REAL)
+        assert 500 < left <= 600
+        assert interval == 30.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_another_thread_is_interrupted_as_well():
+    seen = []
+
+    def work():
+        try:
+            with deadline(0.05):
+                forever()
+        except Overdue:
+            seen.append("overdue")
+        with deadline(60.0):
+            seen.append("in time")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == ["overdue", "in time"]
+
+
+def test_no_time_at_all():
+    ran = []
+    with pytest.raises(Overdue), deadline(0.0):
+        ran.append(True)
+    assert not ran
