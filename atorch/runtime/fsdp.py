@@ -77,6 +77,7 @@ def shard(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     from atorch.runtime.fsdp_collectives import keep_order
+    from atorch.runtime.fsdp_methods import keep_methods
 
     device = _device(mesh)
     whole = {*ignored, *(parameter for parameter in module.parameters() if parameter.dim() == 0)}
@@ -98,6 +99,7 @@ def shard(
         where = CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_away else OffloadPolicy()
         fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
     passes = keep_order(module, mesh, find_unused_parameters=find_unused_parameters)
+    keep_methods(module, passes)
     names = {parameter: name for name, parameter in module.named_parameters()}
     for parameter in whole:
         parameter.data = parameter.data.to(device)

@@ -55,7 +55,7 @@ class Passes:
         self._used, self._watched = bytearray(len(self._sharded)), bytearray(len(self._sharded))
         if find_unused_parameters and isinstance(root, FSDPModule):
             root.set_reduce_scatter_unused_params(True)
-        root.register_forward_pre_hook(self._begin, prepend=True)
+        root.register_forward_pre_hook(self._begin_forward, prepend=True)
         root.register_forward_hook(self._end_of_forward)
 
     def come_to(self, step: Step, stand_in: Callable[[], list[Any]]) -> None:
@@ -107,14 +107,22 @@ class Passes:
         self._watched[number] = 1
         return True
 
-    def _begin(self, *_: Any) -> None:
+    def begin(self, what: Step) -> None:
+        """A pass begins."""
         if not torch.compiler.is_compiling():
-            what = "begins a pass" if torch.is_grad_enabled() else "begins a pass without gradients"
-            self._order.come_to(Step(what, in_backward=torch._C._current_graph_task_id() != -1))
+            self._order.come_to(what._replace(in_backward=torch._C._current_graph_task_id() != -1))
+
+    def end_without_gradients(self) -> None:
+        """A pass ends that no backward follows."""
+        if not torch.compiler.is_compiling() and not self._order.is_at_end:
+            self._order.come_to(FORWARD_ENDS)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self.begin(Step("begins a pass" if torch.is_grad_enabled() else "begins a pass without gradients"))
 
     def _end_of_forward(self, *_: Any) -> None:
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._order.come_to(FORWARD_ENDS)
+        if not torch.is_grad_enabled():
+            self.end_without_gradients()
 
     def _end_of_backward(self) -> None:
         self._backward = -1

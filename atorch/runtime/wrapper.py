@@ -35,6 +35,10 @@ class Wrapper(nn.Module):
         """By which torch.distributed.checkpoint knows that names begin inside of `module`."""
         return {"module": "module"} | {name: "module" for name, _ in self.module.named_children()}
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The user's module's, which knows where its gradients are."""
+        self.module.zero_grad(set_to_none)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module's."""
         return self.module.state_dict(*args, **kwargs)
