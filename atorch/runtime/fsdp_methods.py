@@ -38,11 +38,12 @@ def keep_methods(root: nn.Module, passes: Passes | None) -> None:
             sharded += [each for group in groups for each in group.fsdp_params]
     sharded = list(dict.fromkeys(sharded))
     run = _Gathered(root, passes)
-    for module in root.modules():
+    each: Any
+    for each in root.modules():
         for name, method in (("zero_grad", _zero_grad), ("requires_grad_", _requires_grad)):
-            setattr(module, name, partial(method, module, getattr(module, name), sharded))
-        if callable(getattr(type(module), "generate", None)):
-            module.generate = run.generating(module.generate, several=passes is not None)  # type: ignore[assignment, operator]
+            setattr(each, name, partial(method, each, getattr(each, name), sharded))
+        if callable(getattr(type(each), "generate", None)):
+            each.generate = run.generating(each.generate, several=passes is not None)
     root._run_gathered = run.call  # type: ignore[assignment]
     register_fsdp_forward_method(root, "_run_gathered")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, shown
 
 
 class WrappedOptimizer(Optimizer):
@@ -53,7 +53,15 @@ class WrappedOptimizer(Optimizer):
         self.inner.load_state_dict(state_dict)
         self._share()
 
+    def _check(self, closure: Any) -> None:
+        if closure is not None and not callable(closure):
+            raise ArgumentError(
+                f"{type(self).__name__}.step was given {shown(closure)}; it takes nothing, or a function that computes "
+                "the loss and its gradients and returns the loss"
+            )
+
     def _refuse(self, closure: Any) -> None:
+        self._check(closure)
         if closure is not None:
             raise ArgumentError(
                 f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "

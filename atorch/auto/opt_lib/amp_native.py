@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.optimizers import need_no_closure
 from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32, keeps_masters
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster import ClusterSpec
@@ -63,6 +64,11 @@ class AmpNative(Precision):
             yield in_bf16
         elif cluster.device.type == "cuda":
             yield in_fp16
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """No closure where gradients are looked at or un-scaled before the step."""
+        if self.dtype == "fp16" or self.skip_if_nonfinite:
+            need_no_closure(ctx, f"{self.name} with fp16 or skip_if_nonfinite")
 
     def apply(self, ctx: Context) -> Context:
         """Autocast every part and the loss; with fp16, scale the loss and wrap the optimizer."""

@@ -23,6 +23,7 @@ from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
+from atorch.auto.opt_lib.optimizers import need_listed, need_no_closure, replicas
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -37,6 +38,7 @@ from atorch.runtime.chunk.course import Course, Pass
 from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.pieces import ELEMENTWISE
 from atorch.runtime.losses import LossFunc, value_of
 from atorch.runtime.split import take
 
@@ -112,6 +114,12 @@ class Chunk(Method):
         if cluster.device.type != "cpu":
             yield cls()
             yield cls(hybrid=False)
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """No closure; and where processes share the chunks, an optimizer of single elements."""
+        need_no_closure(ctx, self.name)
+        if replicas(ctx) > 1:
+            need_listed(ctx, self.name, ELEMENTWISE)
 
     def apply(self, ctx: Context) -> Context:
         """Put the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps on the chunks."""

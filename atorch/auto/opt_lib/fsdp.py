@@ -21,6 +21,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.fsdp_precision import DTYPES, MixedPrecision
 from atorch.auto.opt_lib.offload import parameters_on_host
+from atorch.auto.opt_lib.optimizers import need_same
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
 from atorch.cluster import ClusterSpec
@@ -173,6 +174,10 @@ class Fsdp(Method):
         """As it is: wrapped at the model's repeated blocks."""
         if cluster.world_size > 1:
             yield cls()
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """The optimizer computes on DTensors what it does on plain parameters."""
+        need_same(ctx, self.name, "sharded")
 
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place."""

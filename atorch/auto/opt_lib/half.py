@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.optimizers import need_no_closure
 from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32, keeps_masters
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster import ClusterSpec
@@ -54,6 +55,10 @@ class Half(Precision):
         in_bf16 = cls(dtype="bf16")
         if is_fp32(profile) and in_bf16.unmet(cluster) is None:
             yield in_bf16
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """No closure: masters have their gradients from the parameters."""
+        need_no_closure(ctx, self.name)
 
     def apply(self, ctx: Context) -> Context:
         """Cast every part, the inputs and, to fp32, what the optimizer steps on; with fp16, scale the loss."""

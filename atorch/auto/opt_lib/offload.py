@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.optimizers import need_no_closure
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import repeated_blocks
 from atorch.cluster import ClusterSpec
@@ -110,6 +111,11 @@ class Offload(Method):
                     f"offload was given optimizer beside {each.name} with the {backend} backend, which steps itself; "
                     f"leave the backend of {each.name} out"
                 )
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """No closure where the host steps: it has its gradients from the device."""
+        if self.optimizer:
+            need_no_closure(ctx, self.name)
 
     def apply(self, ctx: Context) -> Context:
         """Let blocks keep what they save on the host, and the optimizer step there; parameters fsdp has placed."""

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.optimizers import axes_size, need_same
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -103,6 +104,11 @@ class PipelineParallel(Method):
             if cost.batch_size % count == 0 and uneven(cost.stages, self.schedule, count) is None
         )
         return max(fitting, default=1)
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """The optimizer of a stage's parameters computes what that of all of them does."""
+        if axes_size(ctx, "pipeline") > 1:
+            need_same(ctx, self.name, "apart")
 
     def apply(self, ctx: Context) -> Context:
         """Cut the model into stages, and let the loss function run the schedule.

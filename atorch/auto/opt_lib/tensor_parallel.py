@@ -19,6 +19,7 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.completion import fills_meta
 from atorch.auto.opt_lib.divisible import indivisible
+from atorch.auto.opt_lib.optimizers import axes_size, need_same
 from atorch.auto.opt_lib.sample import on_few_tokens
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
@@ -78,6 +79,11 @@ class TensorParallel(Method):
         """As the model itself tells, where several devices can share it."""
         if cluster.world_size > 1 and any(block.num_heads > 1 for block in profile.blocks):
             yield cls()
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """The optimizer of some rows or columns of the parameters computes what that of all does."""
+        if axes_size(ctx, "tensor") > 1:
+            need_same(ctx, self.name, "rows", "columns")
 
     def apply(self, ctx: Context) -> Context:
         """Split the model in place.

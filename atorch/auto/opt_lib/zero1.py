@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.accumulation import add_beside_buckets
+from atorch.auto.opt_lib.optimizers import need_same, replicas
 from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, in_pipeline, named, need
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -53,6 +54,11 @@ class Zero1(Method):
         """This package's own, where the optimizer keeps state to be sharded."""
         if cluster.world_size > 1 and profile.optim_state_per_param > 0:
             yield cls()
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """The optimizer of some of the parameters computes what that of all of them does."""
+        if replicas(ctx) > 1:
+            need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 
     def apply(self, ctx: Context) -> Context:
         """Wrap every part as ddp does, and the optimizer; DeepSpeed takes both when they are built."""

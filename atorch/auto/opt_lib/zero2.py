@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
+from atorch.auto.opt_lib.optimizers import need_same, replicas
 from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_gradients, named, need
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster import ClusterSpec
@@ -57,6 +58,13 @@ class Zero2(Fsdp):
             return super().cost(cost)
         cost = shard_optimizer(cost, gathers="broadcast" if self.backend == "fairscale" else "all_gather")
         return cost.but(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """As fsdp's; the other backends deal parameters or elements out."""
+        if self.backend == "fsdp":
+            super().check_optimizer(ctx)
+        elif replicas(ctx) > 1:
+            need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place, or leave model and optimizer to the backend once they are built."""

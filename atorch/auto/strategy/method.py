@@ -166,6 +166,9 @@ class Method(BaseModel):
     def check(self, strategy: Strategy) -> None:
         """Raise StrategyError where it cannot be beside the others of a strategy; asked before any is applied."""
 
+    def check_optimizer(self, ctx: Context) -> None:
+        """Raise StrategyError where the user's optimizer would compute something else; asked before any is applied."""
+
     def cost(self, cost: Cost) -> Cost:
         """The step's cost once this method is on."""
         return cost

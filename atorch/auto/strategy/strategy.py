@@ -169,7 +169,10 @@ class Strategy(Sequence[Method]):
         self.need_applicable()
         for each in self.methods:
             each.check(self)
-        return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
+        ctx = replace(ctx, strategy=self)
+        for each in self.methods:
+            each.check_optimizer(ctx)
+        return reduce(lambda folded, each: each.apply(folded), self.methods, ctx)
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.methods)) or "plain"
