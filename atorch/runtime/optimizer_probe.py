@@ -13,7 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MakeOptimizer = Callable[[Any], Optimizer]
+T = TypeVar("T")
 Split = Literal["apart", "rows", "columns", "flat", "sharded"]
 
 # Known to be the same under every split; tests hold each of them to plain training.
@@ -79,11 +80,17 @@ def needs_closure(optimizer: Any) -> bool:
 
 def made_small(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> Optimizer | None:
     """The optimizer on small parameters; None where it cannot be made on any but its own."""
-    try:
-        return make_optimizer(small(groups))
-    except Exception as error:  # a stranger's optimizer may refuse in any way
+    made, error = _attempt(lambda: make_optimizer(small(groups)))
+    if error is not None:
         logger.info("the optimizer cannot be tried on small parameters: %s", error)
-        return None
+    return made
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # a stranger's optimizer may refuse in any way
+        return None, error
 
 
 def difference(
@@ -102,9 +109,8 @@ def difference(
     with torch.random.fork_rng(devices=[]):
         for dtype, is_sparse in itertools.product((torch.float64, torch.float32), (False, True)):
             trial = _Trial(make_optimizer, few, dtype, is_sparse)
-            try:
-                expected = trial.updates(_all_of)
-            except Exception as error:  # a stranger's optimizer may refuse in any way
+            expected, error = _attempt(partial(trial.updates, _all_of))
+            if expected is None:
                 logger.info("%s cannot be tried on small parameters: %s", type(optimizer).__name__, error)
                 continue
             return _compared(trial, split, group, expected)
@@ -121,9 +127,8 @@ def _compared(trial: _Trial, split: Split, group: dist.ProcessGroup | None, expe
         views = [partial(_shard, _mesh(group, expected[0].device))]
     sums = torch.zeros(2, dtype=torch.float64)
     for view in views:
-        try:
-            got = trial.updates(view)
-        except Exception as error:
+        got, error = _attempt(partial(trial.updates, view))
+        if got is None:
             text = str(error).strip().split("\n")[0].split(". ")[0]
             return f"it cannot step on them ({type(error).__name__}: {text[:120]})"
         for index, update in enumerate(got):

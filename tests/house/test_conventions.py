@@ -31,6 +31,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/profiler/trace.py:optimizer_state_per_param": "a user's optimizer need not be able to step alone",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
     "atorch/runtime/loss_look.py:Look._losses": "a loss may fail on a part of a batch in any way; the warning says so",
+    "atorch/runtime/optimizer_probe.py:_attempt": "a user's optimizer may refuse small parameters, or parts of them",
     "atorch/runtime/pipeline/exported.py:_export": "a model may resist export in any way; the error says both reasons",
     "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
 }

@@ -27,6 +27,7 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {"LBFGS": {"lr": 0.5, "max_iter": 3}, "SparseAdam": {"lr": 0.01}}
 TOLERANCE = 1e-3
+OWN_TOLERANCE: dict[str, float] = {"Muon": 5e-2}  # it computes in bf16, in which a sum of parts rounds otherwise
 
 
 class Bag(nn.Module):
@@ -39,6 +40,11 @@ class Bag(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"logits": self.head(torch.cat([table(input_ids) for table in self.tables], dim=-1))}
+
+
+def concerns(kind: str, method: str) -> bool:
+    """Whether there is a model for the pair: embeddings alone, with sparse gradients, have nothing to split."""
+    return kind != "SparseAdam" or method not in ("tensor_parallel", "pipeline_parallel")
 
 
 def model_for(kind: str) -> nn.Module:
@@ -110,4 +116,4 @@ def answer(rank: int, size: int, kind: str, method: str) -> tuple[str, float]:
     got = updates({name: before[name] for name in after}, after)
     expected = plainly(kind)
     error = distance(got, {name: expected[name] for name in got})
-    return ("equal" if error <= TOLERANCE else f"wrong by {error:.1e}"), error
+    return ("equal" if error <= OWN_TOLERANCE.get(kind, TOLERANCE) else f"wrong by {error:.1e}"), error
