@@ -6,7 +6,7 @@ like the model's (`runtime/optimizer_probe.py`), so that one which nobody has li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.optim import Optimizer
 
@@ -18,7 +18,7 @@ from atorch.distributed.collectives import everyone, nobody_else, together
 from atorch.errors import StrategyError
 from atorch.runtime.optimizer_probe import Split, difference, made_small, needs_closure, small
 
-_WHAT: dict[Split, str] = {
+_WHAT: Mapping[Split, str] = {
     "apart": "gives each process the optimizer of some of the parameters",
     "rows": "gives each process some rows of the parameters",
     "columns": "gives each process some columns of the parameters",

@@ -18,7 +18,7 @@ from atorch.runtime.zero import ShardedOptimizer
 from tests.auto.opt_lib.optimizer_job import KINDS, METHODS, answer, concerns
 from tests.pool import Pool
 
-PAGE = Path(__file__).parents[3] / "docs" / "methods" / "optimizers.md"
+PAGE = Path(__file__).parents[3] / "docs" / "optimizers.md"
 QUICK = ("zero1", "zero2", "fsdp")
 
 
