@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("data", "zero", "tensor", "sequence", "context", "pipeline")
+AXIS_ALIASES: Mapping[str, str] = {"pipe": "pipeline"}
 BATCH_AXES = ("data", "zero")
 """Axes whose ranks see different samples, in the order hybrid sharding wants: replicas, then shards."""
 _OUTERMOST_FIRST = ("pipeline", *BATCH_AXES, "context", "sequence", "tensor")
@@ -33,16 +34,31 @@ _OUTERMOST_FIRST = ("pipeline", *BATCH_AXES, "context", "sequence", "tensor")
 Slices = Sequence[tuple[str, int]]
 
 
-def rank_table(slices: Slices, world_size: int, rank_order: Sequence[int] | None = None) -> dict[str, list[list[int]]]:
+def rank_table(
+    slices: Slices, world_size: int, rank_order: Sequence[int] | None = None, *, instances: bool = False
+) -> dict[str, list[list[int]]]:
     """The rank groups along every axis: `{name: [[ranks of one group], …]}`.
 
     Args:
         slices: `(name, size)` pairs, the fastest-varying first. Their product must be `world_size`.
         rank_order: a permutation of the ranks, `None` for 0, 1, 2, …; position i of the mesh holds `rank_order[i]`.
+        instances: where the product divides `world_size`, that many ranks after the other are a mesh each.
 
     Raises:
         StrategyError: the sizes do not multiply to `world_size`, or `rank_order` is no permutation of the ranks.
     """
+    size = math.prod(size for _, size in slices if type(size) is int)
+    if instances and 0 < size < world_size and world_size % size == 0:
+        order = range(world_size) if rank_order is None else rank_order
+        _check((*slices, ("", world_size // size)), world_size, rank_order)
+        meshes = [order[start : start + size] for start in range(0, world_size, size)]
+        tables = [rank_table(slices, size) for _ in meshes]
+        return {
+            name: [
+                [mesh[i] for i in group] for mesh, table in zip(meshes, tables, strict=True) for group in table[name]
+            ]
+            for name, _ in slices
+        }
     _check(slices, world_size, rank_order)
     return {name: groups_along(slices, world_size, rank_order, (name,)) for name, _ in slices}
 
@@ -294,21 +310,22 @@ def current() -> Mesh | None:
 
 def parallel_group(name: str) -> dist.ProcessGroup:
     """The process group along axis `name` of the current mesh; raises StrategyError where there is none."""
-    return _axis_of_current(name).group(name)
+    return _axis_of_current(name).group(AXIS_ALIASES.get(name, name))
 
 
 def parallel_rank(name: str) -> int:
     """This process's place along axis `name` of the current mesh."""
-    return _axis_of_current(name).rank(name)
+    return _axis_of_current(name).rank(AXIS_ALIASES.get(name, name))
 
 
 def parallel_group_size(name: str) -> int:
     """The size of axis `name` of the current mesh."""
-    return _axis_of_current(name).size(name)
+    return _axis_of_current(name).size(AXIS_ALIASES.get(name, name))
 
 
 def _axis_of_current(name: str) -> Mesh:
     mesh = _current.get()
+    name = AXIS_ALIASES.get(name, name)
     if mesh is None:
         raise StrategyError(f"no mesh has been made, so there is no group {name!r}; call auto_accelerate first")
     if name not in dict(mesh.slices):

@@ -6,7 +6,7 @@ this engine does not is read, checked, and said to have no effect where it was g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -98,7 +98,7 @@ class Fp16Section(Section):
 
     enabled: Literal[True] = Field(description="must be given, and be True")
     loss_scale: float = Field(
-        ge=0, description="must be given: 0 for a dynamic scale, else the scale; a static scale never checks overflow"
+        0.0, ge=0, description="0 for a dynamic scale, else the scale; a static scale never checks overflow"
     )
     initial_scale_power: int = Field(16, ge=0, le=127, description="a dynamic scale begins at 2 to the power of it")
     loss_scale_window: int = Field(1000, ge=1, description="good steps in a row after which it doubles")
@@ -154,8 +154,30 @@ class ClientSection(Section):
     opts: OptsSection = Field(default_factory=OptsSection, description="how chunks move")
 
 
+# Sections of DeepSpeed's format, of which configurations are copied, that say nothing to this engine.
+UNUSED: Set[str] = frozenset(
+    {
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print",
+        "wall_clock_breakdown", "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+        "prescale_gradients", "communication_data_type", "gradient_predivide_factor", "sparse_gradients", "dump_state",
+        "memory_breakdown", "activation_checkpointing", "flops_profiler", "tensorboard", "wandb", "csv_monitor",
+        "comms_logger", "aio", "elasticity", "autotuning", "dataloader_drop_last", "data_efficiency",
+        "disable_allgather", "seq_parallel_communication_data_type", "checkpoint",
+    }
+)  # fmt: skip
+
+
 class EngineConfig(Section):
     """The whole configuration of an engine."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        for key in sorted(UNUSED & set(map(str, given))):
+            logger.info("config: %s is DeepSpeed's and has no effect here", key)
+        return {key: value for key, value in given.items() if key not in UNUSED}
 
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="what steps")
     fp16: Fp16Section | None = Field(None, description="the loss scale; without this section there is none")

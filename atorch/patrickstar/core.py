@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,6 +73,21 @@ class PatrickStarClient:
             )
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
+
+
+@contextmanager
+def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
+    """PatrickStar left parameters that were made inside to torch; here they lie in chunks, and train, as others do.
+
+    Raises:
+        ArgumentError: with `do_allreduce=False`, which asks for parameters that differ between processes.
+    """
+    if not do_allreduce:
+        raise ArgumentError(
+            "torch_scope was given do_allreduce=False, for parameters that each process trains alone; processes of an "
+            "engine hold one model: leave it out"
+        )
+    yield
 
 
 def _host_bytes() -> int:

@@ -23,6 +23,20 @@ from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 SLICE_NUMEL = 2**20
 
 
+class LossScaler(LossScale):
+    """A loss scale that goes by PatrickStar's names, too."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of now."""
+        return self()
+
+    @property
+    def cur_scale(self) -> float:
+        """The same."""
+        return self()
+
+
 class FP16Adam(WrappedOptimizer):
     """Adam or AdamW; until the parameters are in chunks, plainly torch's own on them.
 
@@ -37,7 +51,7 @@ class FP16Adam(WrappedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        loss_scaler: LossScale | None = None,
+        loss_scaler: LossScaler | None = None,
         gradient_clipping: float = -1.0,
         *,
         lr: float = 0.01,
@@ -139,13 +153,13 @@ class FP16Adam(WrappedOptimizer):
         return self.scale() * self._excess
 
 
-def loss_scale_of(section: Fp16Section | None) -> LossScale | None:
+def loss_scale_of(section: Fp16Section | None) -> LossScaler | None:
     """The loss scale that a configuration asks for."""
     if section is None:
         return None
     if section.loss_scale:
-        return LossScale(section.loss_scale, growth=1.0, backoff=1.0)
-    return LossScale(
+        return LossScaler(section.loss_scale, growth=1.0, backoff=1.0)
+    return LossScaler(
         max(2.0**section.initial_scale_power, section.min_loss_scale),
         interval=section.loss_scale_window,
         hysteresis=section.hysteresis,

@@ -45,6 +45,9 @@ COUNTER = "_checkpoint_fwd_counter"  # FairScale's name for it
 _pass: ContextVar[tuple[bool, int]] = ContextVar("atorch_recompute_pass", default=(False, 0))
 
 
+_disabled: ContextVar[bool] = ContextVar("atorch_checkpointing_disabled", default=False)
+
+
 class _Options(NamedTuple):
     offload_to_cpu: bool = False
     maintain_forward_counter: bool = False
@@ -55,6 +58,16 @@ class _Options(NamedTuple):
     def needs_python(self) -> bool:
         """Whether backward runs Python that a compiler cannot take along."""
         return self.offload_to_cpu or self.maintain_forward_counter or self.reentrant
+
+
+@contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Inside, checkpointed modules run their plain forward, and keep what it computes."""
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
 
 
 def is_recomputing() -> bool:
@@ -177,7 +190,7 @@ def _runner(options: _Options) -> _Function:
 
 def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: tuple[Any, ...], kwargs: _Kwargs) -> Any:
     """`forward(*args, **kwargs)`, checkpointed where gradients are recorded. The `owners` hold its tensors."""
-    if not torch.is_grad_enabled():
+    if _disabled.get() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         # The compiler itself keeps buffers, random numbers and autocast right: it runs forward once.

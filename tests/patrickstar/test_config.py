@@ -65,7 +65,6 @@ def test_defaults_are_the_guides() -> None:
         ({"fp16": {"enabled": True, "loss_scal": 0}}, "config.fp16: there is no key 'loss_scal' here; did you mean"),
         ({"client": {"mem_tracer": {"use_async": 1}}}, "config.client.mem_tracer: there is no key 'use_async'"),
         ({"fp16": {"loss_scale": 0}}, "config.fp16.enabled is missing"),
-        ({"fp16": {"enabled": True}}, "config.fp16.loss_scale is missing"),
         ({"fp16": {"enabled": False, "loss_scale": 0}}, "config.fp16.enabled was given False"),
         ({"optimizer": {"type": "SGD"}}, "config.optimizer.type was given 'SGD': Input should be 'Adam' or 'AdamW'"),
         ({"optimizer": {"params": {"betas": (0.9, 1.0)}}}, "config.optimizer.params.betas.1 was given 1.0"),
@@ -112,3 +111,17 @@ def keys(section: type[Section], place: str = "") -> Iterator[list[str]]:
 
 def test_the_document_says_what_each_key_means() -> None:
     assert table(ROOT / "docs" / "patrickstar.md", "key", "default", "meaning") == list(keys(EngineConfig))
+
+
+def test_a_scale_that_is_only_enabled_has_the_guides_defaults() -> None:
+    assert EngineConfig.of({"fp16": {"enabled": True}}).fp16 == EngineConfig.of(GUIDE).fp16
+
+
+def test_sections_of_deepspeed_are_named_as_unused(caplog: pytest.LogCaptureFixture) -> None:
+    given = {**GUIDE, "zero_optimization": {"stage": 3}, "train_batch_size": 8}
+    with caplog.at_level(logging.INFO, logger="atorch"):
+        assert EngineConfig.of(given) == EngineConfig.of(GUIDE)
+    assert "zero_optimization is DeepSpeed's" in caplog.text
+    assert "train_batch_size is DeepSpeed's" in caplog.text
+    with pytest.raises(ArgumentError, match="no key 'bf16'"):
+        EngineConfig.of({"bf16": {"enabled": True}})

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from atorch.errors import ArgumentError
 from atorch.runtime import recompute
-from atorch.runtime.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
+from atorch.runtime.recompute import checkpoint_sequential, checkpoint_wrapper, disable_checkpointing, is_recomputing
 
 FORMS = {
     "plain": {},
@@ -713,3 +713,23 @@ def test_sequential_keeps_less():
 def test_sequential_refuses_segments_without_functions(segments):
     with pytest.raises(ArgumentError, match=f"{segments} segments of 2 functions"):
         checkpoint_sequential(nn.Sequential(nn.Tanh(), nn.Tanh()), segments, torch.randn(2))
+
+
+def test_checkpointing_can_be_disabled_for_a_while() -> None:
+    calls = []
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return self.layer(x)
+
+    module = checkpoint_wrapper(Counting())
+    with disable_checkpointing():
+        module(torch.ones(1, 2)).sum().backward()
+    assert len(calls) == 1
+    module(torch.ones(1, 2)).sum().backward()
+    assert len(calls) == 3

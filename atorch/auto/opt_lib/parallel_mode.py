@@ -20,7 +20,7 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.state import Comm
-from atorch.distributed.mesh import AXES, BATCH_AXES, Mesh, set_current
+from atorch.distributed.mesh import AXES, AXIS_ALIASES, BATCH_AXES, Mesh, set_current
 from atorch.errors import StrategyError, near_miss
 
 
@@ -38,8 +38,9 @@ class ParallelMode(Method):
         """Also takes the documented `([(name, size), …], rank_order)` and a bare list of `(name, size)`."""
         if isinstance(config, (list, tuple)):
             config = list(config)
-            is_pair = len(config) == 2 and isinstance(config[0], (list, tuple)) and not _is_slice(config[0])
-            slices, order = config if is_pair else (config, None)
+            is_whole = len(config) in (2, 3, 4) and isinstance(config[0], (list, tuple)) and not _is_slice(config[0])
+            slices, order, *flags = config if is_whole else (config, None)
+            _check_flags(flags)
             if not isinstance(slices, (list, tuple)) or not all(_is_slice(item) for item in slices):
                 raise StrategyError(
                     f"parallel_mode was given {config!r}; it takes ([(name, size), …], rank_order or None), "
@@ -47,6 +48,13 @@ class ParallelMode(Method):
                 )
             config = {"slices": tuple(map(tuple, slices)), "rank_order": order}
         return super().of(config)
+
+    @field_validator("slices", mode="before")
+    @classmethod
+    def _renamed(cls, slices: Any) -> Any:
+        if not isinstance(slices, (list, tuple)) or not all(_is_slice(each) for each in slices):
+            return slices
+        return tuple((AXIS_ALIASES.get(name, name), size) for name, size in slices)
 
     @field_validator("slices")
     @classmethod
@@ -135,6 +143,20 @@ def _is_slice(item: Any) -> bool:
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         return False
     return isinstance(item[0], str) and isinstance(item[1], int) and not isinstance(item[1], bool)
+
+
+def _check_flags(flags: Sequence[Any]) -> None:
+    """The third and fourth entry of ATorch's configuration: several instances of the mesh, and a DeviceMesh."""
+    for flag in flags:
+        if flag is not None and not isinstance(flag, bool):
+            raise StrategyError(
+                f"parallel_mode has {flag!r} behind the rank order; True, False or None may stand there"
+            )
+    if flags and flags[0]:
+        raise StrategyError(
+            "parallel_mode was given support_multi_parallel_instance, under which a job trains several models that do "
+            "not know each other; start a job for each, or let data fill the processes with replicas (False)"
+        )
 
 
 def _advice(others: Sequence[tuple[str, int]], world_size: int) -> str:

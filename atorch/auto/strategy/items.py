@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from atorch.auto.strategy.method import METHODS, RECIPES, Method, Recipe
 from atorch.auto.strategy.strategy import Strategy
 from atorch.errors import StrategyError, near_miss, shown
+from atorch.logs import logger
 from atorch.strict_json import step
 
 T = TypeVar("T")
@@ -86,6 +87,15 @@ def _item(given: Any, place: str) -> _Item:
     if isinstance(given, Mapping):
         return _item_of_object(given, place)
     if isinstance(given, (list, tuple)) and len(given) == 2 and isinstance(given[0], str):
+        return _Item(place, given[0], step(place, 0), given[1], step(place, 1))
+    if (
+        isinstance(given, (list, tuple))
+        and len(given) == 3
+        and isinstance(given[0], str)
+        and isinstance(given[2], bool)
+    ):
+        if given[2]:
+            logger.info("%s: tunable has no effect; finetune_strategy=True searches the knobs that are unset", place)
         return _Item(place, given[0], step(place, 0), given[1], step(place, 1))
     meant = ""
     if isinstance(given, (set, frozenset)):

@@ -21,12 +21,11 @@ from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
 from atorch.patrickstar.embeddings import host_embeddings, look_up_on_host, table_of
 from atorch.patrickstar.foresight import Foresight
-from atorch.patrickstar.ops import FP16Adam, loss_scale_of
+from atorch.patrickstar.ops import FP16Adam, LossScaler, loss_scale_of
 from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of, plain, scaled_backward
 from atorch.patrickstar.parts import load_parts, own_part
 from atorch.patrickstar.recorder import Recorder
 from atorch.profiler.tensors import tensors_of
-from atorch.runtime.amp import LossScale
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.course import Pass
 from atorch.runtime.chunk.courses import Courses
@@ -88,7 +87,7 @@ class PatrickStarEngine(Wrapper):
         return None if self._operations is None else self._operations.residency
 
     @property
-    def loss_scaler(self) -> LossScale | None:
+    def loss_scaler(self) -> LossScaler | None:
         """What the loss is multiplied by; None where there is no such thing."""
         return self.optimizer.loss_scaler
 

@@ -1,0 +1,105 @@
+"""Makes `patrickstar` a name of `atorch.patrickstar`, for scripts that import it: import this before they do.
+
+    import atorch.patrickstar.alias
+    from patrickstar.runtime import initialize_engine
+
+Submodules are those that scripts import: runtime, core, ops, fp16, profiler and utils.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+
+from atorch import patrickstar
+from atorch.distributed import world
+from atorch.errors import ArgumentError
+from atorch.logs import logger
+from atorch.patrickstar import core, ops, profiler, runtime
+
+NAME = "patrickstar"
+
+
+def get_rank() -> int:
+    """This process's number in the job."""
+    return world.init().rank
+
+
+def get_world_size() -> int:
+    """How many processes there are."""
+    return world.init().size
+
+
+def get_local_world_size() -> int:
+    """How many of them are on this machine."""
+    return world.local_world_size()
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on the processes that are listed; on all for [-1] and on none for None, as PatrickStar does."""
+    if get_world_size() == 1 or (ranks and (ranks[0] == -1 or get_rank() in ranks)):
+        logger.log(level, message)
+
+
+def print_rank(message: str, rank: int = 0, debug: bool = False, force: bool = False) -> None:
+    """Log on one process, where `debug` or `force`."""
+    if get_rank() == rank and (debug or force):
+        logger.info(message)
+
+
+def see_memory_usage(message: str, force: bool = False, scale_name: str = "MB") -> None:
+    """Log what this process and its device hold, where `force`."""
+    if force:
+        device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        logger.info("%s: device %d bytes, host %d bytes", message, device, psutil.Process().memory_info().rss)
+
+
+def getsizeof(dtype: torch.dtype) -> int:
+    """Bytes of an element."""
+    return dtype.itemsize
+
+
+def _made(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(f"{NAME}.{name}")
+    vars(module).update(members)
+    return module
+
+
+def _named() -> dict[str, ModuleType]:
+    """The submodules by their names."""
+    tools = (get_rank, get_world_size, get_local_world_size, log_dist, print_rank, see_memory_usage, getsizeof)
+    return {
+        "runtime": runtime,
+        "runtime.engine": runtime.engine,
+        "core": core,
+        "ops": ops,
+        "profiler": profiler,
+        "fp16": _made("fp16", LossScaler=ops.LossScaler, DynamicLossScaler=ops.LossScaler),
+        "utils": _made("utils", logger=logger, **{each.__name__: each for each in tools}),
+    }
+
+
+def _install() -> None:
+    known = sys.modules.get(NAME)
+    if known is not None and not hasattr(known, "__atorch__"):
+        raise ArgumentError(
+            "another patrickstar has been imported; import atorch.patrickstar.alias before everything that imports it"
+        )
+    package = ModuleType(NAME, patrickstar.__doc__)
+    members = {"initialize_engine": runtime.initialize_engine, "PatrickStarClient": core.PatrickStarClient}
+    vars(package).update(
+        __atorch__=True, __path__=[], FP16Adam=ops.FP16Adam, see_memory_usage=see_memory_usage, **members
+    )
+    sys.modules[NAME] = package
+    for name, module in _named().items():
+        sys.modules[f"{NAME}.{name}"] = module
+        if "." not in name:
+            vars(package)[name] = module
+
+
+_install()

@@ -1,0 +1,59 @@
+"""`patrickstar` as a name of this package, on request only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+{first}
+from patrickstar.runtime import initialize_engine, PatrickStarEngine
+from patrickstar.core import PatrickStarClient, torch_scope
+from patrickstar.profiler import profiler
+from patrickstar.utils import get_rank, get_world_size, logger, see_memory_usage, log_dist
+from patrickstar.fp16 import LossScaler
+from patrickstar.ops import FP16Adam
+import patrickstar, patrickstar.runtime.engine
+import atorch.patrickstar.runtime as ours
+import torch
+assert patrickstar.runtime is ours and initialize_engine is ours.initialize_engine
+assert get_rank() == 0 and get_world_size() == 1
+def model_func():
+    with torch_scope():
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+model, optimizer = initialize_engine(model_func, get_rank(), {{"fp16": {{"enabled": True}}}})
+for _ in range(3):
+    optimizer.zero_grad()
+    model.backward(model(torch.ones(2, 4)).float().mean())
+    optimizer.step()
+assert 0 < optimizer.loss_scaler.loss_scale == model.loss_scaler.cur_scale <= 2.0 ** 16
+try:
+    torch_scope(do_allreduce=False).__enter__()
+except ValueError as error:
+    assert "do_allreduce" in str(error)
+else:
+    raise SystemExit("accepted")
+print("trained")
+"""
+
+
+def run(first: str) -> subprocess.CompletedProcess[str]:
+    """A script of PatrickStar's in a fresh interpreter."""
+    command = [sys.executable, "-c", SCRIPT.format(first=first)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_script_runs_as_it_is() -> None:
+    done = run("import atorch.patrickstar.alias")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("trained\n")
+
+
+def test_the_name_is_made_on_request_only() -> None:
+    done = run("import atorch.patrickstar.runtime")
+    assert "No module named 'patrickstar'" in done.stderr
+    done = run(
+        "import types; sys.modules['patrickstar'] = types.ModuleType('patrickstar'); import atorch.patrickstar.alias"
+    )
+    assert "another patrickstar has been imported" in done.stderr
