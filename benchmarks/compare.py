@@ -18,17 +18,17 @@ class Samples:
 
     def ratio(self, variant: str, against: str) -> Interval:
         """Median time of `variant` over that of `against`."""
-        return self._interval(lambda picked: float(np.median(picked[variant]) / np.median(picked[against])))
+        return self.interval(lambda picked: float(np.median(picked[variant]) / np.median(picked[against])))
 
     def difference_us(self, variant: str, against: str) -> Interval:
         """Median over rounds of the time that `variant` takes more, in µs."""
-        return self._interval(lambda picked: float(np.median(picked[variant] - picked[against]) * 1e6))
+        return self.interval(lambda picked: float(np.median(picked[variant] - picked[against]) * 1e6))
 
     def median_ms(self, variant: str) -> float:
         """The variant's median time in ms."""
         return float(np.median(self.seconds[variant]) * 1e3)
 
-    def _interval(self, statistic: Callable[[Mapping[str, np.ndarray]], float], draws: int = 400) -> Interval:
+    def interval(self, statistic: Callable[[Mapping[str, np.ndarray]], float], draws: int = 400) -> Interval:
         random_rounds = np.random.default_rng(0)
         rounds = len(next(iter(self.seconds.values())))
         values = []
