@@ -70,6 +70,8 @@ class RankWeight:
         self._is_settled, self._wanted = False, 0
         self.last = 1.0
         """What gradients of the last loss were multiplied by, once backward ran."""
+        self.is_explained = True
+        """Whether a rule explains the loss, as far as it was looked at."""
 
     def share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
         """This rank's share of a batch, of which it has `rows` rows. All ranks must ask together.
@@ -113,7 +115,7 @@ class RankWeight:
 
     def give_up(self, why: StrategyError) -> None:
         """Average from now on, as torch does, and say so once."""
-        self._constant, self._is_settled = 1.0, True
+        self._constant, self._is_settled, self.is_explained = 1.0, True, False
         if dist.get_rank() == 0 and "loss" not in self._told:
             self._told.add("loss")
             logger.warning("%s", why)

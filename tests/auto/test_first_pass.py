@@ -18,6 +18,7 @@ from atorch.auto import first_pass
 from atorch.auto.context import Context
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.errors import ArgumentError, StrategyError
+from atorch.runtime.still import still, untouched
 from tests.pool import Pool, RankFailure
 
 ROWS, FEATURES = 8, 6
@@ -238,3 +239,31 @@ def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None
     with registered(break_generate) as broken, caplog.at_level(logging.WARNING, "atorch"):
         accelerate(Generating(), [broken], **given)
     assert "model.generate() fails: RuntimeError: cannot generate" in caplog.text
+
+
+def contrastive(rank: int, size: int) -> list[str]:
+    """What is said of a loss that compares samples with one another, none of whose shares tell anything."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("atorch")
+    logger.addHandler(handler)
+    try:
+        accelerate(Net(), ["ddp"], loss_func=lambda batch, output: (output @ output.T).logsumexp(1).mean())
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def test_a_loss_that_compares_samples_is_told_and_taken(pool: Pool) -> None:
+    told = pool.run(contrastive)
+    assert any("the loss is averaged over the processes" in message for message in told[0])
+
+
+def test_a_look_at_the_model_between_forward_and_backward_changes_nothing() -> None:
+    model = Net(norm=True)
+    inputs, labels = samples()[:ROWS]
+    loss = model(inputs, labels).logsumexp(1).mean()
+    with untouched(model), still(model), torch.no_grad():
+        model(inputs, labels)
+    loss.backward()
