@@ -153,6 +153,7 @@ class _Trial:
         self, make_optimizer: MakeOptimizer, few: list[dict[str, Any]], dtype: torch.dtype, is_sparse: bool
     ) -> None:
         self._make, self._groups, self._is_sparse = make_optimizer, few, is_sparse
+        self._largest: float | None = None  # learning rate
         shapes = [(each.shape, each.device) for each in _tensors(few)]
         generator = torch.Generator().manual_seed(3)
 
@@ -167,10 +168,13 @@ class _Trial:
         torch.manual_seed(5)
         mine, groups = self._parameters(view)
         optimizer = self._make(groups)
-        largest = max((abs(float(part["lr"])) for part in optimizer.param_groups if "lr" in part), default=0.0)
+        if self._largest is None:  # of the whole, which is tried first
+            self._largest = max(
+                (abs(float(part["lr"])) for part in optimizer.param_groups if "lr" in part), default=0.0
+            )
         for part in optimizer.param_groups:  # an update that drowns in its parameter's rounding tells nothing
             if isinstance(part.get("lr"), float):
-                part["lr"] *= 0.1 / largest if largest else 1.0
+                part["lr"] *= 0.1 / self._largest if self._largest else 1.0
         before = {index: parameter.detach().clone() for index, parameter in mine.items()}
         for gradients in self._gradients:
             given = {index: view(index, gradients[index]) for index in mine}
