@@ -89,7 +89,12 @@ class ShardedOptimizer(WrappedOptimizer):
                     param.grad.detach().zero_()  # not in place: it may lie in a bucket that is reduced
 
     def step(self, closure: Any = None) -> Any:
-        """Step this rank's share, then send it to the others and receive theirs."""
+        """Step this rank's share, then send it to the others and receive theirs.
+
+        Raises:
+            ArgumentError: the closure is no function.
+        """
+        self._check(closure)
         result = self.inner.step(closure) if closure is not None else self.inner.step()
         # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
         self._trained.update(param for param in self._params if param.requires_grad)
