@@ -145,7 +145,7 @@ def _shards(parameter: Any) -> Key:
 def _local_grad(parameter: Any) -> Tensor:
     grad = parameter.grad
     if not hasattr(grad, "to_local"):
-        return grad  # type: ignore[no-any-return]
+        return grad.as_subclass(Tensor)  # type: ignore[no-any-return]
     if grad.placements != parameter.placements:  # a sum that is still to be done, as under sequence parallelism
         parameter.grad = grad = grad.redistribute(placements=parameter.placements)
     return grad.to_local()  # type: ignore[no-any-return]

@@ -92,14 +92,14 @@ def step(job: Training, batch: Any) -> float:
     loss.backward()
     job.optim.step()
     job.optim.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def evaluated(model: nn.Module, job: Training) -> float:
     """The loss of the first two batches in eval mode."""
     model.eval()
     with torch.no_grad():
-        losses = [float(job.loss_func(batch, model(*batch))) for batch in islice(job.batches(), 2)]
+        losses = [job.loss_func(batch, model(*batch)).item() for batch in islice(job.batches(), 2)]
     model.train()
     return sum(losses) / 2
 
@@ -118,7 +118,7 @@ def evaluates_with_gradients(job: Training) -> list[float]:
     for batch in islice(job.batches(), STEPS):
         done.append(step(job, batch))
         job.model.eval()
-        done.append(float(job.loss_func(batch, job.model(*batch))))
+        done.append(job.loss_func(batch, job.model(*batch)).item())
         job.model.train()
     return done
 
@@ -128,7 +128,7 @@ def evaluates_in_inference_mode(job: Training) -> list[float]:
     for batch in islice(job.batches(), STEPS):
         done.append(step(job, batch))
         with torch.inference_mode():
-            done.append(float(job.loss_func(batch, job.model(*batch))))
+            done.append(job.loss_func(batch, job.model(*batch)).item())
     return done
 
 
@@ -184,7 +184,7 @@ def accumulates(job: Training) -> list[float]:
         if index % 2:
             job.optim.step()
             job.optim.zero_grad()
-        done.append(float(loss))
+        done.append(loss.item())
     return done
 
 
@@ -260,7 +260,7 @@ def calls_twice(job: Training) -> list[float]:
         loss.backward()
         job.optim.step()
         job.optim.zero_grad()
-        done.append(float(loss))
+        done.append(loss.item())
     return done
 
 
@@ -273,7 +273,7 @@ def has_two_losses(job: Training) -> list[float]:
         other.backward()
         job.optim.step()
         job.optim.zero_grad()
-        done += [float(one), float(other)]
+        done += [one.item(), other.item()]
     return done
 
 
@@ -285,7 +285,7 @@ def adds_two_losses(job: Training) -> list[float]:
         loss.backward()
         job.optim.step()
         job.optim.zero_grad()
-        done.append(float(loss))
+        done.append(loss.item())
     return done
 
 
@@ -294,7 +294,7 @@ def leaves_out_backward(job: Training) -> list[float]:
     done = []
     for index, batch in enumerate(islice(job.batches(), 2 * STEPS)):
         loss = job.loss_func(batch, job.model(*batch))
-        done.append(float(loss))
+        done.append(loss.item())
         if index % 3 == 1:
             continue
         loss.backward()
@@ -311,7 +311,7 @@ def clips_by_torch(job: Training) -> list[float]:
         torch.nn.utils.clip_grad_norm_(job.model.parameters(), 0.1)
         job.optim.step()
         job.optim.zero_grad()
-        done.append(float(loss))
+        done.append(loss.item())
     return done
 
 
@@ -323,7 +323,7 @@ def clips_values(job: Training) -> list[float]:
         torch.nn.utils.clip_grad_value_(job.model.parameters(), 1e-2)
         job.optim.step()
         job.optim.zero_grad(set_to_none=False)
-        done.append(float(loss))
+        done.append(loss.item())
     return done
 
 
@@ -376,7 +376,7 @@ def steps_without_gradients_left(job: Training) -> list[float]:
         loss = job.loss_func(batch, job.model(*batch))
         loss.backward()
         job.optim.step()
-        done.append(float(loss))
+        done.append(loss.item())
     return done
 
 

@@ -26,7 +26,7 @@ from atorch.runtime.chunk.course import Course, Nodes, Pass
 from atorch.runtime.chunk.gradients import Gradients
 from atorch.runtime.chunk.layout import Slot
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
-from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
+from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, GradientPart, Home, manage
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
 
@@ -265,7 +265,12 @@ class Operations:
             return gradient
         self._gradients.settle()  # backward may still be under way
         home: Home = parameter.home
-        return self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
+        part = self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
+        if part is None or self.chunks.num_shares == 1:
+            return part
+        shown = part.as_subclass(GradientPart)
+        shown.of_parameter, shown.processes = home.name, self.chunks.num_shares
+        return shown
 
     def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
         memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]
