@@ -48,6 +48,35 @@ def _outermost(
             yield from _outermost(child, f"{path}.", parents, known)
 
 
+def largest_children(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's largest children by name, for what works on parts of a model where nothing repeats.
+
+    Children are those that a forward pass calls: lists and dicts of modules are looked into, and so is a child that has
+    all parameters. Of these, modules that are made of others; where there are none, any that hold parameters, but
+    embeddings, whose activations are their results. The largest are those with at least an average share of parameters.
+    """
+    children = dict(_called_below(model, ""))
+    while len(children) == 1:
+        ((name, only),) = children.items()
+        inner = dict(_called_below(only, f"{name}."))
+        if not inner:
+            return children
+        children = inner
+    kept = {name: child for name, child in children.items() if not isinstance(child, (nn.Embedding, nn.EmbeddingBag))}
+    kept = {name: child for name, child in kept.items() if next(child.children(), None) is not None} or kept
+    sizes = {name: sum(each.numel() for each in child.parameters()) for name, child in kept.items()}
+    return {name: child for name, child in kept.items() if sizes[name] * len(kept) >= sum(sizes.values())}
+
+
+def _called_below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The nearest modules below with parameters that have a forward."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_below(child, f"{prefix}{name}.")
+        elif next(child.parameters(), None) is not None:
+            yield f"{prefix}{name}", child
+
+
 def units(model: nn.Module) -> dict[str, nn.Module]:
     """What a model can be cut between: its repeated blocks, and outside of them the outermost modules with parameters.
 

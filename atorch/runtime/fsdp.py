@@ -11,6 +11,7 @@ all-gather of the parameters in forward and again in backward, reduce-scatter of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,8 @@ def shard(
     _materialize(module, lambda each: torch.device("cpu") if each in on_host else device, param_init_fn)
     if forward_prefetch:
         _prefetch_in_order(module, groups)
+    for parameter in module.parameters():
+        _give_plain_tensors(parameter)
     module.register_forward_hook(_resharder(module))
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
     module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
@@ -126,6 +129,24 @@ def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool =
                 "Change gradients between backward() and step(), or by a module's register_full_backward_hook; "
                 "register_post_accumulate_grad_hook on the accelerated model's parameters is called with shards"
             )
+
+
+_FACTORIES = ("new", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def _give_plain_tensors(parameter: Tensor) -> None:
+    """Let `parameter.new_zeros` and its like make plain tensors, as `next(self.parameters()).new_zeros` means them to.
+
+    A sharded parameter would make tensors of its own kind, which mix with no plain one.
+    """
+    if hasattr(parameter, "placements"):
+        for name in _FACTORIES:
+            setattr(parameter, name, partial(_made_plainly, name, parameter.dtype, parameter.device))
+
+
+def _made_plainly(name: str, dtype: torch.dtype, device: torch.device, *args: Any, **kwargs: Any) -> Tensor:
+    made: Tensor = getattr(torch.empty(0, dtype=dtype, device=device), name)(*args, **kwargs)
+    return made
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

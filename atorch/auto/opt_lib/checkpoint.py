@@ -11,14 +11,16 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.blocks import find_modules, module_names, repeated_blocks
+from atorch.blocks import find_modules, largest_children, module_names, repeated_blocks
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, Segment
 from atorch.errors import StrategyError
+from atorch.logs import logger
 from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.recompute import checkpoint_wrapper
 
@@ -28,7 +30,8 @@ class Checkpoint(Method):
     """Recompute activations in the backward pass."""
 
     wrap_class: tuple[str, ...] | None = None
-    """Classes or names of the modules to checkpoint; None for the model's repeated blocks."""
+    """Classes or names of the modules to checkpoint; None for the model's repeated blocks, or its
+    largest children where nothing repeats."""
     no_reentrant: bool = True
     """False takes torch's reentrant implementation, for models that the other cannot serve."""
     offload_to_cpu: bool = False
@@ -81,14 +84,9 @@ class Checkpoint(Method):
         """Checkpoint the chosen modules of every part in place."""
         for part in ctx.parts:
             if self.wrap_class is None:
-                chosen = repeated_blocks(part)
+                chosen = repeated_blocks(part) or _largest(part)
             else:
                 chosen = find_modules(part, self.wrap_class, "checkpoint wrap_class")
-            if not chosen:
-                raise StrategyError(
-                    f"checkpoint finds no repeated blocks in {type(part).__name__}; name the modules to checkpoint, "
-                    'e.g. ("checkpoint", ("MyBlock",))'
-                )
             turn_off_caches(part)
             for module in list(chosen.values())[: self.max_checkpoint_module_num]:
                 checkpoint_wrapper(
@@ -98,6 +96,26 @@ class Checkpoint(Method):
                     selective=self.selective,
                 )
         return ctx
+
+
+def _largest(part: nn.Module) -> dict[str, nn.Module]:
+    """What to checkpoint where no block repeats, said aloud.
+
+    Raises:
+        StrategyError: the model has no modules inside.
+    """
+    chosen = largest_children(part)
+    if not chosen:
+        raise StrategyError(
+            f"checkpoint finds no repeated blocks in {type(part).__name__}, nor modules inside of it; name the "
+            'modules to checkpoint, e.g. ("checkpoint", ("MyBlock",))'
+        )
+    logger.warning(
+        "checkpoint finds no repeated blocks in %s and takes its largest children: %s",
+        type(part).__name__,
+        ", ".join(chosen),
+    )
+    return chosen
 
 
 def _kept(block: Segment) -> float:

@@ -66,9 +66,58 @@ def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
         auto_accelerate(make_model(), load_strategy=[("checkpoint", config)])
 
 
-def test_a_model_without_repeated_blocks_must_name_them() -> None:
+def test_a_model_without_modules_is_refused() -> None:
     with pytest.raises(StrategyError, match="no repeated blocks in Linear"):
         auto_accelerate(nn.Linear(2, 2), load_strategy=["checkpoint"])
+
+
+class Unlike(nn.Module):
+    """No two parts are of one class; a batch norm counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 16)
+        self.features = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+        self.parts = nn.ModuleDict({"cell": nn.LSTM(16, 16)})
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.parts["cell"](self.features(self.embed(x)))
+        return self.head(y)  # type: ignore[no-any-return]
+
+
+LARGEST = [
+    (Unlike, ["features"]),
+    (lambda: nn.Sequential(Unlike()), ["0.features"]),
+    (lambda: nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4)), ["2"]),
+]
+
+
+@pytest.mark.parametrize(("make", "names"), LARGEST)
+def test_where_nothing_repeats_the_largest_children_are_taken_and_named(
+    make: Any, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    auto_accelerate(model, load_strategy=["checkpoint"])
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == names
+    assert caplog.messages == [
+        f"checkpoint finds no repeated blocks in {type(model).__name__} and takes its largest "
+        f"children: {', '.join(names)}"
+    ]
+
+
+@pytest.mark.parametrize("no_reentrant", [True, False])
+def test_largest_children_train_as_they_did(no_reentrant: bool) -> None:
+    model = Unlike()
+    plain = Unlike()
+    plain.load_state_dict(model.state_dict())
+    _, result, _ = auto_accelerate(model, load_strategy=[("checkpoint", {"no_reentrant": no_reentrant})])
+    x = torch.arange(8)
+    for each in (result.model, plain):
+        each(x).square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert torch.equal(model.features[1].running_mean, plain.features[1].running_mean)
 
 
 @pytest.mark.parametrize("no_reentrant", [True, False])

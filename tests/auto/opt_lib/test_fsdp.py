@@ -410,3 +410,45 @@ def test_a_function_fills_what_is_on_the_meta_device(pool: Pool, tmp_path: Path)
 def test_what_is_not_sharded_is_whole(pool: Pool) -> None:
     found = pool.run(sharded, "llama", {"sharding_strategy": "NO_SHARD"}, [])
     assert all(each["bytes"] == each["all_bytes"] for each in found)
+
+
+class Recurrent(nn.Module):
+    """Makes its first hidden state from a parameter, as PyTorch's word_language_model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.rnn, self.head = nn.Embedding(20, 16), nn.LSTM(16, 16, 2), nn.Linear(16, 20)
+
+    def init_hidden(self, batch: int) -> tuple[torch.Tensor, ...]:
+        weight = next(self.parameters())
+        return weight.new_zeros(2, batch, 16), weight.new_full((2, batch, 16), 0.5, requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        output, _ = self.rnn(self.embed(tokens.t()), self.init_hidden(len(tokens)))
+        bias = self.head.weight.new_tensor([0.5]) + self.embed.weight.new_ones(1).to(self.embed.weight.device)
+        return self.head((output + bias).flatten(0, 1))  # type: ignore[no-any-return]
+
+
+def recurrent_losses(rank: int, size: int, strategy: Any) -> list[float]:
+    """The losses of a few steps on the same batch; the hidden state is made in a loop, too."""
+    model, tokens = Recurrent(), torch.arange(40).reshape(8, 5) % 20
+    job = {"optim_func": torch.optim.SGD, "optim_args": {"lr": 0.5}, "load_strategy": strategy}
+    _, result, _ = auto_accelerate(model, **job)
+    losses = []
+    for _ in range(4):
+        assert type(result.model.init_hidden(3)[0]) is torch.Tensor
+        loss = nn.functional.cross_entropy(result.model(tokens), tokens.t().flatten())
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("method", ["fsdp", "zero2"])
+def test_a_hidden_state_made_from_a_parameter_is_a_plain_tensor(pool: Pool, method: str) -> None:
+    plain = recurrent_losses(0, 1, [])
+    for losses in pool.run(recurrent_losses, [method]):
+        assert losses == pytest.approx(plain, rel=1e-5)
+    assert recurrent_losses(0, 1, [method]) == pytest.approx(plain, rel=1e-6)
