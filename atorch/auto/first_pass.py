@@ -128,16 +128,15 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
     """
     if _why_not(applied, result, expected) is not None:
         return
-    share = _share(applied, expected)
     band = BANDS[_coarser(expected.precision, _precision_of(applied))]
-    found = _run(applied, result, share)
+    found = _run(applied, result, expected)
     if _near(found, expected.training, band):
         return
     if not all(each.is_explained for each in applied.rank_weights):
         return  # shares of a batch tell nothing of the whole, which the user was told
     plain = expected.training
     if expected.evaluating is not None and _is_a_number(found):
-        found, plain = _run(applied, result, share, in_evaluation_mode=True), expected.evaluating
+        found, plain = _run(applied, result, expected, in_evaluation_mode=True), expected.evaluating
         if _near(found, plain, band):
             return
     raise StrategyError(
@@ -245,7 +244,7 @@ def _run_plainly(ctx: Context, batch: Any, in_evaluation_mode: bool = False) -> 
     return _Seen(figures, precision, depends)
 
 
-def _run(applied: Context, result: AccelerateResult, share: Any, in_evaluation_mode: bool = False) -> Figures:
+def _run(applied: Context, result: AccelerateResult, expected: PlainPass, in_evaluation_mode: bool = False) -> Figures:
     model, device = result.model, applied.device
     kept = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -253,23 +252,24 @@ def _run(applied: Context, result: AccelerateResult, share: Any, in_evaluation_m
     eagerly = torch.compiler.set_stance("force_eager") if in_evaluation_mode else nullcontext()
     with _seeded(), torch.enable_grad(), eagerly, still(model) if in_evaluation_mode else nullcontext():
         _clear(result)
-        batch = result.prepare_input(share, device)
+        batch = result.prepare_input(_share(applied, expected), device)
         loss = value_of(result.loss_func(batch, applied.call_model(model, batch)))
         loss.backward()
-        norm = float(clip_grad_norm(model, math.inf))
+        norm = None if expected.training.grad_norm is None else float(clip_grad_norm(model, math.inf))
         _clear(result)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
     for parameter, grad in kept.items():
         parameter.grad = grad
-    is_overflow = applied.loss_scale() != 1.0 and not math.isfinite(norm)
+    if norm is not None and not math.isfinite(norm) and applied.loss_scale() != 1.0:
+        norm = None  # scaled gradients overflowed; the first steps find a scale
     mesh = applied.need_mesh()
     # The weight that its gradients have: a sum is that of all samples, and a rank without labels has no say.
     weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
     part = weight * float(loss.detach()) if weight else 0.0
     by_share = dict(gather_objects((mesh.rank(*BATCH_AXES), part)))
-    return Figures(sum(by_share.values()) / len(by_share), None if is_overflow else norm)
+    return Figures(sum(by_share.values()) / len(by_share), norm)
 
 
 def _clear(result: AccelerateResult) -> None:

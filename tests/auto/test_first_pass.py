@@ -267,3 +267,17 @@ def test_a_look_at_the_model_between_forward_and_backward_changes_nothing() -> N
     with untouched(model), still(model), torch.no_grad():
         model(inputs, labels)
     loss.backward()
+
+
+def test_sparse_gradients_have_no_norm_to_compare() -> None:
+    class Sparse(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, FEATURES, sparse=True)
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs + self.table(labels), labels)
+
+    accelerate(Sparse(), [CHECKPOINT])
+    with registered(change_values) as broken, pytest.raises(StrategyError, match="does not compute"):
+        accelerate(Sparse(), [broken])
