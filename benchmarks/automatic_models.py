@@ -1,0 +1,96 @@
+"""What the automatic mode chooses for well-known training scripts, beside plain training, and how long it searches.
+
+For each script of `tests/foreign`, on one process and on two: `auto_accelerate` with a time limit, from no calibration,
+on the default space; then its loop with what was chosen and with the baseline (plain training, or `ddp`), in turns. The
+ratio is that of the medians of a loop's time; the search's is that of the call over the limit, less one step.
+
+    python benchmarks/automatic_models.py [--quick]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from command import answer_of, as_rank, main
+from compare import Row, Samples
+
+LIMIT_S = 12.0
+STEPS = 4  # of a loop
+SLOWER, BEYOND = 1.03, 1.10  # than the baseline, than the time limit
+SCALE = 4  # of the models' widths, so that steps take milliseconds
+
+
+def case(name: str, processes: int, limit_s: float, rounds: int) -> dict[str, Any] | None:
+    """Seconds of searching beyond a step, the methods that were chosen, and both loops' seconds, on rank 0."""
+    from atorch import auto_accelerate
+    from tests.foreign.models import SCRIPTS
+    from tests.foreign.script import accelerated
+
+    torch.set_num_threads(1)
+    rank = as_rank() if processes > 1 else 0
+    script = SCRIPTS[name]
+
+    def made() -> list[Any]:
+        return script.make(processes=processes, scale=SCALE)
+
+    searched, chosen = [], []
+    for arguments in made():
+        began = time.perf_counter()
+        strategy = auto_accelerate(**arguments, time_limit=limit_s, calibration=False)[2]
+        searched.append(time.perf_counter() - began)
+        chosen.append(strategy)
+    loops = {
+        "chosen": [accelerated(each, how, verify=False) for each, how in zip(made(), chosen, strict=True)],
+        "baseline": [accelerated(each, ["ddp"] if processes > 1 else []) for each in made()],
+    }
+    seconds: dict[str, list[float]] = {which: [] for which in loops}
+    for number in range(rounds + 2):
+        for which in sorted(loops, reverse=bool(number % 2)):
+            if dist.is_initialized():
+                dist.barrier()
+            began = time.perf_counter()
+            script.train(loops[which], STEPS)
+            if number >= 2:  # what compiles has done so by then
+                seconds[which].append(time.perf_counter() - began)
+    step_s = float(np.median(seconds["baseline"])) / STEPS
+    found = {"searched": max(searched) - step_s, "strategy": " | ".join(map(str, chosen)), "seconds": seconds}
+    return found if rank == 0 else None
+
+
+def measure(quick: bool = False) -> list[Row]:
+    """One row a script and number of processes, then the worst of them."""
+    from tests.foreign.models import SCRIPTS
+
+    names = list(SCRIPTS)[:1] if quick else list(SCRIPTS)
+    rows, slowest, longest = [], 0.0, 0.0
+    for name in names:
+        for processes in (1, 2):
+            limit_s = 3.0 if quick else LIMIT_S
+            given = (name, processes, limit_s, 2 if quick else 20)
+            found = answer_of(__file__, *given, processes=processes if processes > 1 else None)
+            ratio = Samples({key: np.array(values) for key, values in found["seconds"].items()}).ratio(
+                "chosen", "baseline"
+            )
+            beyond = found["searched"] / limit_s
+            slowest, longest = max(slowest, ratio.value), max(longest, beyond)
+            measured = f"{ratio:.3f}, search {beyond:.2f} of its limit: {found['strategy']}"
+            rows.append(
+                Row(f"{name} on {processes}: chosen / baseline", measured, f"≤ {SLOWER}", ratio.value <= SLOWER)
+            )
+            print(rows[-1].claim, rows[-1].measured, file=sys.stderr, flush=True)
+    rows.append(Row("the slowest of all / baseline", f"{slowest:.3f}", f"≤ {SLOWER}", slowest <= SLOWER))
+    rows.append(Row("the longest search / time_limit", f"{longest:.2f}", f"≤ {BEYOND}", longest <= BEYOND))
+    return rows
+
+
+if __name__ == "__main__":
+    main(measure, in_process=case)
