@@ -83,7 +83,7 @@ def _check_model(model: object) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ArgumentError(f"model is wrapped in {type(model).__name__} already; give the plain module")
     for name, module in _modules(model, ""):
-        if type(module).__hash__ is None:
+        if issubclass(type(module), nn.Module) and type(module).__hash__ is None:  # not a weak reference's proxy
             raise ArgumentError(
                 f"{type(module).__name__} ({name or 'the model'}) defines __eq__ and no __hash__, by which torch finds "
                 "a model's modules and parameters; add `__hash__ = torch.nn.Module.__hash__` to the class"

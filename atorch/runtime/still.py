@@ -45,13 +45,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; afterwards each module is in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
+    modes = {module: module.training for module in (model, *model.modules())}  # a wrapper is none of its modules
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        model.train(modes[model])  # an engine behind it hears of that
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @contextmanager

@@ -57,7 +57,6 @@ def test_documented_examples_go_through_json(config: dict[str, Any]) -> None:
         ({"fp8_format": "E5M2"}, r"fp8\.fp8_format was given 'E5M2'"),
         ({"amax_compute_algo": "mean"}, r"fp8\.amax_compute_algo"),
         ({"margin": -1}, r"fp8\.margin"),
-        ({"exclude": "lm_head"}, r"fp8\.exclude was given 'lm_head'"),
         ({"amax_history_length": 16}, "did you mean 'amax_history_len'"),
     ],
 )
