@@ -223,7 +223,7 @@ def without_reduction(rank: int, size: int) -> float:
             return ctx
 
     try:
-        return deviation(rank, size, ["forgetful"])[0]
+        return deviation(rank, size, ["forgetful"], verify=False)[0]
     finally:
         METHODS.remove("forgetful")
 

@@ -67,7 +67,8 @@ def job(model: nn.Module, **more: Any) -> Context:
 
 def llama_job() -> Context:
     with torch.device("meta"):
-        return job(llama(2))
+        model = llama(2)
+    return job(model)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -153,7 +154,7 @@ def test_compile_is_left_out_and_said() -> None:
 def test_as_plain_data() -> None:
     data = simulated(job(llama(2)), ["fsdp"]).to_json_data()
     assert data["peak_bytes"] == max(sum(moment["memory"].values()) for moment in data["moments"])
-    assert {each["kind"] for each in data["collectives"]} == {"all_gather", "reduce_scatter"}
+    assert {each["kind"] for each in data["collectives"]} == {"all_gather", "reduce_scatter", "all_reduce"}
     assert all(each["axes"] == ["data"] for each in data["collectives"])
 
 

@@ -62,7 +62,7 @@ def test_the_order_is_by_phase_whatever_was_given() -> None:
         ([{"toy_amp": "bf16"}], r"strategy\[0\].toy_amp: .*: write \('toy_amp', 'bf16'\)"),
         ([{"name": 3}], r"strategy\[0\].name: 3 is no method's name"),
         ([{}], r"strategy\[0\].name: None is no method's name"),
-        ([("toy_amp", "bf16", True)], r"strategy\[0\]: .* is no method; a method is written"),
+        ([("toy_amp", "bf16", True, 1)], r"strategy\[0\]: .* is no method; a method is written"),
         ([ToyAmp], r"strategy\[0\]: .* is no method"),
         ([None], r"strategy\[0\]: None is no method"),
         ([(ToyAmp, "bf16")], r"strategy\[0\]: .* is no method"),
