@@ -92,10 +92,13 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     if ctx.make_loader is not None:
         make = ctx.make_loader  # once before anything is changed: what does not hold leaves the model as it was
         together(lambda: make(*place))
+    together(lambda: strategy.check(ctx))
+    strategy.check_optimizer(ctx)
+    ctx = with_sample(ctx, strategy)
     if ctx.world.size > 1:
         synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
     expected = _plain_pass(ctx, place[1]) if verify and strategy.methods else None
-    applied = strategy.apply(with_sample(ctx, strategy))
+    applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
         agreed("optim_func", dict, lambda: result.optim, _settings)

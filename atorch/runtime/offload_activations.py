@@ -30,6 +30,21 @@ SMALL_BYTES = 2**18  # what a link to the host sends in about the time that it t
 CHOSEN = "_offloads_activations"
 
 
+def num_offloaded(share: float, num_blocks: int) -> int:
+    """How many blocks that share is: whole ones, and not the last of several.
+
+    Raises:
+        ArgumentError: that is no block.
+    """
+    num = min(int(share * num_blocks * (1 + 1e-9)), max(1, num_blocks - 1))
+    if num < 1:
+        raise ArgumentError(
+            f"activations of {share:g} of {num_blocks} repeated blocks are to wait in host memory, which is no whole "
+            f"block; give {f'at least {1 / num_blocks:.3g}' if num_blocks else 'a model that repeats blocks'}"
+        )
+    return num
+
+
 def offload_activations(blocks: Iterable[nn.Module], share: float = 1.0, small_bytes: int | None = None) -> Tensor:
     """Let the first blocks, at most `share` of all, keep what they save for backward in host memory, in place.
 
@@ -47,15 +62,10 @@ def offload_activations(blocks: Iterable[nn.Module], share: float = 1.0, small_b
         ArgumentError: no whole block is within the share.
     """
     listed = list(blocks)
-    num_moved = min(int(share * len(listed) * (1 + 1e-9)), max(1, len(listed) - 1))
-    if num_moved < 1:
-        raise ArgumentError(
-            f"activations of {share:g} of {len(listed)} repeated blocks are to wait in host memory, which is no whole "
-            f"block; give {f'at least {1 / len(listed):.3g}' if listed else 'a model that repeats blocks'}"
-        )
+    num = num_offloaded(share, len(listed))
     host = _Host(small_bytes)
     for index, block in enumerate(listed):  # all of them, so that they stay of one class
-        vars(block)[CHOSEN] = index < num_moved
+        vars(block)[CHOSEN] = index < num
         override(block, "__call__", _offloading, host)
     return host.origin
 

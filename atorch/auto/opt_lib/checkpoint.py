@@ -15,6 +15,7 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.structure import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, largest_children, module_names, repeated_blocks
 from atorch.cluster import ClusterSpec
@@ -80,13 +81,32 @@ class Checkpoint(Method):
             if any(0 < _kept(block) < block.saved_bytes for block in profile.blocks):
                 yield cls(selective=True)
 
+    def check(self, ctx: Context) -> None:
+        """There are modules to checkpoint, unless methods before this one make them."""
+        for part in ctx.parts if self.wrap_class is None or not changes_modules(ctx) else ():
+            self._chosen(part)
+
+    def _chosen(self, part: nn.Module) -> dict[str, nn.Module]:
+        if self.wrap_class is not None:
+            return find_modules(part, self.wrap_class, "checkpoint wrap_class")
+        chosen = repeated_blocks(part) or largest_children(part)
+        if not chosen:
+            raise StrategyError(
+                f"checkpoint finds no repeated blocks in {type(part).__name__}, nor modules inside of it; name the "
+                'modules to checkpoint, e.g. ("checkpoint", ("MyBlock",))'
+            )
+        return chosen
+
     def apply(self, ctx: Context) -> Context:
         """Checkpoint the chosen modules of every part in place."""
         for part in ctx.parts:
-            if self.wrap_class is None:
-                chosen = repeated_blocks(part) or _largest(part)
-            else:
-                chosen = find_modules(part, self.wrap_class, "checkpoint wrap_class")
+            chosen = self._chosen(part)
+            if self.wrap_class is None and not repeated_blocks(part):
+                logger.warning(
+                    "checkpoint finds no repeated blocks in %s and takes its largest children: %s",
+                    type(part).__name__,
+                    ", ".join(chosen),
+                )
             turn_off_caches(part)
             for module in list(chosen.values())[: self.max_checkpoint_module_num]:
                 checkpoint_wrapper(
@@ -96,26 +116,6 @@ class Checkpoint(Method):
                     selective=self.selective,
                 )
         return ctx
-
-
-def _largest(part: nn.Module) -> dict[str, nn.Module]:
-    """What to checkpoint where no block repeats, said aloud.
-
-    Raises:
-        StrategyError: the model has no modules inside.
-    """
-    chosen = largest_children(part)
-    if not chosen:
-        raise StrategyError(
-            f"checkpoint finds no repeated blocks in {type(part).__name__}, nor modules inside of it; name the "
-            'modules to checkpoint, e.g. ("checkpoint", ("MyBlock",))'
-        )
-    logger.warning(
-        "checkpoint finds no repeated blocks in %s and takes its largest children: %s",
-        type(part).__name__,
-        ", ".join(chosen),
-    )
-    return chosen
 
 
 def _kept(block: Segment) -> float:

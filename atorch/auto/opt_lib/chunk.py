@@ -24,6 +24,7 @@ from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.optimizers import need_listed, need_no_closure, replicas
+from atorch.auto.opt_lib.structure import need_dense_gradients, need_floating_parameters
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -121,11 +122,22 @@ class Chunk(Method):
         if replicas(ctx) > 1:
             need_listed(ctx, self.name, ELEMENTWISE)
 
-    def apply(self, ctx: Context) -> Context:
-        """Put the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps on the chunks."""
+    def check(self, ctx: Context) -> None:
+        """Nothing beside it keeps parameters where they are; their gradients are dense, and all of them numbers."""
         for other in ctx.strategy or ():
             if other.name in _REFUSED:
                 raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
+            if isinstance(other, Compile) and other.mode in _WITH_GRAPHS:
+                raise StrategyError(
+                    f"compile's mode {other.mode!r} records where parameters are, and chunk moves them; leave mode "
+                    "out, or use 'max-autotune-no-cudagraphs'"
+                )
+        need_dense_gradients(ctx, self.name)
+        need_floating_parameters(ctx, self.name)
+
+    def apply(self, ctx: Context) -> Context:
+        """Put the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps on the chunks."""
+        self.check(ctx)
         offload = None if ctx.strategy is None else ctx.strategy.get(Offload)
         if offload is not None:
             ctx = offload.move_activations(ctx)
@@ -206,15 +218,10 @@ def _compiled(ctx: Context, part: nn.Module) -> list[str]:
     """Names of the modules that `compile` will compile, those within them left out.
 
     Raises:
-        StrategyError: it will compile the whole model, or keep the addresses of parameters.
+        StrategyError: it will compile the whole model.
     """
     for each in ctx.strategy or ():
         if isinstance(each, Compile):
-            if each.mode in _WITH_GRAPHS:
-                raise StrategyError(
-                    f"compile's mode {each.mode!r} records where parameters are, and chunk moves them; leave mode "
-                    "out, or use 'max-autotune-no-cudagraphs'"
-                )
             return outermost(each.chosen(part))
     return []
 

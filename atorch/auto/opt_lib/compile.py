@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.structure import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names, repeated_blocks
 from atorch.cluster import ClusterSpec
@@ -60,6 +61,11 @@ class Compile(Method):
         """As it is, for a model that can be traced: one that cannot would be cut to pieces."""
         if profile.traced:
             yield cls()
+
+    def check(self, ctx: Context) -> None:
+        """There are modules of the names that were given, unless methods before this one make them."""
+        for part in () if changes_modules(ctx) else ctx.parts:
+            self.chosen(part)
 
     def apply(self, ctx: Context) -> Context:
         """Compile the chosen modules of every part in place."""

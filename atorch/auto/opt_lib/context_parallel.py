@@ -16,7 +16,10 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import uncuttable
+from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.sample import on_samples
+from atorch.auto.opt_lib.structure import need_parts_of_tokens
+from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -63,6 +66,16 @@ class ContextParallel(Method):
         """With load balance, where the model attends to sequences and several devices share them."""
         if cluster.world_size > 1 and any(block.attention_flops and block.sequence_length for block in profile.blocks):
             yield cls()
+
+    def check(self, ctx: Context) -> None:
+        """Nothing beside it looks at all tokens at once, and the ranks along sequence are neighbours."""
+        strategy, mode = ctx.strategy or Strategy(), (ctx.strategy or Strategy()).get(ParallelMode)
+        if size_of(ctx, "context") == 1:
+            return
+        need_parts_of_tokens(strategy, self.name)
+        by_sequence = size_of(ctx, "sequence") > 1 and any("sequence" in each.splits for each in strategy)
+        if by_sequence and mode is not None:
+            _need_neighbours(Mesh(mode.slices, mode.rank_order, ctx.device.type))
 
     def apply(self, ctx: Context) -> Context:
         """Split the stream through the model's blocks in place, and let their attention go around a ring.

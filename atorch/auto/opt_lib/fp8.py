@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
+from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.structure import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -95,6 +97,25 @@ class Fp8(Method):
         if "Linear" in profile.module_classes:
             lists = sorted({block.name.rpartition(".")[0] for block in profile.blocks} - {""})
             yield cls(include=tuple(lists) or None)
+
+    def check(self, ctx: Context) -> None:
+        """Its backend runs here, beside the others, and there is a layer to convert."""
+        choose_backend(self._backend_beside(ctx), self._recipe(), self.emulate, ctx.device.type)
+        for part in ctx.parts:
+            if not changes_modules(ctx, self.name) and not any(True for _ in self._chosen(part)):
+                raise StrategyError(
+                    f"fp8 converts nothing in {type(part).__name__}: none of its layers is an nn.Linear"
+                    f"{' of the names in include and exclude' if self.include or self.exclude else ''}. Leave fp8 out, "
+                    "or change include"
+                )
+
+    def _chosen(self, part: nn.Module) -> Iterable[str]:
+        """Names of the layers that may be converted, as far as names tell."""
+        for name, module in part.named_modules():
+            included = self.include is None or any(each in name for each in self.include)
+            excluded = self.exclude is not None and any(each in name for each in self.exclude)
+            if name and type(module) is nn.Linear and included and not excluded:
+                yield name
 
     def apply(self, ctx: Context) -> Context:
         """Convert the Linear layers of every part in place."""

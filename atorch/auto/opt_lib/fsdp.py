@@ -22,6 +22,8 @@ from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.fsdp_precision import DTYPES, MixedPrecision
 from atorch.auto.opt_lib.offload import parameters_on_host
 from atorch.auto.opt_lib.optimizers import need_same
+from atorch.auto.opt_lib.parallel_mode import size_of
+from atorch.auto.opt_lib.structure import changes_modules, need_dense_gradients
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
 from atorch.cluster import ClusterSpec
@@ -179,11 +181,39 @@ class Fsdp(Method):
         """The optimizer computes on DTensors what it does on plain parameters."""
         need_same(ctx, self.name, "sharded")
 
+    def check(self, ctx: Context) -> None:
+        """The mesh has the axes and the model the modules that were named; gradients are dense."""
+        settled = self.settled(ctx.root)
+        if settled is not self:
+            settled.check(ctx)
+            return
+        is_hybrid = size_of(ctx, "data") > 1 and size_of(ctx, "zero") > 1
+        if "HYBRID" in (self.sharding_strategy or "") and not is_hybrid:
+            raise StrategyError(
+                f"{self.name} was given {self.sharding_strategy}, but parallel_mode has no two axes to share out; "
+                'name both: ("parallel_mode", ([("zero", shards), ("data", replicas)], None))'
+            )
+        asked = self.reshard_after_forward
+        shards = size_of(ctx, *(axis for axis in REPLICA_AXES if axis != "data" or not is_hybrid))
+        shards = 1 if self.sharding_strategy == "NO_SHARD" else shards
+        if not isinstance(asked, bool) and asked is not None and (not 1 < asked < shards or shards % asked):
+            raise StrategyError(
+                f"{self.name}.reshard_after_forward was given {asked}; parameters are spread over {shards} processes, "
+                "and it must be a divisor of that other than 1 and itself, or True or False"
+            )
+        named = ctx.strategy is not None and (changes_modules(ctx) or "pipeline_parallel" in ctx.strategy.names())
+        for part in () if named else ctx.parts:  # else names may mean what is not there yet, or is of another stage
+            self._groups(part)
+        need_dense_gradients(
+            ctx, self.name, () if named else [each for part in ctx.parts for each in self._ignored(part)]
+        )
+
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place."""
         settled = self.settled(ctx.root)
         if settled is not self:
             return settled.apply(ctx)
+        self.check(ctx)
         mesh = self._mesh(ctx)
         precision = self.mixed_precision
         if precision is None and ctx.compute_dtype is not None:
@@ -199,7 +229,7 @@ class Fsdp(Method):
                 ignored=self._ignored(part),
                 mp_policy=precision.policy(),
                 root_mp_policy=precision.policy(root=True),
-                reshard_after_forward=self._reshard(mesh),
+                reshard_after_forward=False if self.sharding_strategy in KEEPING else self.reshard_after_forward,
                 offload=max(float(self.cpu_offload), parameters_on_host(ctx.strategy)),
                 forward_prefetch=self.forward_prefetch,
                 sync_module_states=self.sync_module_states,
@@ -212,12 +242,6 @@ class Fsdp(Method):
 
     def _mesh(self, ctx: Context) -> DeviceMesh:
         mesh = ctx.need_mesh()
-        is_hybrid = mesh.size("data") > 1 and mesh.size("zero") > 1
-        if "HYBRID" in (self.sharding_strategy or "") and not is_hybrid:
-            raise StrategyError(
-                f"{self.name} was given {self.sharding_strategy}, but parallel_mode has no two axes to share out; "
-                'name both: ("parallel_mode", ([("zero", shards), ("data", replicas)], None))'
-            )
         if self.sharding_strategy == "NO_SHARD":
             alone = next((axis for axis in ("zero", "tensor", "pipeline", "context") if mesh.size(axis) == 1), None)
             if alone is None:
@@ -225,7 +249,7 @@ class Fsdp(Method):
                     f"{self.name} was given NO_SHARD, and parallel_mode splits over every axis; use ddp"
                 )
             return mesh.joined_mesh([axis for axis in REPLICA_AXES if axis != alone], (alone,))
-        if is_hybrid:
+        if mesh.size("data") > 1 and mesh.size("zero") > 1:
             return mesh.joined_mesh(("data",), [axis for axis in REPLICA_AXES if axis != "data"])
         return mesh.joined_mesh(REPLICA_AXES)
 
@@ -244,16 +268,3 @@ class Fsdp(Method):
         modules = self._named_as_ignored(part)
         named = [parameters[name] for name in self.atorch_ignored_cls if name in parameters]
         return [*named, *(parameter for module in modules for parameter in module.parameters())]
-
-    def _reshard(self, mesh: DeviceMesh) -> bool | int | None:
-        if self.sharding_strategy in KEEPING:
-            return False
-        asked, shards = self.reshard_after_forward, mesh.size(mesh.ndim - 1)
-        if isinstance(asked, bool) or asked is None:
-            return asked
-        if not 1 < asked < shards or shards % asked:
-            raise StrategyError(
-                f"{self.name}.reshard_after_forward was given {asked}; parameters are spread over {shards} processes, "
-                "and it must be a divisor of that other than 1 and itself, or True or False"
-            )
-        return asked

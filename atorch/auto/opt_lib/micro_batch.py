@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.accumulation import reduce_once
+from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import uneven
 from atorch.auto.opt_lib.precision import Precision
 from atorch.auto.strategy.method import Method, Phase, method
@@ -96,12 +97,18 @@ class MicroBatch(Method):
                 yield cls(size=2**power)
                 yield cls(size=2**power, reduce="each")
 
-    def apply(self, ctx: Context) -> Context:
-        """Let the model defer its output to a loss function that runs micro-batches."""
+    def check(self, ctx: Context) -> None:
+        """There is a loss function, a backward of torch's, and what `reduce` and `size` ask for."""
         if ctx.loss_func is None:
             raise StrategyError("micro_batch runs forward and backward inside loss_func; give auto_accelerate one")
-        if ctx.strategy is not None and "pipeline_parallel" in ctx.strategy.names() and _stages(ctx) > 1:
-            return replace(ctx)  # whose schedule takes size, count and loss_weight from here
+        if _in_pipeline(ctx):
+            return
+        for each in ctx.strategy or ():
+            if getattr(each, "backend", None) == "deepspeed":
+                raise StrategyError(
+                    f"micro_batch needs loss.backward(), and {each.name} with the deepspeed backend has a backward of "
+                    f"its own; leave the backend of {each.name} out"
+                )
         gathers = ctx.strategy is not None and not {"fsdp", "zero2"}.isdisjoint(ctx.strategy.names())
         if self.reduce == "each" and not gathers:
             raise StrategyError(
@@ -113,6 +120,12 @@ class MicroBatch(Method):
                 'micro_batch was given size="auto" beside sharded parameters: a process that runs out of memory alone '
                 "would leave the others in a collective; give a size or a count"
             )
+
+    def apply(self, ctx: Context) -> Context:
+        """Let the model defer its output to a loss function that runs micro-batches."""
+        self.check(ctx)
+        if _in_pipeline(ctx):
+            return replace(ctx)  # whose schedule takes size, count and loss_weight from here
 
         def finish(built: Built) -> Built:
             if built.args["use_optim_backward"] or built.loss_func is None:
@@ -132,8 +145,9 @@ class MicroBatch(Method):
         return ctx.with_finish(finish)
 
 
-def _stages(ctx: Context) -> int:
-    return ctx.need_mesh().size("pipeline")
+def _in_pipeline(ctx: Context) -> bool:
+    names = () if ctx.strategy is None else ctx.strategy.names()
+    return "pipeline_parallel" in names and size_of(ctx, "pipeline") > 1
 
 
 def _is_ample(cost: Cost) -> bool:

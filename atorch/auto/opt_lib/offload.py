@@ -11,23 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.optimizers import need_no_closure
+from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import repeated_blocks
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.offload import HostOptimizer
-from atorch.runtime.offload_activations import SMALL_BYTES, offload_activations
-
-if TYPE_CHECKING:
-    from atorch.auto.strategy import Strategy
+from atorch.runtime.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -92,9 +90,17 @@ class Offload(Method):
         yield cls(optimizer=0.0, activations=1.0)
         yield cls(parameters=1.0, activations=1.0)
 
-    def check(self, strategy: Strategy) -> None:
+    def check(self, ctx: Context) -> None:
         """Parameters need fsdp; optimizers that step themselves, or decide themselves where, cannot be stepped here."""
-        if self.parameters and "fsdp" not in strategy.names():
+        strategy = ctx.strategy or Strategy()
+        if self.optimizer and ctx.make_optimizer is None:
+            raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
+        if self.activations and "pipeline_parallel" not in strategy.names():  # whose stages have fewer blocks
+            try:
+                num_offloaded(self.activations, sum(len(repeated_blocks(part)) for part in ctx.parts))
+            except ArgumentError as error:
+                raise StrategyError(f"offload: {error}") from None
+        if self.parameters and ctx.strategy is not None and "fsdp" not in strategy.names():
             raise StrategyError(
                 f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
                 "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"
@@ -119,9 +125,8 @@ class Offload(Method):
 
     def apply(self, ctx: Context) -> Context:
         """Let blocks keep what they save on the host, and the optimizer step there; parameters fsdp has placed."""
+        self.check(ctx)
         inner, away, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
-        if self.optimizer and inner is None:
-            raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
         if "chunk" not in (
             () if ctx.strategy is None else ctx.strategy.names()
         ):  # which has done it, before it foresaw what lives

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch.optim import Optimizer
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.parallel_mode import ParallelMode
+from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.cost.splits import REPLICA_AXES
 from atorch.distributed import world
 from atorch.distributed.collectives import everyone, nobody_else, together
@@ -27,17 +27,9 @@ _WHAT: Mapping[Split, str] = {
 }
 
 
-def axes_size(ctx: Context, *axes: str) -> int:
-    """The product of the sizes that axes of the mesh will have."""
-    mode = None if ctx.strategy is None else ctx.strategy.get(ParallelMode)
-    if mode is None:
-        return ctx.world.size if "data" in axes else 1
-    return mode.resized(ctx.world.size).size(*axes)
-
-
 def replicas(ctx: Context) -> int:
     """How many processes will hold the same parameters."""
-    return axes_size(ctx, *REPLICA_AXES)
+    return size_of(ctx, *REPLICA_AXES)
 
 
 def need_same(ctx: Context, name: str, *splits: Split) -> None:

@@ -139,6 +139,16 @@ class ParallelMode(Method):
         return replace(ctx, mesh=mesh)
 
 
+def size_of(ctx: Context, *names: str) -> int:
+    """The product of the axes' sizes in the context's mesh or, before there is one, in the one that is asked for."""
+    if ctx.mesh is not None:
+        return ctx.mesh.size(*names)
+    mode = None if ctx.strategy is None else ctx.strategy.get(ParallelMode)
+    if mode is None:
+        return ctx.world.size if "data" in names else 1
+    return mode.resized(ctx.world.size).size(*names)
+
+
 def _is_slice(item: Any) -> bool:
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         return False

@@ -9,6 +9,7 @@ import torch
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.completion import SLOT
+from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.strategy import Strategy
 from atorch.distributed import world
 from atorch.errors import StrategyError
@@ -29,22 +30,23 @@ def check(ctx: Context, method: PipelineParallel) -> None:
             order than DeepSpeed's, or there is no optimizer or data.
     """
     need_deepspeed()
-    strategy, mesh = ctx.strategy or Strategy(), ctx.need_mesh()
+    strategy = ctx.strategy or Strategy()
+    mode = strategy.get(ParallelMode) or ParallelMode()
     for each in strategy:
         if each.slot == SLOT and getattr(each, "backend", None) != "deepspeed":
             raise StrategyError(
                 f"{method} reduces gradients itself, and {each.name} would once more; give "
                 '("zero1", {"backend": "deepspeed"}), or ds_3d_parallel for all of them'
             )
-    order = [name for name, size in mesh.slices if size > 1]
-    if order != [name for name in ("tensor", "data", "pipeline") if mesh.size(name) > 1] or mesh.rank_order:
-        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.slices)
+    order = [name for name, size in mode.slices if size > 1]
+    if order != [name for name in ("tensor", "data", "pipeline") if mode.size(name) > 1] or mode.rank_order:
+        axes = ", ".join(f"{axis} {size}" for axis, size in mode.slices)
         raise StrategyError(
             f"parallel_mode has {axes}, and DeepSpeed arranges its processes as tensor, data, pipeline, the first "
             "varying fastest; give them in this order, without a rank order"
         )
     low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
-    if low or ctx.compute_dtype == torch.float16:
+    if low or any(each.name == "half" or getattr(each, "dtype", None) == "fp16" for each in strategy):
         raise StrategyError(
             f"{method} goes with fp32 or amp_native bf16; leave out half and fp16, or use the default backend"
         )

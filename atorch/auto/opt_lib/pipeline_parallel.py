@@ -17,7 +17,8 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.optimizers import axes_size, need_same
+from atorch.auto.opt_lib.optimizers import need_same
+from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -107,8 +108,15 @@ class PipelineParallel(Method):
 
     def check_optimizer(self, ctx: Context) -> None:
         """The optimizer of a stage's parameters computes what that of all of them does."""
-        if axes_size(ctx, "pipeline") > 1:
+        if size_of(ctx, "pipeline") > 1:
             need_same(ctx, self.name, "apart")
+
+    def check(self, ctx: Context) -> None:
+        """There is a loss to run the schedule in, blocks for the stages, and neighbours that suit it."""
+        if size_of(ctx, "pipeline") > 1:
+            from atorch.auto.opt_lib.pipeline_stages import check
+
+            check(ctx, self)
 
     def apply(self, ctx: Context) -> Context:
         """Cut the model into stages, and let the loss function run the schedule.

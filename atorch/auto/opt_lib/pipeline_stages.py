@@ -10,6 +10,7 @@ from torch import nn
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib import pipeline_deepspeed
+from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_cut import even_cut
 from atorch.auto.opt_lib.pipeline_export import cut_by_graph
 from atorch.auto.opt_lib.pipeline_parallel import uneven
@@ -43,10 +44,9 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     """The context with the stages of this process as its parts, and a schedule around model and loss function."""
     mesh = ctx.need_mesh()
     size, place = mesh.size("pipeline"), mesh.rank("pipeline")
+    together(lambda: check(ctx, method))
     batches = Batches.of(ctx, method)
     turn_off_caches(ctx.root)
-    if method.backend == "deepspeed":
-        together(lambda: pipeline_deepspeed.check(ctx, method))
     (model,) = ctx.parts
     try:
         named, route, starts = together(lambda: _planned(ctx, method, model, batches))
@@ -85,6 +85,29 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     return replace(ctx, parts=parts).with_finish(finish)
 
 
+def check(ctx: Context, method: PipelineParallel) -> None:
+    """Raise what `split` would, as far as that is known before the model is watched: see `Method.check`."""
+    Batches.of(ctx, method)
+    _need_company(ctx, method)
+    if method.backend == "deepspeed":
+        pipeline_deepspeed.check(ctx, method)
+    if ctx.loss_func is None:
+        raise StrategyError("pipeline_parallel runs forward and backward inside loss_func; give auto_accelerate one")
+    stages = size_of(ctx, "pipeline") * method.pieces
+    for model in ctx.parts:
+        blocks = repeated_blocks(model)
+        if stages > len(blocks) > 1:
+            raise StrategyError(
+                f"a pipeline of {stages} stages needs as many repeated blocks, and {type(model).__name__} has "
+                f"{len(blocks)}; make the axis pipeline smaller" + (", or interleave less" if method.pieces > 1 else "")
+            )
+    points = method.split_points
+    if points and len(points) != stages - 1:
+        raise StrategyError(
+            f"split_points has {len(points)} modules, and {stages} stages begin at {stages - 1} besides the first"
+        )
+
+
 def _rounding(ctx: Context) -> float:
     """How far the loss of a batch may be from that of its micro-batches."""
     if ctx.strategy is not None and "fp8" in ctx.strategy.names():
@@ -114,7 +137,7 @@ class Batches:
                 'micro_batch was given reduce="each", and a pipeline reduces gradients with the last micro-batch; '
                 'leave reduce at "once"'
             )
-        batches = cls(method, other, ctx.need_mesh().size("pipeline"))
+        batches = cls(method, other, size_of(ctx, "pipeline"))
         batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
         return batches
 
@@ -148,18 +171,9 @@ def _planned(
     batches: Batches,
 ) -> tuple[Mapping[str, nn.Module], Route, tuple[int, ...]]:
     """The units of the model, their calls, and where the stages begin. A model that is cut by its graph is changed."""
-    _need_company(ctx, method)
-    if ctx.loss_func is None:
-        raise StrategyError("pipeline_parallel runs forward and backward inside loss_func; give auto_accelerate one")
     if ctx.sample_batch is None:
         raise ArgumentError("pipeline_parallel watches the model at work; give a dataset, or a sample_batch")
     stages = ctx.need_mesh().size("pipeline") * method.pieces
-    blocks = repeated_blocks(model)
-    if stages > len(blocks) > 1:
-        raise StrategyError(
-            f"a pipeline of {stages} stages needs as many repeated blocks, and {type(model).__name__} has "
-            f"{len(blocks)}; make the axis pipeline smaller" + (", or interleave less" if method.pieces > 1 else "")
-        )
     if ctx.make_loader is not None:
         batches.check(rows_of_a_process(ctx))
     batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
@@ -174,7 +188,7 @@ def _planned(
             raise
         return cut_by_graph(ctx, method, model, few, stages, error)
     if method.split_points:
-        return named, route, _given(route, method.split_points, stages)
+        return named, route, _given(route, method.split_points)
     called = [call.unit for call in route.calls]
     return named, route, even_cut(ctx, method, model, called, batch, batches.count(rows))
 
@@ -208,12 +222,8 @@ def _against_zero_bubble(method: Any) -> str | None:
     return None
 
 
-def _given(route: Route, points: tuple[str, ...], stages: int) -> tuple[int, ...]:
+def _given(route: Route, points: tuple[str, ...]) -> tuple[int, ...]:
     """Stages that begin where the user says."""
-    if len(points) != stages - 1:
-        raise StrategyError(
-            f"split_points has {len(points)} modules, and {stages} stages begin at {stages - 1} besides the first"
-        )
     starts = (0, *(route.beginning(name) for name in points))
     if list(starts) != sorted(set(starts)):
         raise StrategyError(

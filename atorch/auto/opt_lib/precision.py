@@ -10,6 +10,7 @@ from pydantic import Field
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.structure import need_real_parameters
 from atorch.auto.strategy.method import Method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Comm, Cost, ModelProfile
@@ -80,6 +81,10 @@ class Precision(Method):
             have = ".".join(map(str, capability))
             return f"bf16 needs compute capability 8.0; {cluster.device.name} has {have}. Use fp16"
         return None
+
+    def check(self, ctx: Context) -> None:
+        """All parameters are real."""
+        need_real_parameters(ctx, self.name)
 
     def make_scale(self) -> LossScale:
         """The loss scale of one model: fp16's, or one that stays 1."""

@@ -17,7 +17,9 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import indivisible, uncuttable
+from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sample import on_samples
+from atorch.auto.opt_lib.structure import need_parts_of_tokens
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -70,6 +72,14 @@ class SequenceParallel(Method):
             yield cls(mode="ulysses")
             yield cls(mode="megatron")
 
+    def check(self, ctx: Context) -> None:
+        """Companions are there, and nothing beside it looks at all tokens at once."""
+        strategy = ctx.strategy or Strategy()
+        if self.mode == "megatron":
+            self._need_companions(strategy)
+        elif size_of(ctx, "sequence") > 1:
+            need_parts_of_tokens(strategy, self.name)
+
     def apply(self, ctx: Context) -> Context:
         """Split the stream through the model's blocks in place; megatron waits for tensor_parallel, and `complete`.
 
@@ -78,8 +88,8 @@ class SequenceParallel(Method):
             ArgumentError: there is no batch to watch the model on.
         """
         mesh = ctx.need_mesh()
+        self.check(ctx)
         if self.mode == "megatron":
-            self._need_companions(ctx.strategy or Strategy())
             if mesh.size("tensor") > 1:
                 group = mesh.group("tensor")
                 together(lambda: check_tokens(ctx.parts[0], on_samples(ctx, self.name), group))

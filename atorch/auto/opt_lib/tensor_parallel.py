@@ -19,7 +19,8 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.completion import fills_meta
 from atorch.auto.opt_lib.divisible import indivisible
-from atorch.auto.opt_lib.optimizers import axes_size, need_same
+from atorch.auto.opt_lib.optimizers import need_same
+from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sample import on_few_tokens
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
@@ -82,8 +83,13 @@ class TensorParallel(Method):
 
     def check_optimizer(self, ctx: Context) -> None:
         """The optimizer of some rows or columns of the parameters computes what that of all does."""
-        if axes_size(ctx, "tensor") > 1:
+        if size_of(ctx, "tensor") > 1:
             need_same(ctx, self.name, "rows", "columns")
+
+    def check(self, ctx: Context) -> None:
+        """Its neighbours take split products."""
+        if size_of(ctx, "tensor") > 1:
+            _check_neighbours(ctx.strategy or Strategy())
 
     def apply(self, ctx: Context) -> Context:
         """Split the model in place.
@@ -97,7 +103,7 @@ class TensorParallel(Method):
         mesh, strategy = ctx.need_mesh(), ctx.strategy or Strategy()
         if mesh.size("tensor") == 1:
             return ctx
-        _check_neighbours(strategy)
+        self.check(ctx)
         (model,) = ctx.parts  # stages are cut later
         tensor, spreads = mesh.device_mesh("tensor"), fills_meta(strategy)
         is_compiled = hasattr(ctx.loss_func, "_torchdynamo_orig_callable")  # compilers take no split logits

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.accumulation import add_beside_buckets
 from atorch.auto.opt_lib.optimizers import need_same, replicas
-from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_states, in_pipeline, named, need
+from atorch.auto.opt_lib.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named, need
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -60,8 +60,13 @@ class Zero1(Method):
         if replicas(ctx) > 1:
             need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 
+    def check(self, ctx: Context) -> None:
+        """What its backend asks for."""
+        check(ctx, self.name, self.backend)
+
     def apply(self, ctx: Context) -> Context:
         """Wrap every part as ddp does, and the optimizer; DeepSpeed takes both when they are built."""
+        self.check(ctx)
         if self.backend == "deepspeed":
             if in_pipeline(ctx.strategy):
                 return replace(ctx)  # the pipeline's engine shares the states out

@@ -16,7 +16,8 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.optimizers import need_same, replicas
-from atorch.auto.opt_lib.zero_backends import deepspeed, fairscale_gradients, named, need
+from atorch.auto.opt_lib.structure import need_dense_gradients
+from atorch.auto.opt_lib.zero_backends import check, deepspeed, fairscale_gradients, named, need
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost
@@ -66,8 +67,17 @@ class Zero2(Fsdp):
         elif replicas(ctx) > 1:
             need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 
+    def check(self, ctx: Context) -> None:
+        """What fsdp's knobs ask for, or its backend."""
+        if self.backend == "fsdp":
+            super().check(ctx)
+        else:
+            check(ctx, self.name, self.backend)
+            need_dense_gradients(ctx, self.name)
+
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place, or leave model and optimizer to the backend once they are built."""
+        self.check(ctx)
         if self.backend == "deepspeed":
             return deepspeed(ctx, self.name, stage=2)
         if self.backend == "fairscale":

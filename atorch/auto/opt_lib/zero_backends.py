@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.strategy.method import Method
 from atorch.distributed import world
+from atorch.distributed.mesh import AXES
 from atorch.errors import StrategyError
 from atorch.runtime.zero_deepspeed import need_deepspeed, with_deepspeed
 from atorch.runtime.zero_fairscale import need_fairscale, shard_gradients, shard_states
@@ -70,9 +73,26 @@ def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Co
     return replace(ctx, make_optimizer=make).with_finish(finish)
 
 
+def check(ctx: Context, name: str, backend: str) -> None:
+    """Raise StrategyError where the backend cannot take the job, as far as names, knobs and the mesh tell."""
+    if backend == "fairscale" and name == "zero2":
+        _needed_optimizer(ctx, name)
+    if backend != "deepspeed" or in_pipeline(ctx.strategy):
+        return
+    _suits_deepspeed(ctx, name)
+    _needed_optimizer(ctx, name)
+    for each in ctx.strategy or ():
+        low = getattr(each, "dtype", None)
+        scales = low == "fp16" or getattr(each, "skip_if_nonfinite", False)
+        if scales or (each.name == "half" and low is not None):
+            raise StrategyError(
+                f"{name} with the deepspeed backend keeps the fp32 weights and steps itself, so it goes with fp32 or "
+                "amp_native bf16; leave out half, fp16 and skip_if_nonfinite, or use the default backend"
+            )
+
+
 def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
     """Model and optimizer under a DeepSpeed engine once both are built; `args` tells the loop what that asks of it."""
-    _suits_deepspeed(ctx, name)
     inner = _needed_optimizer(ctx, name)
     world.ensure_group(ctx.device.type)
     made: list[Optimizer] = []
@@ -102,9 +122,9 @@ def _needed_optimizer(ctx: Context, name: str) -> Any:
 
 
 def _suits_deepspeed(ctx: Context, name: str) -> None:
-    mesh = ctx.need_mesh()
-    if mesh.size("data", "zero") != ctx.world.size:
-        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.slices)
+    sizes = {axis: size_of(ctx, axis) for axis in AXES}
+    if math.prod(sizes.values()) != sizes["data"] * sizes["zero"]:
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         raise StrategyError(
             f"{name} with the deepspeed backend shares over all {ctx.world.size} processes, but parallel_mode has "
             f"{axes}; use the default backend beside tensor or pipeline"

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from atorch.auto.context import Context
-    from atorch.auto.strategy.strategy import Strategy
     from atorch.cluster import ClusterSpec
     from atorch.cost import Cost, ModelProfile
 
@@ -163,8 +162,12 @@ class Method(BaseModel):
         """
         return self
 
-    def check(self, strategy: Strategy) -> None:
-        """Raise StrategyError where it cannot be beside the others of a strategy; asked before any is applied."""
+    def check(self, ctx: Context) -> None:
+        """Raise StrategyError where it cannot be applied, as far as that is known before any method is.
+
+        That is what follows from its knobs, the others in `ctx.strategy`, the mesh that these ask for, and the model's
+        structure, device and types. Nothing is changed, and nothing there of what methods before this one will make.
+        """
 
     def check_optimizer(self, ctx: Context) -> None:
         """Raise StrategyError where the user's optimizer would compute something else; asked before any is applied."""

@@ -164,15 +164,25 @@ class Strategy(Sequence[Method]):
 
         Raises:
             CapabilityError: a method can be planned for and not applied yet; nothing was touched.
-            StrategyError: methods that cannot be beside each other; where they know it by name, nothing was touched.
+            StrategyError: a method that cannot be applied; nothing was touched where `check` knows of it, and that is
+                whatever does not come out only when the model is watched at work.
         """
+        self.check(ctx)
+        self.check_optimizer(ctx)
+        return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
+
+    def check(self, ctx: Context) -> None:
+        """Raise what `apply` would, as far as that is known before anything is touched: see `Method.check`."""
         self.need_applicable()
+        ctx = replace(ctx, strategy=self)
         for each in self.methods:
-            each.check(self)
+            each.check(ctx)
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """As `check`, for what the user's optimizer would compute; all processes call it, for they try it together."""
         ctx = replace(ctx, strategy=self)
         for each in self.methods:
             each.check_optimizer(ctx)
-        return reduce(lambda folded, each: each.apply(folded), self.methods, ctx)
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.methods)) or "plain"

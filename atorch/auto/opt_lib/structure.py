@@ -1,0 +1,61 @@
+"""What a model has that methods cannot take, and whether it is known before any method has changed it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from atorch.auto.context import Context
+from atorch.auto.strategy import Phase, Strategy
+from atorch.errors import StrategyError
+
+
+def changes_modules(ctx: Context, apart_from: str = "") -> bool:
+    """Whether a method of the strategy puts other modules in the place of the user's, which names may mean."""
+    return any(each.phase == Phase.MODULE and each.name != apart_from for each in ctx.strategy or ())
+
+
+def need_parts_of_tokens(strategy: Strategy, name: str) -> None:
+    """Raise where a method of the strategy looks at all tokens at once, of which `name` gives it some."""
+    if "fp8" in strategy.names():
+        raise StrategyError(
+            f"fp8 and {name} exclude each other: fp8's scale of a tensor is of all its tokens, and a part of them has "
+            "another; leave one of them out, or take amp_native"
+        )
+
+
+def need_dense_gradients(ctx: Context, name: str, ignored: Iterable[nn.Parameter] = ()) -> None:
+    """Raise where a gradient of the model is sparse, of which the method `name` can make no shards."""
+    whole = set(map(id, ignored))
+    for part in ctx.parts:
+        for path, module in part.named_modules():
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or id(module.weight) in whole:
+                continue
+            if module.sparse and module.weight.requires_grad:
+                raise StrategyError(
+                    f"{name} cannot share out the gradient of {path or type(module).__name__}, an "
+                    f"{type(module).__name__} with sparse=True; make it with sparse=False, or use ddp"
+                )
+
+
+def need_floating_parameters(ctx: Context, name: str) -> None:
+    """Raise where a parameter is made of whole numbers or complex ones, which the method `name` cannot keep."""
+    for part in ctx.parts:
+        for path, parameter in part.named_parameters():
+            if not parameter.is_floating_point():
+                raise StrategyError(
+                    f"{name} keeps parameters of floating-point types alone, and {path} is of {parameter.dtype}; "
+                    "make it a buffer, which nothing trains (register_buffer)"
+                )
+
+
+def need_real_parameters(ctx: Context, name: str) -> None:
+    """Raise where a parameter is complex, which the method `name` has no 16-bit type for."""
+    for part in ctx.parts:
+        for path, parameter in part.named_parameters():
+            if parameter.is_complex():
+                raise StrategyError(
+                    f"{name} cannot compute with {path}, a parameter of {parameter.dtype}, for which there is no type "
+                    f"of 16 bits; leave {name} out"
+                )

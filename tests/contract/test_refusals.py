@@ -1,0 +1,238 @@
+"""What is refused leaves everything as it was: the model, its classes and hooks, random numbers and process groups."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch import auto_accelerate
+from atorch.errors import ArgumentError, CapabilityError, StrategyError
+from tests.contract.job import arguments, make_model
+from tests.contract.test_parity import REFUSED, SETTINGS, attention_of, ranks_of, strategy_of
+from tests.pool import Pool
+
+
+class Embedded(nn.Module):
+    """The tests' language model with one more table, of the kind that `case` names."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.inner = make_model("sdpa")
+        if case == "sparse":
+            self.table = nn.Embedding(64, 4, sparse=True)
+        elif case == "sparse bag":
+            self.table = nn.EmbeddingBag(64, 4, sparse=True)  # type: ignore[assignment]
+        elif case == "integer":
+            self.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+        elif case == "complex":
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, **batch: Any) -> Any:
+        return self.inner(**batch)
+
+
+class LARS(torch.optim.Optimizer):
+    """Steps by the ratio of a whole parameter's norm to its gradient's."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    ratio = (each.norm() + 1.0) / (each.grad.norm() + 1e-6)
+                    each.add_(each.grad.sign() * ratio, alpha=-group["lr"])
+
+
+class Closed(LARS):
+    """Cannot do without a closure."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All of a model that a strategy might change, in values that can be compared."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {
+        "bytes": {name: (id(each), each.dtype, each.requires_grad, each.tolist()) for name, each in tensors},
+        "classes": {name: (id(each), type(each)) for name, each in model.named_modules()},
+        "attributes": {
+            name: {key: (dict(value) if key.endswith("_hooks") else id(value)) for key, value in vars(module).items()}
+            for name, module in model.named_modules()
+        },
+        "config": str(getattr(model, "config", None)),
+        "random": (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())),
+        "groups": len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0,
+    }
+
+
+def refused(
+    rank: int, size: int, strategy: list[Any], attention: str, case: str = "", more: dict[str, Any] | None = None
+) -> tuple[str, list[str]]:
+    """The message, and what the refusal changed."""
+    model = Embedded(case) if case else make_model(attention)
+    given = arguments(**(more or {}))
+    before = state_of(model)
+    try:
+        auto_accelerate(model, load_strategy=strategy, **given)
+    except (StrategyError, ArgumentError, CapabilityError) as error:
+        after = state_of(model)
+        return f"{type(error).__name__}: {error}", [key for key in before if before[key] != after[key]]
+    return "accepted", []
+
+
+PAIRS = sorted(tuple(sorted(pair)) for pair in REFUSED)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_a_refused_pair_leaves_everything_as_it_was(pool: Pool, pair: tuple[str, str]) -> None:
+    found = pool.run(refused, strategy_of(*pair), attention_of(*pair), ranks=ranks_of(*pair))
+    for told, changed in found:
+        assert told.startswith("StrategyError")
+        assert not changed
+
+
+FIRST = [("fp8", SETTINGS["fp8"]), ("half", "bf16"), "checkpoint"]
+"""What changes the model before the method that is refused would be asked."""
+EARLY = [("half", "bf16"), "checkpoint"]
+PIPELINE = ("parallel_mode", ([("pipeline", 2)], None))
+
+ALONE: dict[str, tuple[list[Any], str, str, dict[str, Any]]] = {
+    "micro_batch without a loss": (
+        [*FIRST, ("micro_batch", {"size": 2})],
+        "needs|inside loss_func",
+        "",
+        {"loss_func": None},
+    ),
+    "micro_batch each": ([*FIRST, ("micro_batch", {"size": 2, "reduce": "each"})], "or add fsdp", "", {}),
+    "micro_batch beside deepspeed": (
+        ["checkpoint", ("zero1", {"backend": "deepspeed"}), ("micro_batch", {"size": 2})],
+        "has a backward of its own|is not installed",
+        "",
+        {},
+    ),
+    "half beside deepspeed": ([*EARLY, ("zero1", {"backend": "deepspeed"})], "leave out half|is not installed", "", {}),
+    "deepspeed without an optimizer": (
+        ["checkpoint", ("zero2", {"backend": "deepspeed"})],
+        "give optim_func|is not installed",
+        "",
+        {"optim_func": None, "optim_args": None},
+    ),
+    "fairscale without an optimizer": (
+        ["checkpoint", ("zero2", {"backend": "fairscale"})],
+        "give optim_func",
+        "",
+        {"optim_func": None, "optim_args": None},
+    ),
+    "checkpoint of what is not there": ([("half", "bf16"), ("checkpoint", "NoSuchBlock")], "NoSuchBlock", "", {}),
+    "compile of what is not there": ([*EARLY, ("compile", {"wrap_class": ["NoSuchBlock"]})], "NoSuchBlock", "", {}),
+    "fsdp of what is not there": ([*EARLY, ("fsdp", {"atorch_wrap_cls": ["NoSuchBlock"]})], "NoSuchBlock", "", {}),
+    "fsdp ignoring what is not there": ([*EARLY, ("fsdp", {"atorch_ignored_cls": ["NoSuch"]})], "NoSuch", "", {}),
+    "fsdp hybrid": ([*EARLY, ("fsdp", {"sharding_strategy": "HYBRID_SHARD"})], "no two axes", "", {}),
+    "fsdp resharded": ([*EARLY, ("fsdp", {"reshard_after_forward": 3})], "must be a divisor", "", {}),
+    "fp8 of nothing": (
+        [("fp8", {**SETTINGS["fp8"], "include": ["q_proj"], "exclude": ["q_proj"]})],
+        "converts nothing",
+        "",
+        {},
+    ),
+    "fsdp with an optimizer of whole parameters": (
+        [*EARLY, "fsdp"],
+        "fsdp spreads each parameter .* LARS does not bear",
+        "",
+        {"optim_func": LARS},
+    ),
+    "zero1 beside half with a closure": ([*EARLY, "zero1"], "half works on gradients", "", {"optim_func": Closed}),
+    "offload without an optimizer": (
+        [*EARLY, "offload"],
+        "give optim_func",
+        "",
+        {"optim_func": None, "optim_args": None, "loss_func": None},
+    ),
+    "offload of half a block": (
+        [*EARLY, ("offload", {"optimizer": 0.0, "activations": 0.1})],
+        "which is no whole block",
+        "",
+        {},
+    ),
+    "chunk beside graphs": (
+        [*EARLY, ("compile", {"mode": "max-autotune"}), "chunk"],
+        "records where parameters are",
+        "",
+        {},
+    ),
+    "pipeline of too many": (
+        [PIPELINE, *EARLY, ("pipeline_parallel", {"schedule": "interleaved", "interleave": 2})],
+        "repeated blocks",
+        "",
+        {},
+    ),
+    "pipeline with other points": (
+        [PIPELINE, *EARLY, ("pipeline_parallel", {"split_points": ["model.layers.0", "model.layers.1"]})],
+        "begin at 1",
+        "",
+        {},
+    ),
+    "pipeline without a loss": ([PIPELINE, *EARLY, "pipeline_parallel"], "inside loss_func", "", {"loss_func": None}),
+    "zero bubble beside compile": (
+        [PIPELINE, ("pipeline_parallel", {"schedule": "zero_bubble"}), ("half", "bf16"), "compile"],
+        "zero_bubble",
+        "",
+        {},
+    ),
+    "megatron alone": ([*EARLY, ("sequence_parallel", "megatron")], "add tensor_parallel|takes a dict", "", {}),
+    "tensor_parallel beside fairscale": (
+        [("parallel_mode", ([("tensor", 2)], None)), *EARLY, "tensor_parallel", ("zero1", {"backend": "fairscale"})],
+        "leave backend out",
+        "",
+        {},
+    ),
+    "sparse under fsdp": ([*EARLY, "fsdp"], "fsdp .* gradient of table, .* sparse=False", "sparse", {}),
+    "sparse under zero2": ([*EARLY, "zero2"], "zero2 .* gradient of table, .* sparse=False", "sparse", {}),
+    "sparse bag under chunk": ([*EARLY, "chunk"], "chunk .* gradient of table, .* sparse=False", "sparse bag", {}),
+    "integers under chunk": (
+        [*EARLY, "chunk"],
+        "chunk keeps .*, and counts is of torch.int64.*register_buffer",
+        "integer",
+        {},
+    ),
+    "complex under half": (
+        [("half", "bf16"), "checkpoint"],
+        "half cannot compute with phase, a parameter of torch.complex64",
+        "complex",
+        {},
+    ),
+    "complex under amp_native": (
+        ["module_replace", ("amp_native", "bf16")],
+        "amp_native cannot .* phase",
+        "complex",
+        {},
+    ),
+}
+"""Refusals of a method, behind others that would have changed the model: strategy, message, model and arguments."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_method_refuses_leaves_everything_as_it_was(pool: Pool, name: str) -> None:
+    strategy, message, case, more = ALONE[name]
+    for told, changed in pool.run(refused, strategy, "sdpa", case, more, ranks=2):
+        assert re.search(message, told)
+        assert not changed
+
+
+def test_the_measure_notices_what_a_strategy_changes() -> None:
+    model = make_model()
+    before = state_of(model)
+    auto_accelerate(model, load_strategy=["checkpoint"], **arguments())
+    assert state_of(model)["attributes"] != before["attributes"]
