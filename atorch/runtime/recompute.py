@@ -62,7 +62,7 @@ class _Options(NamedTuple):
 
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
-    """Inside, checkpointed modules run their plain forward, and keep what it computes."""
+    """Inside, checkpointed modules run their plain forward, and keep what it computes; compiled code does not ask."""
     token = _disabled.set(True)
     try:
         yield
@@ -190,7 +190,9 @@ def _runner(options: _Options) -> _Function:
 
 def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: tuple[Any, ...], kwargs: _Kwargs) -> Any:
     """`forward(*args, **kwargs)`, checkpointed where gradients are recorded. The `owners` hold its tensors."""
-    if _disabled.get() or not torch.is_grad_enabled():
+    # Compiled code cannot ask whether checkpointing is disabled; it checkpoints whatever the context it runs in.
+    is_disabled = not torch.compiler.is_compiling() and _disabled.get()
+    if is_disabled or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         # The compiler itself keeps buffers, random numbers and autocast right: it runs forward once.
