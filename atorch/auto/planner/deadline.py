@@ -3,6 +3,9 @@
 Compiling a candidate takes as long as it takes, and its first step comes after it. So `deadline` interrupts it: Python
 code anywhere, compilers' included, between two operations, and what waits for a process or a thread at once. What does
 not return to Python is waited for: one operation, one pass backward. Compilers that were started are ended, too.
+
+An import is waited for as well: of a package that was interrupted in it, parts stay in `sys.modules`, and no later
+import mends it, so that the process could never use it again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from types import FrameType
 import psutil
 
 AGAIN_S = 1.0  # an interruption that is swallowed, as in a destructor, is repeated after this
+IMPORTING_S = 0.02  # how often it is looked whether an import is through
 DRAIN_S, LOOK_S = 3.0, 0.02  # how long, and how often, it is looked for compilers that are queued
 
 
@@ -58,10 +62,12 @@ def deadline(seconds: float, before: AbstractSet[int] | None = None) -> Iterator
 
 @contextmanager
 def _by_signal(seconds: float) -> Iterator[None]:
-    is_armed = True
+    is_armed, imports = True, _num_imports(sys._getframe())
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_armed:
+        if is_armed and _num_imports(frame) > imports:
+            signal.setitimer(signal.ITIMER_REAL, IMPORTING_S, AGAIN_S)
+        elif is_armed:
             raise Overdue
 
     before, started = signal.signal(signal.SIGALRM, interrupt), time.monotonic()
@@ -79,14 +85,16 @@ def _by_signal(seconds: float) -> Iterator[None]:
 @contextmanager
 def _by_interpreter(seconds: float) -> Iterator[None]:
     thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
+    imports = _num_imports(sys._getframe())
 
     def interrupt() -> None:
         wait = seconds
         while not done.wait(wait):
+            wait = IMPORTING_S
             with lock:
-                if not done.is_set():
+                if not done.is_set() and _num_imports(sys._current_frames().get(thread)) <= imports:
                     _raise_in(thread, Overdue)
-            wait = AGAIN_S
+                    wait = AGAIN_S
 
     watcher = threading.Thread(target=interrupt, daemon=True)
     watcher.start()
@@ -96,6 +104,15 @@ def _by_interpreter(seconds: float) -> Iterator[None]:
         with lock:
             done.set()
         _raise_in(thread, None)  # one that is on its way
+
+
+def _num_imports(frame: FrameType | None) -> int:
+    """Frames of the import system that are under way."""
+    num = 0
+    while frame is not None:
+        num += frame.f_code.co_filename.startswith("<frozen importlib")
+        frame = frame.f_back
+    return num
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

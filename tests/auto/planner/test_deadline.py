@@ -1,5 +1,6 @@
 """Work is given up when its time is over, and nothing of it stays."""
 
+import importlib
 import math
 import signal
 import subprocess
@@ -72,6 +73,25 @@ def test_an_interruption_that_is_swallowed_comes_again(monkeypatch):
     with pytest.raises(Overdue), deadline(0.05):
         stubborn()
     assert swallowed
+
+
+def test_an_import_is_not_torn_apart(tmp_path, monkeypatch):
+    """Half a package would stay in `sys.modules`: parts of it that no later import makes attributes of it."""
+    (tmp_path / "slowly").mkdir()
+    (tmp_path / "slowly" / "__init__.py").write_text("import slowly.part, slowly.rest\n")
+    (tmp_path / "slowly" / "part.py").write_text("")
+    (tmp_path / "slowly" / "rest.py").write_text("import signal\nsignal.raise_signal(signal.SIGALRM)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = []
+
+    def work():
+        imported.append(importlib.import_module("slowly"))
+        forever()
+
+    with pytest.raises(Overdue), deadline(1000):
+        work()
+    assert [each.part.__name__ for each in imported] == ["slowly.part"]
+    assert imported[0].rest
 
 
 def test_what_is_done_in_time_leaves_signals_as_they_were():
