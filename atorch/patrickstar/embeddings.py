@@ -38,7 +38,7 @@ def look_up_on_host(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def foresee_lookups(duplicate: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
-    """Let these embeddings of a copy that runs on fakes give rows without a table, which the device never sees."""
+    """Let these embeddings of a copy give rows without a table, which the device never sees."""
     for name in names:
         module: Any = duplicate.get_submodule(name)
         module.forward = partial(_rows, width=module.embedding_dim, dtype=dtype)
@@ -53,4 +53,4 @@ def _on_host(forward: Callable[[nn.Module, Tensor], Tensor], dtype: torch.dtype)
 
 
 def _rows(input: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(*input.shape, width, dtype=dtype, device=input.device, requires_grad=torch.is_grad_enabled())
+    return torch.zeros(*input.shape, width, dtype=dtype, device=input.device, requires_grad=torch.is_grad_enabled())

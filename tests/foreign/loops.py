@@ -37,9 +37,9 @@ def mingpt(jobs: Sequence[Training], steps: int) -> list[Step]:
         loss = loss_func(batch, model(*batch))
         model.zero_grad(set_to_none=True)
         loss.backward()
-        clip(model, 1.0)
+        norm = clip(model, 1.0)
         optimizer.step()
-        done.append(Step(loss.item()))
+        done.append(Step(loss.item(), norm=norm.item()))
     return done
 
 
@@ -58,10 +58,10 @@ def nanogpt(jobs: Sequence[Training], steps: int, accumulated: int = 2) -> list[
             batch = next(batches)
             loss.backward()
             total += loss.item()
-        clip(model, 1.0)
+        norm = clip(model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        done.append(Step(total))
+        done.append(Step(total, norm=norm.item()))
     return done
 
 
@@ -88,9 +88,9 @@ def word_language_model(jobs: Sequence[Training], steps: int) -> list[Step]:
             output, hidden = model(data, hidden=hidden)
             loss = loss_func(batch, (output, hidden))
             loss.backward()
-            clip(model, 0.25)
+            norm = clip(model, 0.25)
             optimizer.step()
-            done.append(Step(loss.item()))
+            done.append(Step(loss.item(), norm=norm.item()))
         value = _evaluated(jobs[0], device)
         if best is None or value < best:
             best = value
@@ -128,15 +128,19 @@ def plain_loop(call: str, max_norm: float | None = None, weigh: Callable[[Any], 
             optimizer.zero_grad()
             loss = loss_func(batch, CALLS[call](model, batch))
             loss.backward()
-            if max_norm is not None:
-                clip(model, max_norm)
+            norm = _seen(jobs[0], len(done)) if max_norm is None else clip(model, max_norm).item()
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            done.append(Step(loss.item(), weigh(batch)))
+            done.append(Step(loss.item(), weigh(batch), norm))
         return done
 
     return train
+
+
+def _seen(job: Training, step: int) -> float | None:
+    """The norm of the gradients, in a loop that does not clip: of every second step, so that others go by unseen."""
+    return job.clip(job.model, math.inf).item() if step % 2 else None
 
 
 def dcgan(jobs: Sequence[Training], steps: int) -> list[Step]:
@@ -154,14 +158,16 @@ def dcgan(jobs: Sequence[Training], steps: int) -> list[Step]:
         label = torch.full((real.size(0),), 0.0, dtype=real.dtype, device=real.device)
         error_fake = criterion((fake, label), net_d(fake.detach()))
         error_fake.backward()
+        norm_d = _seen(jobs[0], len(done) // 2)
         optimizer_d.step()
         # (2) Update G network: maximize log(D(G(z)))
         net_g.zero_grad()
         label.fill_(1.0)
         error_g = criterion((fake, label), net_d(fake))
         error_g.backward()
+        norm_g = _seen(jobs[1], len(done) // 2)
         optimizer_g.step()
-        done += [Step((error_real + error_fake).item()), Step(error_g.item())]
+        done += [Step((error_real + error_fake).item(), norm=norm_d), Step(error_g.item(), norm=norm_g)]
     return done
 
 
@@ -175,9 +181,10 @@ def gcn(jobs: Sequence[Training], steps: int) -> list[Step]:
         output = model(graph["x"], graph["adj"])
         loss = loss_func(graph, output)
         loss.backward()
+        norm = _seen(jobs[0], len(done) // 2)
         optimizer.step()
         model.eval()
         output = model(graph["x"], graph["adj"])
         valid = F.nll_loss(output[graph["idx_val"]], graph["labels"][graph["idx_val"]])
-        done += [Step(loss.item()), Step(valid.item())]
+        done += [Step(loss.item(), norm=norm), Step(valid.item())]
     return done

@@ -122,8 +122,8 @@ def _vae(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Argum
     return [
         {
             "model": _seeded(lambda: images.VAE(36, 32 * scale, 4)),
-            "optim_func": torch.optim.Adam,
-            "optim_args": {"lr": 1e-3},
+            "optim_func": torch.optim.SGD,  # where the script has Adam, which hides how large gradients are
+            "optim_args": {"lr": 1e-4},
             "dataset": Samples(ROWS, sample),
             "loss_func": loss_func,
             "model_input_format": "unpack_dict",

@@ -44,10 +44,13 @@ class Training(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The loss that a loop saw, and what it counts in the mean over processes: 1, or the tokens it is a mean of."""
+    """What a loop saw of a step."""
 
     loss: float
     weight: float = 1.0
+    """What the loss counts in the mean over processes: 1, or the tokens that it is a mean of."""
+    norm: float | None = None
+    """Of all gradients together, where the loop looked at it."""
 
 
 @dataclass(frozen=True, kw_only=True)

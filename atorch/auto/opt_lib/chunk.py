@@ -36,7 +36,7 @@ from atorch.profiler.trace import optimizer_state_per_param
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.course import Course, Pass
-from atorch.runtime.chunk.courses import Courses
+from atorch.runtime.chunk.courses import Courses, Foresee
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from atorch.runtime.chunk.pieces import ELEMENTWISE
@@ -226,11 +226,11 @@ def _compiled(ctx: Context, part: nn.Module) -> list[str]:
     return []
 
 
-def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Callable[[Any], Pass]:
+def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Foresee:
     """A function that foresees a pass on a batch of the loader, or on the largest of its micro-batches."""
     loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
-    def foresee(batch: Any) -> Pass:
+    def foresee(batch: Any, /, *, for_real: bool = False) -> Pass:
         prepared = ctx.prepare_input(batch, "cpu")
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):
@@ -243,6 +243,7 @@ def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Callab
             dtype=ctx.compute_dtype,
             compiled=compiled,
             on_host=ctx.on_host,
+            for_real=for_real,
         )
 
     return foresee

@@ -1,10 +1,13 @@
-"""A pass of training on fake tensors, for methods that must know beforehand what is needed when, and what lives."""
+"""A pass of training before the first one, for methods that must know beforehand what is needed when, and what lives.
+
+It runs on fake tensors. Where values decide which way a model goes, it runs for real, on copies in host memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +19,10 @@ from atorch.profiler.devices import as_on
 from atorch.profiler.fakes import Fakes
 from atorch.profiler.live_bytes import BUFFERS, HOST, PARAMETERS, LiveBytes
 from atorch.profiler.originals import OriginalReachedError, Originals
-from atorch.profiler.tensors import map_tensors, tensors_of
+from atorch.profiler.tensors import local_part, map_tensors, tensors_of
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Pass
+from atorch.runtime.chunk.operations import host_values
 from atorch.runtime.chunk.trace import trace
 
 
@@ -32,6 +36,7 @@ def foreseen(
     compiled: Collection[str] = (),
     on_host: Sequence[Tensor] = (),
     lingering: bool | None = None,
+    for_real: bool = False,
 ) -> Pass:
     """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
 
@@ -42,39 +47,83 @@ def foreseen(
         on_host: tensors in host memory, of which more is asked of some; what is computed of them alone is there, too.
         lingering: gradients travel to the host beside computation, each until the next one comes; None for what
             transfers do on such a device.
+        for_real: run on copies of the model's values and the batch's in place of fakes, for a model whose control flow
+            depends on values. Where processes share its chunks, all of them call this at once.
 
     Raises:
-        ArgumentError: the model cannot run on fake tensors, or reaches its own parameters by globals.
+        ArgumentError: the model cannot run so, or reaches its own parameters by globals.
     """
-    fakes = Fakes()
-    duplicate, (loss,) = copy_with(model, (loss,), fakes.fake)
+    passing = _for_real(model, dtype) if for_real else _on_fakes(dtype)
+    duplicate, (loss,) = copy_with(model, (loss,), passing.convert)
     parameters = dict(duplicate.named_parameters())
-    for parameter in parameters.values():
-        cast = dtype if parameter.is_floating_point() else None
-        # One that is away in a chunk has one element for all of its shape: gradients would be laid out otherwise.
-        parameter.data = fakes.fake(torch.empty_like(parameter, dtype=cast, device="meta"))
-    fake_batch = map_tensors(fakes.fake_unless_known, batch)
+    for name, parameter in parameters.items():
+        parameter.data = passing.value(name, parameter)
+    batch = map_tensors(passing.convert_input, batch)
     modules = CompiledModules.of(duplicate, compiled)
-    live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(fake_batch)], on_host)
+    live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(batch)], on_host)
     is_lingering = device_type == "cuda" if lingering is None else lingering
     with preserved_rng(), as_on(device_type):
         try:
             return trace(
-                lambda: loss(duplicate, fake_batch),
+                lambda: loss(duplicate, batch),
                 parameters,
                 live,
-                _watching(model, fakes.running()),
+                _watching(model, passing.running()),
                 modules,
                 lingering=is_lingering,
             )
         except OriginalReachedError:
             raise
-        except Exception as error:  # user code may fail on fakes in any way
-            raise ArgumentError(
-                f"{type(model).__name__} cannot run on fake tensors ({type(error).__name__}: {error}), and chunks are "
-                "scheduled by such a run before the first step; make its control flow independent of values, or use "
-                "fsdp with cpu_offload"
-            ) from error
+        except Exception as error:  # user code may fail in any way, on fakes above all
+            raise ArgumentError(passing.fault.format(type(model).__name__, type(error).__name__, error)) from error
+
+
+class _Passing(NamedTuple):
+    """What a pass runs on."""
+
+    convert: Callable[[Tensor], Tensor]
+    """Of the model's tensors."""
+    convert_input: Callable[[Tensor], Tensor]
+    value: Callable[[str, Tensor], Tensor]
+    """A parameter's, by its name and its copy."""
+    running: Callable[[], AbstractContextManager[None]]
+    fault: str
+
+
+def _on_fakes(dtype: torch.dtype | None) -> _Passing:
+    fakes = Fakes()
+
+    def value(name: str, copied: Tensor) -> Tensor:
+        # One that is away in a chunk has one element for all of its shape: gradients would be laid out otherwise.
+        return fakes.fake(torch.empty_like(copied, dtype=_cast(copied, dtype), device="meta"))
+
+    return _Passing(fakes.fake, fakes.fake_unless_known, value, fakes.running, "{} cannot run on fake tensors ({}: {})")
+
+
+def _for_real(model: nn.Module, dtype: torch.dtype | None) -> _Passing:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ArgumentError(f"{type(model).__name__} is on the meta device and cannot run; give it on a real device")
+    values = host_values(model)
+
+    def copied(tensor: Tensor) -> Tensor:
+        return local_part(tensor).detach().to("cpu", copy=True)
+
+    def value(name: str, parameter: Tensor) -> Tensor:
+        known = values[name]
+        return torch.empty_like(known, dtype=_cast(known, dtype), device="cpu").copy_(known)
+
+    return _Passing(
+        copied,
+        copied,
+        value,
+        nullcontext,
+        "{} cannot run before the first step ({}: {}), and chunks are scheduled by such a run; let forward and loss "
+        "run on the host, too, or use fsdp with cpu_offload",
+    )
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 @contextmanager

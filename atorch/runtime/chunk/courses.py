@@ -3,24 +3,32 @@
 So is, once more, one whose last pass was not as it was foreseen: the model has changed. What goes another way each time
 is left to be fetched as it is needed.
 
+A pass is foreseen on fake tensors. Where that fails, values decide which way the model goes: from then on passes are
+foreseen by real runs.
+
 Processes that share chunks must fetch the same ones in the same order: they go by the largest batch that any of them
 has had. Which that is, is asked before every pass; it is one number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
+from atorch.logs import logger
 from atorch.runtime.chunk.course import Course, Pass
 
-Foresee = Callable[[Any], Pass]
+
+class Foresee(Protocol):
+    """Foresees the pass on a batch, on fake tensors or by a real run."""
+
+    def __call__(self, batch: Any, /, *, for_real: bool = ...) -> Pass: ...
 
 
 class Courses:
@@ -36,6 +44,7 @@ class Courses:
         self._foresee, self._group, self._device = foresee, group, device
         self._known: dict[Hashable, Course] = {}
         self._again: set[Hashable] = set()  # foreseen twice
+        self._for_real = False
         self._largest = 0
         self._batch: Any = None
         self._shapes: Hashable = ()
@@ -54,16 +63,17 @@ class Courses:
         Raises:
             AtorchError: it cannot be foreseen, here or on a process that shares the chunks.
         """
-        if self._group is None:
-            return self._foresee(self._batch)
-        every: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(every, (self._numel, self._attempt()), group=self._group)
-        self._largest = max(numel for numel, _ in every)
-        fault = next((found for _, found in every if isinstance(found, str)), None)
+        found = self._attempts()
+        fault = next((each for _, each in found if isinstance(each, AtorchError)), None)
+        if fault is not None and not self._for_real:
+            logger.info("a pass is foreseen by a real run on the host: %s", fault)
+            self._for_real = True
+            found = self._attempts()
+            fault = next((each for _, each in found if isinstance(each, AtorchError)), None)
         if fault is not None:
-            raise ArgumentError(fault)
-        chosen: Pass = next(found for numel, found in every if numel == self._largest)
-        return chosen
+            raise fault
+        self._largest = max(numel for numel, _ in found)
+        return next(each for numel, each in found if numel == self._largest and not isinstance(each, AtorchError))
 
     def begin(self, first: Course) -> None:
         """`first` is the course of the pass that `first()` gave."""
@@ -90,8 +100,19 @@ class Courses:
     def _key(self) -> Hashable:
         return self._shapes if self._group is None else "largest"
 
-    def _attempt(self) -> Pass | str:
+    def _attempts(self) -> Sequence[tuple[int, Pass | AtorchError]]:
+        """What each process that shares the chunks foresees on its batch, and the elements of that."""
+        mine = self._numel, self._attempt()
+        if self._group is None:
+            return [mine]
+        every: list[Any] = [None] * self._group.size()
+        numel, attempt = mine
+        said = str(attempt) if isinstance(attempt, AtorchError) else attempt
+        dist.all_gather_object(every, (numel, said), group=self._group)
+        return [(numel, ArgumentError(said) if isinstance(said, str) else said) for numel, said in every]
+
+    def _attempt(self) -> Pass | AtorchError:
         try:
-            return self._foresee(self._batch)
+            return self._foresee(self._batch, for_real=self._for_real)
         except AtorchError as error:
-            return str(error)
+            return error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,21 @@ from atorch.runtime.chunk.saving import Handle, saved_as_handles
 _TENSOR: Any = Tensor
 _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
 _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
+
+
+def host_values(model: nn.Module) -> dict[str, Tensor]:
+    """What a model's parameters are, by name: of those in chunks what the host keeps, which may be wider.
+
+    Where processes share the chunks, all of them must ask at once.
+    """
+    chunked = [each for each in model.parameters() if isinstance(each, ChunkedParameter)]
+    with ExitStack() as stack:
+        for operations in {each.home.operations for each in chunked}:
+            stack.enter_context(operations.gathering())
+        return {
+            name: each.home.operations.host_value(each) if isinstance(each, ChunkedParameter) else each.detach()
+            for name, each in model.named_parameters()
+        }
 
 
 def _offset(slot: Slot) -> int:

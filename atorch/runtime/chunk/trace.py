@@ -1,7 +1,7 @@
 """A pass of training foreseen: every operation that takes a parameter, and what else lives meanwhile.
 
-A forward pass, loss and backward pass run on fake tensors. Operations come by as they do when it is real (fake
-parameters see what `ChunkedParameter` will), and what they save is replaced by handles as it will be, so that
+A forward pass, loss and backward pass run on fake tensors, or on copies of real ones. Operations come by as they will
+(these parameters see what `ChunkedParameter` will), and what they save is replaced by handles as it will be, so that
 the operations of the backward pass ask for parameters in the order in which autograd really does, checkpoints
 included. Gradients are let go of as soon as they are there, or when the next one is.
 """
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -53,10 +53,10 @@ def trace(
     """A forward pass, which gives the loss, and its backward pass.
 
     Args:
-        loss: runs forward with the fake parameters.
-        parameters: fake tensors by name, tied ones once.
+        loss: runs forward with the parameters.
+        parameters: fakes or copies by name, tied ones once; they become watched ones.
         live: counts everything but the parameters; it was told of what is there before.
-        mode: what makes operations on fakes.
+        mode: what operations run in.
         compiled: modules that will be. They run as they are written, which keeps more for backward than compiled code
             does; but all of their gradients come when they are through.
         lingering: each gradient lives until the next one comes, since it travels meanwhile.
@@ -132,7 +132,8 @@ class _Watch:
             self._held.append(gradient)
 
     def _see(self, tensor: Tensor) -> None:
-        tensor.__class__ = _Watched
+        real = _WatchedParameter if isinstance(tensor, torch.nn.Parameter) else _WatchedView
+        tensor.__class__ = _WatchedFake if isinstance(tensor, FakeTensor) else real
         tensor.watch = self  # type: ignore[attr-defined]
 
     def _note(self, operation: str, names: frozenset[str]) -> None:
@@ -168,18 +169,36 @@ class _Watch:
                 weakref.finalize(result, views.discard, id(result))
 
 
-class _Watched(FakeTensor):
+def _run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Run `func` as a managed parameter would."""
+    with torch._C.DisableTorchFunctionSubclass():
+        kwargs = kwargs or {}
+        watched = next(_watched_of((*args, *kwargs.values())), None)
+        return func(*args, **kwargs) if watched is None else watched.watch.run(func, args, kwargs)
+
+
+class _WatchedFake(FakeTensor):
     """A fake parameter, or a view of one."""
 
     watch: _Watch
+    __torch_function__: ClassVar[Any] = classmethod(_run)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` as a managed parameter would."""
-        with torch._C.DisableTorchFunctionSubclass():
-            kwargs = kwargs or {}
-            watched = next(_watched_of((*args, *kwargs.values())), None)
-            return func(*args, **kwargs) if watched is None else watched.watch.run(func, args, kwargs)
+
+class _WatchedParameter(torch.nn.Parameter):
+    """A copy of a parameter."""
+
+    watch: _Watch
+    __torch_function__: ClassVar[Any] = classmethod(_run)
+
+
+class _WatchedView(Tensor):
+    """A view of one."""
+
+    watch: _Watch
+    __torch_function__: ClassVar[Any] = classmethod(_run)
+
+
+_Watched = _WatchedFake | _WatchedParameter | _WatchedView
 
 
 def _watched_of(values: Iterable[Any]) -> Iterator[_Watched]:

@@ -23,7 +23,9 @@ def prepared(family: str, in_place: bool, group: dist.ProcessGroup | None = None
     """What trains a model of a family in chunks, under a budget that brings most of them twice a pass."""
     make, data, loss = FAMILIES[family]
     model = fresh(make)
-    courses = Courses(lambda batch: foreseen(model, batch, loss, device_type="cpu", dtype=HALF), group, CPU)
+    courses = Courses(
+        lambda batch, /, **how: foreseen(model, batch, loss, device_type="cpu", dtype=HALF, **how), group, CPU
+    )
     courses.expect(data(0), [data(0)])
     passed = courses.first()  # one for all processes
     others, parameters = needed(passed, model)

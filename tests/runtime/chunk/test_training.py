@@ -375,9 +375,9 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
     plain = adam(reference.parameters())
     foreseen_batches = []
 
-    def foresee(batch: Tensor) -> Pass:
+    def foresee(batch: Tensor, /, **how: Any) -> Pass:
         foreseen_batches.append(batch)
-        return foreseen(model, batch, of_logits, device_type="cpu")
+        return foreseen(model, batch, of_logits, device_type="cpu", **how)
 
     courses = Courses(foresee, None, CPU)
     courses.expect(tokens(0), [tokens(0)])
