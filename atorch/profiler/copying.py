@@ -66,13 +66,15 @@ def lazy_copy_with(model: nn.Module, functions: Iterable[Any], device: torch.dev
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         tensor = local_part(tensor)
-        if not tensor.is_meta:
-            return torch._lazy_clone(tensor)
-        # Values do not matter to time and memory, but zeros and denormals would not be typical ones.
-        real = torch.zeros_like(tensor, device=device)
-        return real.uniform_(-0.02, 0.02) if real.is_floating_point() else real
+        return typical_values(tensor, device) if tensor.is_meta else torch._lazy_clone(tensor)
 
     return copy_with(model, functions, convert)
+
+
+def typical_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A real tensor like a meta one, of values whose size is typical: zeros and denormals would take another time."""
+    real = torch.zeros_like(tensor, device=device)
+    return real.uniform_(-0.02, 0.02) if real.is_floating_point() else real
 
 
 def _sharing_parts(module: nn.Module) -> nn.Module:

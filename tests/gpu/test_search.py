@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.job import make_context
 from atorch.auto.planner import search
+from atorch.auto.planner.candidate import aside
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
@@ -17,10 +18,10 @@ from atorch.distributed import world as worlds
 pytestmark = pytest.mark.gpu
 
 
-def context():
+def context(model_device="cpu"):
     world = worlds.init("cuda")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 16))
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 16)).to(model_device)
     ctx = make_context(
         model,
         torch.optim.AdamW,
@@ -37,8 +38,9 @@ def ignore(progress):
     """Show nothing."""
 
 
-def test_allocated_bytes_are_measured_and_the_model_stays():
-    ctx = context()
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_allocated_bytes_are_measured_and_the_model_stays(device):
+    ctx = context(device)
     before = {name: tensor.clone() for name, tensor in ctx.root.state_dict().items()}
     plan = search(ctx, excluded=["compile", "fp8"], progress=ignore)
     assert plan.measured is not None
@@ -46,6 +48,18 @@ def test_allocated_bytes_are_measured_and_the_model_stays():
     weights = 4 * (256 * 1024 + 1024 * 16)
     assert plan.measured.peak_bytes > 3 * weights  # Adam's two states, and at least half of weights and gradients
     assert all(torch.equal(tensor, ctx.root.state_dict()[name]) for name, tensor in before.items())
+    assert all(each.device.type == device and each.grad is None for each in ctx.root.parameters())
+
+
+def test_a_model_on_the_device_takes_no_memory_of_it_while_strategies_are_tried():
+    ctx = context("cuda")
+    ctx.root.half_of_the_device = nn.Parameter(torch.zeros(1))
+    memory = torch.cuda.get_device_properties(0).total_memory // 2
+    ctx.root.half_of_the_device.data = torch.zeros(memory // 4, device="cuda")
+    ctx.root.half_of_the_device.requires_grad_(False)
+    with aside(ctx):
+        assert torch.cuda.memory_allocated() < memory // 2
+    assert torch.cuda.memory_allocated() >= memory
 
 
 def test_running_out_of_memory_is_survived():

@@ -1,32 +1,63 @@
-"""What a dry run works on: a copy of the context that shares the model's memory until it writes, and real batches.
+"""What a dry run works on: a copy of the context with memory of its own, and real batches.
 
-Whatever a candidate does to modules in place, the user's model, random states and samplers are as before afterwards.
+Whatever a candidate does to modules and tensors in place, the user's model, random states and samplers are as before
+afterwards.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from atorch.auto.context import Context
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
-from atorch.profiler.copying import lazy_copy_with
+from atorch.profiler.copying import copy_with, typical_values
+from atorch.profiler.storages import OwnMemory, emptied
+from atorch.profiler.tensors import local_part
 
 NUM_BATCHES = 8
 
 
 def candidate(ctx: Context) -> Context:
-    """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process."""
+    """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process.
+
+    What lies where the candidate trains is copied at once: kernels of optimizers for many tensors write through raw
+    pointers, and a lazy clone does not see that. What lies elsewhere is moved there, which is a copy.
+    """
+    copied = OwnMemory(lambda device: device.type != ctx.device.type)
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = local_part(tensor)
+        return typical_values(tensor, ctx.device) if tensor.is_meta else copied(tensor)
+
+    return replace(_on_copy(ctx, convert), mesh=None, make_loader=None, rank_weights=[])
+
+
+@contextmanager
+def aside(ctx: Context) -> Iterator[Context]:
+    """`ctx` on a copy of its model in host memory; inside, the model itself takes no memory of its accelerator."""
+    held = [each for each in (*ctx.root.parameters(), *ctx.root.buffers()) if local_part(each).device.type != "cpu"]
+    held = [local_part(each) for each in held if not each.is_meta]
+    if not held:
+        yield ctx
+        return
+    with emptied(held) as values:
+        yield _on_copy(ctx, OwnMemory(lambda device: True, values))
+
+
+def _on_copy(ctx: Context, convert: Callable[[torch.Tensor], torch.Tensor]) -> Context:
     beside = ctx.call_model, ctx.loss_func, ctx.prepare_input  # what may reach the model is to reach the copy
-    duplicate, (call_model, loss_func, prepare_input) = lazy_copy_with(ctx.root, beside, ctx.device)
+    duplicate: nn.Module
+    duplicate, (call_model, loss_func, prepare_input) = copy_with(ctx.root, beside, convert)
     ctx = replace(ctx, call_model=call_model, loss_func=loss_func, prepare_input=prepare_input)
-    return replace(ctx, root=duplicate, parts=(duplicate,), mesh=None, make_loader=None, rank_weights=[])
+    return replace(ctx, root=duplicate, parts=(duplicate,))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from atorch.auto.first_pass import plain_pass
 from atorch.auto.opt_lib.completion import complete
 from atorch.auto.planner.best_first import best_first
 from atorch.auto.planner.calibration import Calibration, Past, job_of
-from atorch.auto.planner.candidate import Feed
+from atorch.auto.planner.candidate import Feed, aside
 from atorch.auto.planner.clock import Clock
 from atorch.auto.planner.deadline import Overdue, deadline
 from atorch.auto.planner.estimate import Scored, estimate_of, scored, split_by_memory, usable_bytes, usable_host_bytes
@@ -137,13 +137,14 @@ def search(
                 ctx = replace(ctx, plain_pass=expected)
             past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
             order = Order(ranking.fitting, fixed, one_node=cluster.num_nodes == 1)
-            job = Job(
-                ctx=ctx, feed=feed, crew=crew, candidates=ranking.fitting, order=order, clock=clock, past=past,
-                num_compiled_ops=compiled_ops(profile),
-            )  # fmt: skip
-            explorer = Explorer(job, show)
-            explorer.explore()
-            explorer.compare()
+            with aside(ctx) as copied:
+                job = Job(
+                    ctx=copied, feed=feed, crew=crew, candidates=ranking.fitting, order=order, clock=clock, past=past,
+                    num_compiled_ops=compiled_ops(profile),
+                )  # fmt: skip
+                explorer = Explorer(job, show)
+                explorer.explore()
+                explorer.compare()
             if calibration is not None and ctx.world.rank == 0:
                 calibration.add(explorer.observations(search=secrets.token_hex(8)))
             return _plan(job, ranking, explorer, wanted, float(crew.hear(clock.seconds)))
@@ -186,13 +187,14 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
         crew = Crew(ctx.world)
         feed = Feed(ctx)
         ctx = replace(ctx, sample_batch=crew.led(lambda: sample_of(ctx, feed)))
-        trial = Trial(ctx, strategy, crew, feed, SHARE_S)
-        try:
-            outcome = measure(trial, math.inf, None)
-        finally:
-            trial.close()
-            forget_compiled()
-            crew.close()
+        with aside(ctx) as copied:
+            trial = Trial(copied, strategy, crew, feed, SHARE_S)
+            try:
+                outcome = measure(trial, math.inf, None)
+            finally:
+                trial.close()
+                forget_compiled()
+                crew.close()
     if isinstance(outcome, Failure):
         raise StrategyError(f"the dry run of {strategy} failed: {outcome.reason}")
     return outcome
