@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from atorch.cluster import ClusterSpec
     from atorch.runtime.clip import clip_grad_norm
     from atorch.runtime.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
+    from atorch.runtime.tensor_parallel.state import whole_state
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOMES: Mapping[str, str] = {
     "is_recomputing": "atorch.runtime.recompute",
     "load_methods": "atorch.auto.plugins",
     "plan": "atorch.auto.accelerate",
+    "whole_state": "atorch.runtime.tensor_parallel.state",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "is_recomputing",
     "load_methods",
     "plan",
+    "whole_state",
 ]
 
 

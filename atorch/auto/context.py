@@ -20,6 +20,7 @@ from atorch.cost import ModelProfile
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
+from atorch.runtime.clip import add_clipping
 from atorch.runtime.loader import shares_out
 from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
 from atorch.runtime.rank_weight import RankWeight, RankWeighted, num_counts
@@ -157,6 +158,7 @@ class Context:
             built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale, self.layout))
+        add_clipping(built.model)
         scheduler = None
         if self.make_scheduler is not None and built.optim is not None:
             scheduler = self.make_scheduler(built.optim)

@@ -24,7 +24,7 @@ from atorch.distributed.collectives import everyone
 from atorch.logs import logger
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.override import override
-from atorch.runtime.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local_state_dict
 
 _LARGEST = 2.0**127  # the largest power of two in fp32, which gradients of the loss are computed in
 
@@ -182,6 +182,10 @@ class ScaledOptimizer(WrappedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, with the scale under `loss_scale`."""
         return {**super().state_dict(), "loss_scale": self.scale.state_dict()}
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What this process has of the inner optimizer's state."""
+        return local_state_dict(self.inner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; one without a scale, of another precision, keeps this one's."""

@@ -6,10 +6,11 @@ shard them; what is replicated is counted once. The sums meet in one scalar, and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,12 @@ Key = tuple[dist.ProcessGroup, ...]
 """The groups over which a gradient's shards are spread; empty for a gradient that every rank holds."""
 
 
-@runtime_checkable
-class ClipsItself(Protocol):
-    """A model that keeps its gradients elsewhere than on its parameters, and clips them there."""
+class ClipsItself:
+    """Base of models that keep their gradients elsewhere than on their parameters, and clip them there."""
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip, and return the norm before."""
-        ...
+    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip gradients as they are, with their loss scale, and return the norm before."""
+        raise NotImplementedError
 
 
 class Binding(Protocol):
@@ -67,13 +67,20 @@ def clip_grad_norm(
     binding: Binding | None = getattr(model, "_atorch", None)
     scale = 1.0 if binding is None else binding.loss_scale()
     if isinstance(model, ClipsItself):
-        return model.clip_grad_norm_(max_norm * scale, norm_type) / scale
+        return model.clip_gradients(max_norm * scale, norm_type) / scale
     stages: Key = ()
     if binding is not None and binding.mesh is not None and binding.mesh.size("pipeline") > 1:
         stages = (binding.mesh.group("pipeline"),)
     parts = _parts(model, binding)
     elsewhere: Collection[Tensor] = getattr(model, "counted_elsewhere", ())
     return clip_grads(model.parameters(), max_norm * scale, norm_type, stages, parts, elsewhere) / scale
+
+
+def add_clipping(model: nn.Module) -> None:
+    """Give a model `clip_grad_norm_(max_norm, norm_type)`, which is `clip_grad_norm`; one of its own class stays."""
+    known = getattr(model, "clip_grad_norm_", None)
+    if known is None or getattr(known, "func", None) is clip_grad_norm:
+        object.__setattr__(model, "clip_grad_norm_", functools.partial(clip_grad_norm, model))
 
 
 def _parts(model: nn.Module, binding: Binding | None) -> dict[Tensor, Key]:

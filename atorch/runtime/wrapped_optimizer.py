@@ -48,6 +48,10 @@ class WrappedOptimizer(Optimizer):
         """The inner optimizer's state."""
         return self.inner.state_dict()
 
+    def local_state_dict(self) -> dict[str, Any]:
+        """What this process has of the state. No communication."""
+        return self.state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned, or that of a bare inner optimizer."""
         self.inner.load_state_dict(state_dict)
@@ -67,6 +71,11 @@ class WrappedOptimizer(Optimizer):
                 f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "
                 "precision than the optimizer. Train in fp32, or with an optimizer that needs no closure"
             )
+
+
+def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """What this process has of an optimizer's state. No communication."""
+    return optimizer.local_state_dict() if isinstance(optimizer, WrappedOptimizer) else optimizer.state_dict()
 
 
 def dense_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

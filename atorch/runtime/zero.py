@@ -11,7 +11,9 @@ dtypes, sends tensor by tensor and the frozen ones too, and has no state dict be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.buckets import broadcast
+from atorch.runtime.nested import map_leaves
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -38,8 +41,9 @@ def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
 class ShardedOptimizer(WrappedOptimizer):
     """An optimizer whose state is spread over the ranks of a group. Gradients must be equal on all of them.
 
-    Every rank has all parameter groups with their hyperparameters, so schedulers work as ever, and in each group
-    only the parameters of its own share.
+    Every rank shows all parameter groups whole, as plain training does, so that schedulers, clipping and
+    torch.distributed.checkpoint work as ever. The groups are the inner optimizer's own, which hold this rank's share
+    only while that one works. `state` has an entry for every parameter once a step was taken, empty for others' ones.
 
     Args:
         groups: parameters, named parameters or groups of either, of the whole model; the same on all ranks.
@@ -63,9 +67,14 @@ class ShardedOptimizer(WrappedOptimizer):
         share = [{**part, "params": [e for e in part["params"] if owner_of[_tensor(e)] == mine]} for part in whole]
         # Who takes bare parameters gets bare parameters; but only a group can say that there are none.
         bare = not grouped and share[0]["params"]
-        super().__init__(make_optimizer(share[0]["params"] if bare else share))
+        inner = make_optimizer(share[0]["params"] if bare else share)
+        self._mine = [_held(part) for part in inner.param_groups]
+        self._whole = [_listing(part["params"]) for part in whole]
         index_of = {param: index for index, param in enumerate(self._params)}
-        self._indices = [index_of[param] for part in self.param_groups for param in part["params"]]
+        self._indices = [index_of[param] for part in inner.param_groups for param in part["params"]]
+        _show(inner, self._whole)
+        self._states: defaultdict[Tensor, Any] = defaultdict(dict)
+        super().__init__(inner)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only what the inner optimizer has: the parameters have been dealt out.
@@ -95,16 +104,31 @@ class ShardedOptimizer(WrappedOptimizer):
             ArgumentError: the closure is no function.
         """
         self._check(closure)
-        result = self.inner.step(closure) if closure is not None else self.inner.step()
+        with self._share_shown():
+            result = self.inner.step(closure) if closure is not None else self.inner.step()
         # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
         self._trained.update(param for param in self._params if param.requires_grad)
         shares = ((rank, [param for param in share if param in self._trained]) for rank, share in self._shares)
         broadcast(shares, self._group)
+        self._note_states(self._params)
         return result
 
+    def gradients(self) -> Iterator[Tensor]:
+        """Those of this rank's share: each is read on one rank."""
+        with self._share_shown():
+            found = list(super().gradients())
+        yield from found
+
     def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's state, as plain training has it, in host memory. All ranks must call it together."""
+        shares: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(shares, _on_host(self.local_state_dict()), group=self._group)
+        return _merged(shares)
+
+    def local_state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, under the whole model's parameter indices. No communication."""
-        inner = self.inner.state_dict()
+        with self._share_shown():
+            inner = self.inner.state_dict()
         state = {self._index(local): value for local, value in inner["state"].items()}
         groups = [{**part, "params": [self._index(i) for i in part["params"]]} for part in inner["param_groups"]]
         return {**inner, "state": state, "param_groups": groups}
@@ -112,7 +136,7 @@ class ShardedOptimizer(WrappedOptimizer):
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
         """The whole optimizer's state on rank `to_rank` of the group, None on the others. All ranks must call it."""
         shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
-        dist.gather_object(self.state_dict(), shares, group=self._group, group_dst=to_rank)
+        dist.gather_object(_on_host(self.local_state_dict()), shares, group=self._group, group_dst=to_rank)
         return None if shares is None else _merged(shares)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,25 +145,78 @@ class ShardedOptimizer(WrappedOptimizer):
         Raises:
             CheckpointError: parameters of this rank's share are not among those that the state speaks of.
         """
-        known = {index for part in state_dict["param_groups"] for index in part["params"]}
-        missing = [index for index in self._indices if index not in known]
+        saved = [part["params"] for part in state_dict["param_groups"]]
+        if [len(params) for params in saved] == [len(part["params"]) for part in self._whole]:
+            names = [name for params in saved for name in params]  # in the groups' order, whatever they are called
+        else:
+            known = {index for params in saved for index in params}
+            names = [index if index in known else None for index in range(len(self._params))]
+        missing = [index for index in self._indices if names[index] is None]
         if missing:
             raise CheckpointError(
                 f"the optimizer state lacks parameters {missing[:5]} of this rank's share: it is another rank's, or "
-                "was written on another number of ranks; load the whole state (full_state_dict)"
+                "was written on another number of ranks; load the whole state (state_dict, which all ranks call)"
             )
-        groups, start = [], 0
-        for part, saved in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
-            names = {"param_names": part["param_names"]} if "param_names" in part else {}
-            groups.append({**saved, **names, "params": list(range(start, start + len(part["params"])))})
-            start += len(part["params"])
         saved_state = state_dict["state"]
-        state = {local: saved_state[index] for local, index in enumerate(self._indices) if index in saved_state}
-        self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        state = {
+            local: saved_state[names[index]] for local, index in enumerate(self._indices) if names[index] in saved_state
+        }
+        with self._share_shown():
+            groups, start = [], 0
+            for part, given in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
+                own = {"param_names": part["param_names"]} if "param_names" in part else {}
+                groups.append({**given, **own, "params": list(range(start, start + len(part["params"])))})
+                start += len(part["params"])
+            self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+            self._mine = [_held(part) for part in self.inner.param_groups]
+        self._states.clear()
         self._share()
+        self._note_states(self._params if saved_state else ())
+
+    def _share(self) -> None:
+        super()._share()
+        self.state = self._states
+        self._note_states(())
+
+    def _note_states(self, params: Iterable[Tensor]) -> None:
+        """Show the states that the inner optimizer has now, and entries for `params`, as a step has been taken.
+
+        Whether there are any is then the same on all ranks, which torch.distributed.checkpoint goes by.
+        """
+        self._states.update({param: {} for param in params if param not in self._states})
+        self._states.update(self.inner.state)
+
+    @contextmanager
+    def _share_shown(self) -> Iterator[None]:
+        _show(self.inner, self._mine)
+        try:
+            yield
+        finally:
+            _show(self.inner, self._whole)
 
     def _index(self, local: Any) -> Any:
         return self._indices[local] if isinstance(local, int) else local
+
+
+def _show(optimizer: Optimizer, parts: Sequence[dict[str, Any]]) -> None:
+    for group, part in zip(optimizer.param_groups, parts, strict=True):
+        group.update(part)
+
+
+def _held(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says of its parameters."""
+    return {key: list(group[key]) for key in ("params", "param_names") if key in group}
+
+
+def _listing(entries: list[Any]) -> dict[str, Any]:
+    """The same of entries that may be `(name, parameter)`."""
+    names = [entry[0] for entry in entries if isinstance(entry, tuple)]
+    return {"params": [_tensor(entry) for entry in entries], **({"param_names": names} if names else {})}
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    moved: dict[str, Any] = map_leaves(lambda leaf, _: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state)
+    return moved
 
 
 def _listed(params: Any) -> list[Any]:

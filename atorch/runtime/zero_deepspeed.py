@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.errors import CapabilityError
+from atorch.runtime.clip import ClipsItself
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.wrapper import Wrapper
 
@@ -27,7 +28,7 @@ def need_deepspeed() -> None:
         ) from error
 
 
-class DeepSpeedModel(Wrapper):
+class DeepSpeedModel(ClipsItself, Wrapper):
     """A module that runs through a DeepSpeed engine and speaks the user's names."""
 
     def __init__(self, module: nn.Module, engine: Any) -> None:
@@ -45,7 +46,7 @@ class DeepSpeedModel(Wrapper):
         self.engine.train(mode)
         return self
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients where they are, in DeepSpeed's partitions; call it once they are reduced.
 
         Raises:

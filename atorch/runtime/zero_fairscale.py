@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.errors import CapabilityError
-from atorch.runtime.clip import clip_grads
+from atorch.runtime.clip import ClipsItself, clip_grads
 from atorch.runtime.wrapper import Wrapper
 
 
@@ -39,10 +39,10 @@ def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup)
     """`module`, each of whose gradients is reduced to the rank of `group` that steps it, and is None on the others."""
     from fairscale.nn.data_parallel import ShardedDataParallel
 
-    class Sharded(Wrapper, ShardedDataParallel):  # type: ignore[misc]
+    class Sharded(ClipsItself, Wrapper, ShardedDataParallel):  # type: ignore[misc]
         """ShardedDataParallel that speaks the user's names and clips by the norm over all ranks."""
 
-        def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
             return clip_grads(self.parameters(), max_norm, norm_type, over=(group,))
 
     # No reduction buffers: `zero_grad` as torch has it since 2.0 drops gradients, and FairScale's buffers with them

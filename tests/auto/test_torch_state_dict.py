@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from tests.auto.opt_lib.sharing_job import accelerated
@@ -19,11 +26,13 @@ def whole(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def step(result: Any) -> None:
+def step(result: Any) -> float:
     batch = result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
-    result.loss_func(batch, result.model(batch)).backward()
+    loss = result.loss_func(batch, result.model(batch))
+    loss.backward()
     result.optim.step()
     result.optim.zero_grad()
+    return float(loss.detach())
 
 
 def stored_and_loaded(rank: int, size: int, strategy: list[Any]) -> tuple[set[str], set[str], bool]:
@@ -47,8 +56,14 @@ def stored_and_loaded(rank: int, size: int, strategy: list[Any]) -> tuple[set[st
 
 @pytest.mark.parametrize(
     "strategy",
-    [["ddp"], ["ddp", ("amp_native", "bf16"), ("micro_batch", {"size": 2})], ["zero2"], ["fsdp", ("half", "bf16")]],
-    ids=["ddp", "ddp+amp+micro_batch", "zero2", "fsdp+half"],
+    [
+        ["ddp"],
+        ["zero1", ("half", "bf16")],
+        ["ddp", ("amp_native", "bf16"), ("micro_batch", {"size": 2})],
+        ["zero2"],
+        ["fsdp", ("half", "bf16")],
+    ],
+    ids=["ddp", "zero1+half", "ddp+amp+micro_batch", "zero2", "fsdp+half"],
 )
 def test_what_torch_stores_it_loads(pool: Pool, strategy: list[Any]) -> None:
     plain = make("awkward")
@@ -57,3 +72,38 @@ def test_what_torch_stores_it_loads(pool: Pool, strategy: list[Any]) -> None:
         assert names == set(plain.state_dict())
         assert with_states == trained
         assert same
+
+
+SHARDED: dict[str, bool] = {}
+FLAT = {"flatten_optimizer_state_dict": True}
+WHOLE = {"full_state_dict": True}
+ON_ONE = {"full_state_dict": True, "cpu_offload": True}
+
+
+def resumed(rank: int, size: int, strategy: list[Any], options: dict[str, bool]) -> tuple[list[float], list[float]]:
+    """The losses of three steps after two, and those of a fresh job that loads what was stored after two."""
+    arguments: dict[str, Any] = {"optim_func": torch.optim.AdamW, "optim_param_func": None}
+    result = accelerated(strategy, "awkward", **arguments)
+    step(result)
+    step(result)
+    stored = copy.deepcopy(get_state_dict(result.model, result.optim, options=StateDictOptions(**options)))
+    expected = [step(result) for _ in range(3)]
+    fresh = accelerated(strategy, "awkward", seed=1, **arguments)
+    if options == ON_ONE:
+        assert bool(stored[0]) == bool(stored[1]) == (rank == 0)  # the other processes get theirs from it
+        options = {"full_state_dict": True, "broadcast_from_rank0": True}
+    set_model_state_dict(fresh.model, stored[0], options=StateDictOptions(**options))
+    set_optimizer_state_dict(fresh.model, fresh.optim, stored[1], options=StateDictOptions(**options))
+    return expected, [step(fresh) for _ in range(3)]
+
+
+CASES = [(["zero1"], FLAT), (["zero1"], ON_ONE), (["zero1", ("half", "bf16")], WHOLE), (["fsdp"], ON_ONE)]
+MORE = [(strategy, options) for strategy in (["ddp"], ["zero1"], ["zero2"]) for options in (SHARDED, WHOLE, ON_ONE)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)]
+)
+def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, strategy: list[Any], options: dict[str, bool]) -> None:
+    for expected, got in pool.run(resumed, strategy, options):
+        assert got == expected

@@ -33,6 +33,7 @@ PUBLIC = {
     "is_recomputing",
     "load_methods",
     "plan",
+    "whole_state",
 }
 
 

@@ -57,6 +57,7 @@ from atorch.profiler.messages import Counts, Messages
 from atorch.profiler.tensors import batch_size, map_tensors, tensors_of
 from atorch.runtime.offload import on_host
 from atorch.runtime.pipeline.pipeline import Pipeline
+from atorch.runtime.wrapped_optimizer import local_state_dict
 
 STEPS = 3  # the first makes the optimizer's state, the second what DistributedDataParallel learnt from it
 _ACROSS_BLOCKS: Set[str] = frozenset(("ddp", "zero1"))  # fill buckets, or deal out parameters, over the whole model
@@ -347,7 +348,7 @@ def _label(result: AccelerateResult, live: LiveBytes) -> None:
     live.label(_gradients(result.model), GRADIENTS)
     if isinstance(result.model, Pipeline) and result.model.engine.understudy is not None:
         live.label(result.model.engine.understudy.tensors, ELSEWHERE)
-    for state in result.optim.state_dict().get("state", {}).values():
+    for state in local_state_dict(result.optim).get("state", {}).values():
         for name, value in state.items() if isinstance(state, Mapping) else ():
             live.label(tensors_of(value), MASTERS if name == "master" else OPTIMIZER)
 

@@ -31,6 +31,7 @@ from atorch.runtime.chunk.course import Pass
 from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
+from atorch.runtime.clip import ClipsItself
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.wrapper import Wrapper
 from atorch.units import format_bytes
@@ -47,7 +48,7 @@ def _shared_settings(config: EngineConfig) -> Mapping[str, Facts]:
     return {"config": described("config", shared)}
 
 
-class PatrickStarEngine(Wrapper):
+class PatrickStarEngine(ClipsItself, Wrapper):
     """A model in chunks; its names and state dicts are the model's own.
 
     Args:
@@ -128,6 +129,10 @@ class PatrickStarEngine(Wrapper):
 
         The same as `atorch.clip_grad_norm(model, max_norm)`. All processes must call it; it returns the norm before.
         """
+        return self.clip_gradients(max_norm, norm_type)
+
+    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
+        """The same."""
         return self.optimizer.clip_grad_norm_(max_norm, norm_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from atorch import auto_accelerate, clip_grad_norm
+from atorch import auto_accelerate
 from tests.runtime.sharing import BATCH, SEQ, STEPS, VOCAB, make, param_groups, sgd, whole
 
 MAX_NORM = 0.5
@@ -71,7 +71,7 @@ def deviation(rank: int, size: int, strategy: Any, name: str, clip: bool = False
         loss_func(tokens, plain(tokens)).backward()
         if clip:
             norm, expected = (
-                clip_grad_norm(result.model, MAX_NORM),
+                result.model.clip_grad_norm_(MAX_NORM),
                 nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM),
             )
             assert abs(float(norm) / float(expected) - 1) < 1e-4, (norm, expected)

@@ -34,7 +34,7 @@ def held(rank: int, size: int) -> tuple[int, int]:
     result = accelerated(["zero1"], "llama")
     for batch in result.dataloader:
         result.step(batch)
-    states = sum(state["momentum_buffer"].numel() for state in result.optim.state.values())
+    states = sum(state["momentum_buffer"].numel() for state in result.optim.state.values() if state)
     return states, sum(p.numel() for p in result.model.parameters())
 
 

@@ -1,0 +1,79 @@
+"""What the returned model has: its whole state, and clipping, whatever it is spread over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atorch
+from tests.auto.loss_job import BATCH, Net, Samples, rows
+from tests.auto.opt_lib.sharing_job import accelerated
+from tests.pool import Pool
+from tests.runtime.sharing import make
+
+
+def differing(rank: int, size: int, axes: list[Any], method: str | None) -> list[str]:
+    """Names whose whole values are not what they were."""
+    strategy = [("parallel_mode", (axes, None)), "tensor_parallel", *([method] if method else [])]
+    result, before = accelerated(strategy, "awkward"), make("awkward").state_dict()
+    state = atorch.whole_state(result.model)
+    if method in (None, "zero1"):  # else parts are DTensors
+        assert any(part.shape != before[name].shape for name, part in result.model.state_dict().items())
+    return [name for name in before | state if not torch.equal(state[name], before[name])]
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks"),
+    [
+        (None, 2),
+        ("zero1", 4),
+        pytest.param("fsdp", 4, marks=pytest.mark.matrix),
+        pytest.param("zero2", 4, marks=pytest.mark.matrix),
+    ],
+)
+def test_the_state_is_whole_beside_tensor_parallel(pool: Pool, method: str | None, ranks: int) -> None:
+    axes = [["tensor", 2], ["data", 2]] if ranks == 4 else [["tensor", 2]]
+    assert pool.run(differing, axes, method, ranks=ranks) == [[]] * ranks
+
+
+class Clips(Net):
+    """A model that clips by itself, with atorch's function."""
+
+    def clip_grad_norm_(self, max_norm: float) -> tuple[str, Tensor]:
+        return "its own", atorch.clip_grad_norm(self, max_norm)
+
+
+def clipped(rank: int, size: int, kind: type[nn.Module], strategy: list[Any]) -> tuple[Any, float]:
+    """What the model's method returns, and plain training's norm."""
+    data = Samples()
+    result = atorch.auto_accelerate(
+        kind(),
+        torch.optim.SGD,
+        data,
+        rows,
+        model_input_format="unpack_dict",
+        dataloader_args={"batch_size": BATCH},
+        load_strategy=strategy,
+    )[1]
+    assert result is not None
+    batch = result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
+    result.loss_func(batch, result.model(**batch)).backward()
+    plain = kind()
+    whole = {key: torch.stack([data[i][key] for i in range(BATCH)]) for key in data[0]}
+    rows(whole, plain(**whole)).backward()
+    return result.model.clip_grad_norm_(0.1), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("strategy", [["zero1"], ["fsdp"]], ids=["zero1", "fsdp"])
+def test_the_model_clips_by_the_norm_of_all(pool: Pool, strategy: list[Any]) -> None:
+    for norm, expected in pool.run(clipped, Net, strategy):
+        assert float(norm) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_models_own_method_stays(pool: Pool) -> None:
+    for (whose, norm), expected in pool.run(clipped, Clips, ["zero1"]):
+        assert whose == "its own"
+        assert float(norm) == pytest.approx(expected, rel=1e-5)
