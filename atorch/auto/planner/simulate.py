@@ -396,6 +396,5 @@ def _in_eager(strategy: Strategy) -> tuple[Strategy, tuple[str, ...]]:
 
 
 def _check(ctx: Context) -> None:
-    needed = {"optim_func": ctx.make_optimizer, "loss_func": ctx.loss_func}
-    if missing := [name for name, value in needed.items() if value is None]:
-        raise ArgumentError(f"a simulation takes whole training steps, so it needs {' and '.join(missing)}; give it")
+    if ctx.make_optimizer is None or ctx.loss_func is None:
+        raise ArgumentError("a simulation takes whole training steps, so it needs optim_func and loss_func; give both")
