@@ -98,10 +98,14 @@ def arrange(root: nn.Module, groups: Iterable[Group]) -> list[Group]:
     cluster: dict[nn.Module, set[nn.Module]] = {}
     for group in asked:
         _join(cluster, group.modules)
-    chosen = set(cluster)
-    for holders in _holders(root, chosen).values():
-        if len(holders) > 1 and not chosen.isdisjoint(holders):
-            _join(cluster, holders)
+    chosen, known = set(cluster), 0
+    while (
+        len(cluster) > known
+    ):  # whoever joins may share more with others, as a tied head shares its bias with its parent
+        known = len(cluster)
+        for holders in _holders(root, set(cluster)).values():
+            if len(holders) > 1 and not holders.isdisjoint(cluster):
+                _join(cluster, holders)
     depth = {module: name.count(".") for name, module in root.named_modules()}
     depth[root] = -1
     order = {module: index for index, module in enumerate(root.modules())}

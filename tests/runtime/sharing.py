@@ -75,7 +75,29 @@ class Llama(nn.Module):
         return logits
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"awkward": Awkward, "llama": Llama}
+class Bert(nn.Module):
+    """A masked language model whose head shares its weight with the embedding, its bias with the module around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=4 * VOCAB,  # so that the head is not the largest layer outside of the blocks
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=SEQ,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.bert = transformers.BertForMaskedLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.bert(input_ids=tokens).logits
+        return logits
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"awkward": Awkward, "llama": Llama, "bert": Bert}
 
 
 def make(name: str, seed: int = 0) -> nn.Module:

@@ -77,6 +77,10 @@ def test_replicas_of_shards_train_as_one_process_does(pool: Pool, name: str) -> 
     assert max(pool.run(trained, name, "blocks", {}, 1, ranks=4)) <= 1e-4
 
 
+def test_a_head_that_shares_with_an_embedding_and_with_its_parent_trains(pool: Pool) -> None:
+    assert max(pool.run(trained, "bert", "blocks", {}, 1)) <= 1e-4
+
+
 def test_one_process_shards_too(pool: Pool) -> None:
     assert max(pool.run(trained, "awkward", "blocks", {}, 1, ranks=1)) <= 1e-4
 
@@ -230,6 +234,13 @@ def test_units_that_share_a_parameter_are_one_group() -> None:
     assert ["blocks.0", "blocks.2"] in groups
     assert ["blocks.1"] in groups
     assert ["tokens", "places"] in groups
+
+
+def test_what_shares_a_parameter_with_one_that_joined_joins_too() -> None:
+    model = make("bert")
+    groups = [group for group, _ in names_of(model, blocks(model))]
+    assert not any("bert.cls.predictions.decoder" in group for group in groups)  # its parent holds another group
+    assert ["bert.cls.predictions.transform.dense"] in groups
 
 
 def test_a_parameter_of_the_root_leaves_its_unit_to_the_root() -> None:
