@@ -23,7 +23,8 @@ import json, resource, time, torch, transformers
 from torch.utils.data import Dataset
 from atorch.auto.job import make_context
 from atorch.auto.planner.candidate import Feed
-from atorch.auto.planner.planner import rank
+from atorch.auto.planner.planner import Wanted, ranked, starting_point
+from atorch.auto.strategy import EXACTNESS
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
 torch.set_num_threads(1)
@@ -42,7 +43,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before, start = peak(), time.perf_counter()
 ctx = make_context(model, torch.optim.AdamW, Tokens(), lambda b, o: o["loss"], model_input_format="unpack_dict",
                    dataloader_args={"batch_size": 8}, world=world, cluster=cluster)
-ranking = rank(ctx, Feed(ctx))
+ranking = ranked(*starting_point(ctx, Feed(ctx)), ctx.cluster, Wanted(), EXACTNESS[-1])
 print(json.dumps({"s": time.perf_counter() - start, "mib": peak() - before, "num": ranking.num_compositions,
                   "params": sum(p.numel() for p in model.parameters())}))
 """

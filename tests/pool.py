@@ -11,6 +11,9 @@
 `run(function, *args, ranks=2, timeout=120)` calls `function(rank, size, *args)` on each rank inside an initialised
 process group and returns the results by rank. Results and arguments travel by pickle: return plain data or CPU tensors.
 A rank that raises fails the test with its traceback; it and the ranks it leaves waiting in a collective are replaced.
+
+Workers are forked from a process that has imported what nearly all of them need and done nothing else: a fresh one
+costs no imports. What is tested is not imported there, since that process may look for it elsewhere than the tests do.
 """
 
 from __future__ import annotations
@@ -28,6 +31,14 @@ from typing import Any
 
 import pytest
 
+IMPORTED = (
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+    "pydantic",
+    "transformers.models.llama.modeling_llama",
+)
 GRACE_S = 8.0  # what a failed rank's peers get to fail by themselves
 
 
@@ -92,9 +103,10 @@ class Pool:
 
 class _Worker:
     def __init__(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        fork = multiprocessing.get_context("forkserver")
+        fork.set_forkserver_preload(list(IMPORTED))
+        self.pipe, theirs = fork.Pipe()
+        self.process = fork.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 

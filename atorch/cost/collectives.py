@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atorch.cluster import ClusterSpec
-from atorch.cost.state import Collective, Comm
+from atorch.cost.state import Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,6 @@ class Group:
 def rounds_of(kind: Collective) -> float:
     """How often a ring of ranks is gone round."""
     return 2.0 if kind == "all_reduce" else 1.0
-
-
-def comm_seconds(comm: Comm, axes: Mapping[str, int], cluster: ClusterSpec) -> float:
-    """The time of all of `comm`'s calls over the mesh `axes` (the first varies fastest), nothing hidden."""
-    return group_of(comm.axis, axes, cluster).seconds(comm.kind, comm.count, comm.num_bytes)
 
 
 def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSpec) -> Group:

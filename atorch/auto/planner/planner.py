@@ -200,11 +200,6 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     return outcome
 
 
-def rank(ctx: Context, feed: Feed) -> Ranking:
-    """Every composition scored by arithmetic alone, on this process."""
-    return ranked(*starting_point(ctx, feed), ctx.cluster, Wanted(), EXACTNESS[-1])
-
-
 def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, precision: Exactness) -> Ranking:
     """Compositions scored, all or of many the most promising: the same on every process that is given the same."""
     space: Space = compositions(

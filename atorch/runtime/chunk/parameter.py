@@ -118,13 +118,6 @@ def manage(parameter: nn.Parameter, home: Home) -> None:
     parameter.home = home  # type: ignore[attr-defined]
 
 
-def unmanage(parameter: ChunkedParameter, values: Tensor) -> None:
-    """Make it an ordinary parameter again."""
-    del parameter.home
-    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    parameter.data = values
-
-
 def point(parameter: nn.Parameter, values: Tensor) -> None:
     """Let the parameter's values be `values`, whatever operations see."""
     with torch._C.DisableTorchFunctionSubclass():

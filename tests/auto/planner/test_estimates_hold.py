@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import islice
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,10 +31,11 @@ from tests.auto.planner.drawn import Drawn, drawn, strategies
 
 WALKS = 20  # strategies of each job
 ROUNDING = 1e-9
+FEW = 3_000  # compositions: the ordinary run searches smaller spaces alone, some of the others take ten seconds each
 
 ordinary = settings(max_examples=200, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 complete = settings(ordinary, max_examples=10_000)
-searches = settings(ordinary, max_examples=25)
+searches = settings(ordinary, max_examples=60)
 many_searches = settings(ordinary, max_examples=400)
 
 numbers = st.integers(min_value=0, max_value=2**40)
@@ -221,10 +223,12 @@ def check_more_memory(chance: random.Random, node: Node, job: Drawn, times: Step
     assert times.of(cost).total_s <= times.of(node.cost).total_s * (1 + ROUNDING)
 
 
-def check_search(number: int) -> None:
+def check_search(number: int, most: int | None = None) -> None:
     """With more memory, of devices or of hosts, a search finds what is no slower; so with anything that is faster."""
     chance, job = drawn(number)
     if job.cluster.world_size > 4 or job.profile.num_blocks > 40:
+        return
+    if most is not None and num_compositions(job, most + 1) > most:
         return
     much, device = chance.choice((1.1, 2.0, 16.0)), job.cluster.device
     larger = replace(job.cluster, device=replace(device, memory_bytes=device.memory_bytes * much))
@@ -236,6 +240,12 @@ def check_search(number: int) -> None:
         after = best_seconds(job, better)
         assert after is not None, f"more {name} loses the plan of job {number}"
         assert after <= before * (1 + ROUNDING), f"better {name} makes job {number} slower"
+
+
+def num_compositions(job: Drawn, most: int) -> int:
+    """Of the job's space, counted up to `most`."""
+    space = compositions(job.profile, job.cluster)
+    return sum(1 for _ in islice(space.leaves(space.root(job.start())), most))
 
 
 def best_seconds(job: Drawn, cluster: ClusterSpec) -> float | None:
@@ -256,7 +266,7 @@ def best_seconds(job: Drawn, cluster: ClusterSpec) -> float | None:
 @searches
 @given(numbers)
 def test_searches(number: int) -> None:
-    check_search(number)
+    check_search(number, FEW)
 
 
 @pytest.mark.matrix
