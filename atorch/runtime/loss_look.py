@@ -100,7 +100,8 @@ def losses_of(model: nn.Module, loss_func: LossFunc) -> Run:
         is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
         inner: Any = model.module if is_wrapped else model
         losses = []
-        with torch.no_grad(), untouched(model), still(model):
+        # Parts of a batch have shapes of their own, for which a compiled model would be compiled once more each.
+        with torch.no_grad(), untouched(model), still(model), torch.compiler.set_stance("force_eager"):
             for batch, given in samples:
                 output = inner(*given[0], **given[1]) if runs_model else given
                 losses.append(float(value_of(loss_func(batch, output))))

@@ -16,6 +16,15 @@ F = nn.functional
 VOCAB, SEQ, BATCH, STEPS = 11, 6, 8, 3
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden).tanh()
+
+
 class Net(nn.Module):
     """Two equal blocks between an embedding and a head."""
 
@@ -23,7 +32,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(VOCAB, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(16, VOCAB)
 
     def forward(self, tokens: Tensor, **others: Any) -> Tensor:

@@ -266,6 +266,23 @@ def test_two_losses_a_step(pool):
     assert max(pool.run(two_losses, ranks=2)) <= EXACT
 
 
+def compiled(rank, size, beside):
+    """The deviation of compiled blocks whose loss is looked at by running the model, and how many graphs there were."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    off = deviation(rank, size, "causal", [beside, ("compile", {"backend": "aot_eager"})], verify=False)
+    return off, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("beside", ["ddp", ("chunk", {"budget_bytes": 100_000})], ids=["ddp", "chunk"])
+def test_parts_of_a_batch_are_not_compiled_for(pool, beside):
+    for off, num_graphs in pool.run(compiled, beside, ranks=2):
+        assert off <= EXACT
+        assert num_graphs == 1
+
+
 def named(rank, size, name, loss_weight):
     make, loss_func = LOSSES[name]
     data = Samples()
