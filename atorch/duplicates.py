@@ -57,6 +57,17 @@ def duplicate_with(
     return copied, tuple(copier.whole_if_possible(each) for each in beside)
 
 
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone that shares memory until either is written; a real one of memory that cannot be shared so.
+
+    That is what torch has not allocated itself: a mapped file, shared memory, an array of numpy's.
+    """
+    try:
+        return torch._lazy_clone(tensor)
+    except RuntimeError:
+        return tensor.clone()
+
+
 class Copier:
     """Copies of what `module`, and the functions `others`, reach; what is the same object stays the same in copies."""
 

@@ -139,9 +139,10 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     """On each of two processes: choose, measure what promises most, measure choice and best in turns."""
     from atorch.auto.planner import search
     from atorch.auto.planner.candidate import Feed
+    from atorch.auto.planner.guard import Crew
     from atorch.auto.planner.measuring import measure as measure_trial
     from atorch.auto.planner.plan import Measurement
-    from atorch.auto.planner.trial import Crew, Trial
+    from atorch.auto.planner.trial import Trial
 
     torch.set_num_threads(1)
     ctx = make_context(name)

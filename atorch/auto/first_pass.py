@@ -18,7 +18,7 @@ import io
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from atorch.runtime.still import evaluation_mode, put_back, still
 from atorch.units import format_bytes
 
 T = TypeVar("T")
+Within = Callable[[], AbstractContextManager[None]]
 
 SEED = 1
 MOST_SHARES = 8  # of a batch that one device runs plainly as a whole; with more, all processes get the first share
@@ -91,7 +92,7 @@ class _Seen:
     depends_on_sharing: bool
 
 
-def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> PlainPass:
+def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Within = nullcontext) -> PlainPass:
     """The first pass of plain training, on the context's own model, which is afterwards as it was.
 
     All processes call this together, with the same model.
@@ -99,17 +100,18 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> PlainPass:
     Args:
         shares: over how many processes a batch will be shared out.
         read: what gives the first global batch, as the loader does; called on rank 0.
+        within: what the model runs inside of; may raise, and so end the pass, which then is none.
     """
     try:
         batch, is_same_for_all = _first_batch(ctx, shares, read)
         _need_room(ctx)
-        seen = _on_every_process(lambda: _run_plainly(ctx, batch))
+        seen = _on_every_process(lambda: _run_plainly(ctx, batch, within))
         if not math.isfinite(seen.figures.loss):
             raise _Incomparable(f"the loss of plain training's own first pass is {seen.figures.loss}")
         evaluating = None
         if seen.depends_on_sharing:
-            evaluating = _on_every_process(lambda: _run_plainly(ctx, batch, in_evaluation_mode=True)).figures
-        evaluates, prompt = _on_every_process(lambda: _evaluation(ctx, batch))
+            evaluating = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True)).figures
+        evaluates, prompt = _on_every_process(lambda: _evaluation(ctx, batch, within))
     except _Incomparable as reason:
         return PlainPass(why_not=str(reason))
     return PlainPass(
@@ -220,7 +222,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _run_plainly(ctx: Context, batch: Any, in_evaluation_mode: bool = False) -> _Seen:
+def _run_plainly(ctx: Context, batch: Any, within: Within, in_evaluation_mode: bool = False) -> _Seen:
     assert ctx.loss_func is not None
     model, dtypes = ctx.root, set()
 
@@ -231,10 +233,11 @@ def _run_plainly(ctx: Context, batch: Any, in_evaluation_mode: bool = False) -> 
     mode = still(model) if in_evaluation_mode else nullcontext()
     with put_back(model, ctx.device), mode, _seeded(), torch.enable_grad():
         drawn, buffers = _random_state(ctx.device), [buffer.clone() for buffer in model.buffers()]
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            inputs = ctx.prepare_input(batch, ctx.device)
-            loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
-        loss.backward()
+        with within():
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                inputs = ctx.prepare_input(batch, ctx.device)
+                loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
+            loss.backward()
         depends = not torch.equal(drawn, _random_state(ctx.device)) or not _equal(buffers, list(model.buffers()))
         figures = Figures(float(loss.detach()), _norm(model))
     dtypes |= {parameter.dtype for parameter in model.parameters()}
@@ -335,20 +338,25 @@ def _norm(model: nn.Module) -> float | None:
     return float(torch.stack([power.cpu() for power in powers]).sum().sqrt()) if powers else 0.0
 
 
-def _evaluation(ctx: Context, batch: Any) -> tuple[bool, Tensor | None]:
+def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:
     """Whether the plain model runs in evaluation mode, and a prompt from which it generates, where it does."""
     model = ctx.root
     with put_back(model, ctx.device), preserved_rng(), evaluation_mode(model), torch.no_grad():
         inputs = ctx.prepare_input(batch, ctx.device)
-        _, failed = _tried(lambda: ctx.call_model(model, inputs))
+        _, failed = _tried(lambda: _inside(within, lambda: ctx.call_model(model, inputs)))
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if failed is not None or not callable(getattr(model, "generate", None)):
             return failed is None, None
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
             return True, None
         prompt = tokens[:1, :4]
-        _, failed = _tried(lambda: _generate(model, prompt, ctx.device))
+        _, failed = _tried(lambda: _inside(within, lambda: _generate(model, prompt, ctx.device)))
         return True, prompt if failed is None else None
+
+
+def _inside(within: Within, work: Callable[[], Any]) -> None:
+    with within():
+        work()
 
 
 def _generate(model: Any, prompt: Tensor, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from atorch.auto.arguments import Call, Options
+from atorch.auto.attempt import attempt
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.first_pass import PlainPass, cannot_evaluate, check, plain_pass
 from atorch.auto.job import make_context
@@ -44,7 +45,8 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
                 "(finetune_strategy=True searches the knobs that it leaves unset)"
             )
         try:
-            strategy = _chosen(ctx, given, call, began)
+            strategy, found = _chosen(ctx, given, call, began)
+            ctx = replace(ctx, plain_pass=None if found is None else found.plain_pass)
         except NoFeasiblePlanError as error:
             if ctx.world.rank == 0:
                 from atorch.report.text import show_rejections
@@ -53,7 +55,10 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
             logger.warning("%s", error)
             return False, None, None
         logger.info("the strategy is %s", strategy)
-        result, strategy = accelerate(ctx, strategy, options.verify)
+        if found is None or found.baseline is None or found.baseline.strategy == strategy:
+            result, strategy = accelerate(ctx, strategy, options.verify)
+        else:
+            result, strategy = _adopted(ctx, strategy, found, options.verify)
         if target is not None:
             together(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
         return True, result, strategy
@@ -97,7 +102,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     ctx = with_sample(ctx, strategy)
     if ctx.world.size > 1:
         synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
-    expected = _plain_pass(ctx, place[1]) if verify and strategy.methods else None
+    expected = _expected(ctx, place[1]) if verify and strategy.methods else None
     applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
@@ -105,6 +110,24 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     if expected is not None:
         _check(applied, result, expected)
     return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
+
+
+def _adopted(ctx: Context, strategy: Strategy, found: Plan, verify: bool) -> tuple[AccelerateResult, Strategy]:
+    """The search's choice, or its baseline where that fails on the model itself, which is then as it was before."""
+    made, failure = attempt(ctx, lambda own: accelerate(own, strategy, verify))
+    if made is not None:
+        return made
+    found = found.fallen_back(str(failure))
+    if ctx.world.rank == 0:
+        logger.warning("%s", found.notes[-1])
+    metadata = {**strategy.metadata, "report": _kept(found.to_json_data())}
+    return accelerate(ctx, replace(found.strategy, metadata=metadata), verify)
+
+
+def _kept(report: dict[str, Any]) -> dict[str, Any]:
+    """What a strategy's file keeps of a plan: what was learnt; what was only estimated can be estimated again."""
+    learnt = [each for each in report["rejected"] if each["why"] != "not run"][:MAX_KEPT]
+    return {**report, "rejected": learnt}
 
 
 def _settings(optim: Any) -> dict[str, Facts]:
@@ -116,16 +139,26 @@ def _settings(optim: Any) -> dict[str, Facts]:
     return {"optimizer": facts}
 
 
+def _expected(ctx: Context, shares: int) -> PlainPass:
+    """Plain training's first pass, the search's where it made one that can be shared out so; the reason if none, told.
+
+    What a search had no time for is not made up for when its time is over.
+    """
+    known = ctx.plain_pass
+    if known is None or (known.is_same_for_all and known.shares != shares):
+        known = _plain_pass(ctx, shares)
+    if known.why_not is not None and ctx.world.rank == 0:
+        logger.warning("the strategy cannot be held to plain training's first pass: %s", known.why_not)
+    return known
+
+
 def _plain_pass(ctx: Context, shares: int) -> PlainPass:
-    """Plain training's first pass, where there is all that it takes; else the reason why not, told."""
+    """Plain training's first pass, where there is all that it takes; else the reason why not."""
     from atorch.auto.planner.candidate import Feed
 
     if ctx.make_optimizer is None or ctx.make_loader is None or ctx.loss_func is None:
         return PlainPass(why_not="it takes optim_func, dataset and loss_func")
-    expected = plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
-    if expected.why_not is not None and ctx.world.rank == 0:
-        logger.warning("the strategy cannot be held to plain training's first pass: %s", expected.why_not)
-    return expected
+    return plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
 
 
 def _check(applied: Context, result: AccelerateResult, expected: PlainPass) -> None:
@@ -250,23 +283,21 @@ def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     return found
 
 
-def _chosen(ctx: Context, given: Strategy | None, call: Call, began: float) -> Strategy:
-    """The given strategy, dry-run where the user wants that; or the plan's."""
+def _chosen(ctx: Context, given: Strategy | None, call: Call, began: float) -> tuple[Strategy, Plan | None]:
+    """The given strategy, dry-run where the user wants that; or the plan's, and the plan."""
     if given is not None and not call.finetune:
         if not call.options.ignore_dryrun_on_load_strategy:
             from atorch.auto.planner import dry_run
 
             dry_run(ctx, given)
-        return given
+        return given, None
     found = _searched(ctx, given, call, began)
     report = found.to_json_data()
     if ctx.world.rank == 0:
         from atorch.report.text import show_plan
 
         show_plan(report)
-    # The file keeps what was learnt; what was only estimated can be estimated again.
-    learnt = [each for each in report["rejected"] if each["why"] != "not run"][:MAX_KEPT]
-    metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": {**report, "rejected": learnt}}
+    metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": _kept(report)}
     if given is not None and "rejected" in given.metadata:
         metadata["rejected"] = given.metadata["rejected"]
-    return replace(found.strategy, metadata=metadata)
+    return replace(found.strategy, metadata=metadata), found

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch.duplicates import UNCOPYABLE, Convert, Copier
+from atorch.duplicates import UNCOPYABLE, Convert, Copier, lazy_clone
 from atorch.errors import ArgumentError
 from atorch.profiler.tensors import local_part
 
@@ -66,7 +66,7 @@ def lazy_copy_with(model: nn.Module, functions: Iterable[Any], device: torch.dev
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         tensor = local_part(tensor)
-        return typical_values(tensor, device) if tensor.is_meta else torch._lazy_clone(tensor)
+        return typical_values(tensor, device) if tensor.is_meta else lazy_clone(tensor)
 
     return copy_with(model, functions, convert)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-KEPT = 0.05  # of a limit, for what must be tidied up at its end
+KEPT = 0.05  # of a limit, for what must be tidied up at its end and cannot be known
 DEFAULT_S = 120.0  # where the user says nothing
 DEFAULT_STEPS = 60  # of the baseline, where these take longer
 
@@ -23,6 +23,7 @@ class Clock:
     now: Callable[[], float] = time.monotonic
     began: float = field(default=math.nan)
     _default: float = DEFAULT_S
+    _kept: float = 0.0
 
     def __post_init__(self) -> None:
         if math.isnan(self.began):
@@ -40,8 +41,12 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Of the limit; negative where it is over."""
-        return self.whole - self.seconds
+        """Of the limit, less what is kept for the end; negative where it is over."""
+        return self.whole - self._kept - self.seconds
+
+    def keep(self, seconds: float) -> None:
+        """Applying what is chosen to the model itself takes so long, which the search is to leave."""
+        self._kept = seconds
 
     def saw_step(self, seconds: float) -> None:
         """A step of the baseline takes so long."""

@@ -5,7 +5,8 @@ code anywhere, compilers' included, between two operations, and what waits for a
 not return to Python is waited for: one operation, one pass backward. Compilers that were started are ended, too.
 
 An import is waited for as well: of a package that was interrupted in it, parts stay in `sys.modules`, and no later
-import mends it, so that the process could never use it again.
+import mends it, so that the process could never use it again. And so is an operation that torch hands to Python, as on
+fake tensors: it asks for a tensor's device or strides where no exception may pass, and would end the process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from types import FrameType
 import psutil
 
 AGAIN_S = 1.0  # an interruption that is swallowed, as in a destructor, is repeated after this
-IMPORTING_S = 0.02  # how often it is looked whether an import is through
+SOON_S = 0.002  # how often it is looked whether what must not be torn apart is through
+COMPILES = os.path.join("torch", "_dynamo", "convert_frame.py")
+CALLED_BY_TORCH = tuple(
+    os.path.join("torch", *each) for each in (("_compile.py",), ("_library", "simple_registry.py"))
+)  # of an operation on tensors that Python handles, before it gets to __torch_dispatch__
 DRAIN_S, LOOK_S = 3.0, 0.02  # how long, and how often, it is looked for compilers that are queued
 
 
@@ -61,12 +66,22 @@ def deadline(seconds: float, before: AbstractSet[int] | None = None) -> Iterator
 
 
 @contextmanager
+def in_time(seconds: float) -> Iterator[None]:
+    """`deadline` for what takes errors for an answer: TimeoutError, outside of which nothing is interrupted."""
+    try:
+        with deadline(seconds):
+            yield
+    except Overdue:
+        raise TimeoutError("the time was over") from None
+
+
+@contextmanager
 def _by_signal(seconds: float) -> Iterator[None]:
-    is_armed, imports = True, _num_imports(sys._getframe())
+    is_armed, before_it = True, _num_unbreakable(sys._getframe())
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_armed and _num_imports(frame) > imports:
-            signal.setitimer(signal.ITIMER_REAL, IMPORTING_S, AGAIN_S)
+        if is_armed and _num_unbreakable(frame) > before_it:
+            signal.setitimer(signal.ITIMER_REAL, SOON_S, AGAIN_S)
         elif is_armed:
             raise Overdue
 
@@ -85,14 +100,14 @@ def _by_signal(seconds: float) -> Iterator[None]:
 @contextmanager
 def _by_interpreter(seconds: float) -> Iterator[None]:
     thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
-    imports = _num_imports(sys._getframe())
+    before_it = _num_unbreakable(sys._getframe())
 
     def interrupt() -> None:
         wait = seconds
         while not done.wait(wait):
-            wait = IMPORTING_S
+            wait = SOON_S
             with lock:
-                if not done.is_set() and _num_imports(sys._current_frames().get(thread)) <= imports:
+                if not done.is_set() and _num_unbreakable(sys._current_frames().get(thread)) <= before_it:
                     _raise_in(thread, Overdue)
                     wait = AGAIN_S
 
@@ -106,11 +121,16 @@ def _by_interpreter(seconds: float) -> Iterator[None]:
         _raise_in(thread, None)  # one that is on its way
 
 
-def _num_imports(frame: FrameType | None) -> int:
-    """Frames of the import system that are under way."""
+def _num_unbreakable(frame: FrameType | None) -> int:
+    """Frames under way that must come to their end: of imports, and what torch calls for an operation's sake.
+
+    What is outside of a compilation is not looked at: an exception ends that as any other does.
+    """
     num = 0
-    while frame is not None:
-        num += frame.f_code.co_filename.startswith("<frozen importlib")
+    while frame is not None and not frame.f_code.co_filename.endswith(COMPILES):
+        code = frame.f_code
+        num += code.co_name == "__torch_dispatch__" or code.co_filename.endswith(CALLED_BY_TORCH)
+        num += code.co_filename.startswith("<frozen importlib")
         frame = frame.f_back
     return num
 

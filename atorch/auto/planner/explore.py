@@ -14,11 +14,12 @@ from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.clock import Clock
 from atorch.auto.planner.comparison import MIN_TURNS, TIE, Verdict, in_turns, num_turns, seconds_needed
 from atorch.auto.planner.estimate import Scored, usable_bytes
+from atorch.auto.planner.guard import Crew, forget_compiled
 from atorch.auto.planner.guide import Guide, has, tokens_of
 from atorch.auto.planner.measuring import Failure, failure_of, measure
 from atorch.auto.planner.order import Order, Turn, compiles
 from atorch.auto.planner.plan import Measurement, Rejected, Why
-from atorch.auto.planner.trial import Crew, Trial, forget_compiled
+from atorch.auto.planner.trial import Trial
 from atorch.auto.strategy import Strategy
 from atorch.units import format_seconds
 
@@ -202,6 +203,7 @@ class Explorer:
         if isinstance(outcome, Measurement):
             self.measured[index] = outcome
             self._guide.tell(index, outcome.step_s)
+            self._clock.keep(self._apply_s(index))
         else:
             self._fail(index, outcome)
         self._run_s = max(self._run_s, time.monotonic() - started)
@@ -285,11 +287,7 @@ class Explorer:
         return times
 
     def _compare_s(self, indices: Sequence[int]) -> float:
-        startups = [
-            self.measured[i].startup_s * (WARM_START if compiles(self._candidates[i].strategy) else 1.0)
-            for i in indices
-        ]
-        return seconds_needed(startups, [self.measured[i].step_s for i in indices])
+        return seconds_needed([self._again_s(i) for i in indices], [self.measured[i].step_s for i in indices])
 
     def _held(self, index: int) -> float:
         return max(self.measured[index].peak_bytes, self._candidates[index].estimate.peak_bytes)
@@ -312,6 +310,15 @@ class Explorer:
         if compiles(self._candidates[index].strategy):
             return self._startups.get(True, COMPILE_S + COMPILE_OP_S * self._job.num_compiled_ops)
         return self._startups.get(False, START_S)
+
+    def _apply_s(self, index: int) -> float:
+        """Seconds to apply the baseline, the best so far, or this one, whichever takes longest."""
+        chosen = {each for each in (self.baseline, self._fastest(), index) if each in self.measured}
+        return max(self._again_s(each) for each in chosen)
+
+    def _again_s(self, index: int) -> float:
+        """Seconds of a second start of what ran."""
+        return self.measured[index].startup_s * (WARM_START if compiles(self._candidates[index].strategy) else 1.0)
 
     def _has_time(self, index: int) -> bool:
         """Whether a dry run is expected to end in time, and to leave some for the comparison at the end."""

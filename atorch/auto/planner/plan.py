@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from atorch.auto.strategy import Strategy
+
+if TYPE_CHECKING:
+    from atorch.auto.first_pass import PlainPass
 
 Why = Literal["hardware", "memory", "failed", "time", "slower", "not run"]
 
@@ -85,6 +88,23 @@ class Plan:
     memory_bytes: float  # what a device has
     baseline: Baseline | None = None  # what a choice had to beat, where it ran
     notes: tuple[str, ...] = ()  # what of the search its reader should know
+    plain_pass: PlainPass | None = field(default=None, repr=False, compare=False)  # what the choice is held to
+
+    def fallen_back(self, reason: str) -> Plan:
+        """This plan with its baseline, which ran, in place of a choice that failed when it was applied."""
+        assert self.baseline is not None, "what is chosen is measured beside it"
+        taken, failed = self.baseline.strategy, self.strategy
+        known = next((each.estimate for each in self.rejected if each.strategy == taken), None)
+        why = Rejected(strategy=failed, why="failed", reason=reason, estimate=self.estimate, measured=self.measured)
+        return replace(
+            self,
+            strategy=taken,
+            estimate=known,
+            measured=self.baseline.measured,
+            rejected=(why, *(each for each in self.rejected if each.strategy != taken)),
+            baseline=replace(self.baseline, gain=0.0),
+            notes=(*self.notes, f"{failed} was chosen, and failed when it was applied: {reason}. This is the baseline"),
+        )
 
     @property
     def numbers(self) -> str:

@@ -25,15 +25,16 @@ from atorch.auto.planner.best_first import best_first
 from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed, aside
 from atorch.auto.planner.clock import Clock
-from atorch.auto.planner.deadline import Overdue, deadline
+from atorch.auto.planner.deadline import Overdue, deadline, in_time
 from atorch.auto.planner.estimate import Scored, estimate_of, scored, split_by_memory, usable_bytes, usable_host_bytes
 from atorch.auto.planner.explore import SHARE_S, Explorer, Job, Progress
+from atorch.auto.planner.guard import Crew, forget_compiled
 from atorch.auto.planner.measuring import Failure, measure
 from atorch.auto.planner.obstacles import obstacles
 from atorch.auto.planner.order import Order
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Rejected
 from atorch.auto.planner.space import Space, compositions
-from atorch.auto.planner.trial import Crew, Trial, forget_compiled
+from atorch.auto.planner.trial import Trial
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
@@ -127,13 +128,13 @@ def search(
                 return _unsearched(ctx, wanted, float(crew.hear(clock.seconds)))
             profile, start, cluster, sample = known
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
-            ranking = next(
-                (each for each in (ranked(profile, start, cluster, wanted, level) for level in wanted.levels)
-                 if each.fitting), None,
-            ) or ranked(profile, start, cluster, wanted, wanted.levels[0])  # fmt: skip
+            ranking = crew.in_time(clock.left, lambda: _best_level(profile, start, cluster, wanted))
+            if ranking is None:
+                return _unsearched(ctx, wanted, float(crew.hear(clock.seconds)))
             _need_one_that_fits(ranking, ctx, profile, wanted)
-            if verify and crew.hear(clock.left > 0):
-                expected = plain_pass(ctx, ctx.world.size, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
+            if verify:
+                first = Feed(ctx, num_batches=1)
+                expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0], lambda: in_time(clock.left))
                 ctx = replace(ctx, plain_pass=expected)
             past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
             order = Order(ranking.fitting, fixed, one_node=cluster.num_nodes == 1)
@@ -150,6 +151,14 @@ def search(
             return _plan(job, ranking, explorer, wanted, float(crew.hear(clock.seconds)))
         finally:
             crew.close()
+
+
+def _best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
+    """The ranking in the most exact numbers in which anything fits, or where nothing does in the most exact of all."""
+    levels = (ranked(profile, start, cluster, wanted, level) for level in wanted.levels)
+    return next((each for each in levels if each.fitting), None) or ranked(
+        profile, start, cluster, wanted, wanted.levels[0]
+    )
 
 
 def compiled_ops(profile: ModelProfile) -> float:
@@ -327,6 +336,7 @@ def _plan(job: Job, ranking: Ranking, explorer: Explorer, wanted: Wanted, second
         if baseline is None
         else Baseline(strategy=ranking.fitting[baseline].strategy, measured=explorer.measured[baseline], gain=gain),
         notes=tuple(_notes(job, explorer, chosen, wanted)),
+        plain_pass=job.ctx.plain_pass,
     )
 
 

@@ -5,11 +5,17 @@ import math
 import signal
 import subprocess
 import threading
+import time
+from unittest import mock
 
 import psutil
 import pytest
 
+from atorch.auto.planner import deadline as deadlines
+from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.deadline import Overdue, deadline, running
+from atorch.auto.planner.planner import starting_point
+from tests.auto.planner.jobs import context
 
 
 def forever():
@@ -138,3 +144,25 @@ def test_no_time_at_all():
     with pytest.raises(Overdue), deadline(0.0):
         ran.append(True)
     assert not ran
+
+
+def torn(rank, size):
+    """Traces on fake tensors given up at all moments: torch asks Python for things where no exception may pass."""
+    ctx, given_up = context(), 0
+    feed = Feed(ctx)
+    feed.batches(0, 1)
+    started = time.perf_counter()
+    starting_point(ctx, feed)
+    took = time.perf_counter() - started
+    with mock.patch.object(deadlines, "DRAIN_S", 0.0):
+        for moment in range(1, 100):
+            try:
+                with deadline(took * moment / 100, frozenset()):
+                    starting_point(ctx, feed)
+            except Overdue:
+                given_up += 1
+    return given_up
+
+
+def test_operations_that_torch_hands_to_python_come_to_their_end(pool):
+    assert pool.run(torn, ranks=1)[0] > 0

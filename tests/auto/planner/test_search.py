@@ -16,9 +16,10 @@ from atorch.auto.planner import dry_run, search
 from atorch.auto.planner.candidate import Feed, candidate
 from atorch.auto.planner.estimate import RESERVE
 from atorch.auto.planner.explore import MAX_RUNS
+from atorch.auto.planner.guard import Crew
 from atorch.auto.planner.measuring import Failure, measure
 from atorch.auto.planner.planner import Wanted, ranked, starting_point
-from atorch.auto.planner.trial import Crew, Trial
+from atorch.auto.planner.trial import Trial
 from atorch.auto.strategy import Strategy
 from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
