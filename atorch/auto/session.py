@@ -168,6 +168,8 @@ def _check(applied: Context, result: AccelerateResult, expected: PlainPass) -> N
         cannot = cannot_evaluate(applied, result, expected)
         if cannot is not None and applied.world.rank == 0:
             logger.warning("under %s %s", applied.strategy, cannot)
+    elif expected.prompt is not None and applied.world.rank == 0:
+        logger.warning("%s splits the model; model.generate() is not tried under it and may fail", applied.strategy)
 
 
 def with_sample(ctx: Context, strategy: Strategy) -> Context:

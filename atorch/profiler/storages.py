@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from atorch.duplicates import lazy_clone
+
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The memory of a plain tensor; None where values lie otherwise: sparse tensors, tensors that wrap others."""
@@ -38,9 +40,9 @@ class OwnMemory:
             return tensor.clone()
         key = storage._cdata
         if key in self._values:
-            return torch._lazy_clone(_on(self._values[key], tensor))
+            return lazy_clone(_on(self._values[key], tensor))
         if self._lazily(tensor.device):
-            return torch._lazy_clone(tensor)
+            return lazy_clone(tensor)
         if key not in self._copies:
             self._copies[key] = storage.clone(), storage
         return _on(self._copies[key][0], tensor)
