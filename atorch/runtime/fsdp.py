@@ -11,7 +11,6 @@ all-gather of the parameters in forward and again in backward, reduce-scatter of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +78,7 @@ def shard(
 
     from atorch.runtime.fsdp_collectives import keep_order
     from atorch.runtime.fsdp_methods import keep_methods
+    from atorch.runtime.sharded_parameter import make_plain_tensors
 
     device = _device(mesh)
     whole = {*ignored, *(parameter for parameter in module.parameters() if parameter.dim() == 0)}
@@ -111,8 +111,7 @@ def shard(
     _materialize(module, lambda each: torch.device("cpu") if each in on_host else device, param_init_fn)
     if forward_prefetch:
         _prefetch_in_order(module, groups)
-    for parameter in module.parameters():
-        _give_plain_tensors(parameter)
+    make_plain_tensors(module)
     module.register_forward_hook(_resharder(module))
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
     module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
@@ -129,24 +128,6 @@ def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool =
                 "Change gradients between backward() and step(), or by a module's register_full_backward_hook; "
                 "register_post_accumulate_grad_hook on the accelerated model's parameters is called with shards"
             )
-
-
-_FACTORIES = ("new", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
-
-
-def _give_plain_tensors(parameter: Tensor) -> None:
-    """Let `parameter.new_zeros` and its like make plain tensors, as `next(self.parameters()).new_zeros` means them to.
-
-    A sharded parameter would make tensors of its own kind, which mix with no plain one.
-    """
-    if hasattr(parameter, "placements"):
-        for name in _FACTORIES:
-            setattr(parameter, name, partial(_made_plainly, name, parameter.dtype, parameter.device))
-
-
-def _made_plainly(name: str, dtype: torch.dtype, device: torch.device, *args: Any, **kwargs: Any) -> Tensor:
-    made: Tensor = getattr(torch.empty(0, dtype=dtype, device=device), name)(*args, **kwargs)
-    return made
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -427,6 +427,9 @@ class Recurrent(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         output, _ = self.rnn(self.embed(tokens.t()), self.init_hidden(len(tokens)))
         bias = self.head.weight.new_tensor([0.5]) + self.embed.weight.new_ones(1).to(self.embed.weight.device)
+        bias = bias + torch.ones_like(self.head.weight)[0] + self.head.bias.data.new_full((16,), 0.25)
+        bias = bias + torch.zeros_like(self.head.bias, dtype=torch.float64)[:16].float()
+        bias = bias + self.head.bias.data.new(16).zero_() + self.head.bias.detach().new_ones(16)
         return self.head((output + bias).flatten(0, 1))  # type: ignore[no-any-return]
 
 
@@ -443,11 +446,12 @@ def recurrent_losses(rank: int, size: int, strategy: Any) -> list[float]:
         result.optim.step()
         result.optim.zero_grad()
         losses.append(loss.item())
+        assert not strategy or type(torch.zeros_like(result.model.head.weight)) is DTensor  # as an optimizer means it
     return losses
 
 
 @pytest.mark.parametrize("method", ["fsdp", "zero2"])
-def test_a_hidden_state_made_from_a_parameter_is_a_plain_tensor(pool: Pool, method: str) -> None:
+def test_what_a_forward_makes_from_a_parameter_is_a_plain_tensor(pool: Pool, method: str) -> None:
     plain = recurrent_losses(0, 1, [])
     for losses in pool.run(recurrent_losses, [method]):
         assert losses == pytest.approx(plain, rel=1e-5)
