@@ -17,6 +17,18 @@ class Wrapper(nn.Module):
 
     module: nn.Module
 
+    @property
+    def training(self) -> bool:
+        """The user's module's: one that is in eval mode stays so."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        return True if module is None else bool(module.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None:  # else the constructor says what is said of any module
+            module.training = mode
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -77,3 +77,34 @@ def test_a_models_own_method_stays(pool: Pool) -> None:
     for (whose, norm), expected in pool.run(clipped, Clips, ["zero1"]):
         assert whose == "its own"
         assert float(norm) == pytest.approx(expected, rel=1e-5)
+
+
+def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[str, bool, bool]]:
+    """What trains or not, before and after a step, where the module at `path` is in eval mode from the start."""
+    model = Net()
+    model.get_submodule(path).eval()
+    expected = {name: module.training for name, module in model.named_modules()}
+    result = atorch.auto_accelerate(
+        model,
+        torch.optim.SGD,
+        Samples(),
+        rows,
+        model_input_format="unpack_dict",
+        dataloader_args={"batch_size": BATCH},
+        load_strategy=strategy,
+    )[1]
+    assert result is not None
+    seen = [(expected[""], result.model.training, path)]
+    result.step(result.prepare_input(next(iter(result.dataloader)), torch.device("cpu")))
+    seen.append((expected[""], result.model.training, path))
+    got = {name: module.training for name, module in result.model.named_modules()}
+    seen += [(mode, got[name], name) for name, mode in expected.items()]
+    result.model.train()
+    assert all(module.training for module in (result.model, *result.model.modules()))
+    return [(name, now, then) for then, now, name in seen if then != now]
+
+
+@pytest.mark.parametrize("path", ["", "layers.1"])
+@pytest.mark.parametrize("strategy", [["zero1"], ["fsdp", "checkpoint"]], ids=["zero1", "fsdp+checkpoint"])
+def test_what_is_in_eval_mode_stays_so(pool: Pool, strategy: list[Any], path: str) -> None:
+    assert pool.run(modes, strategy, path) == [[], []]
