@@ -234,9 +234,11 @@ def _local_batch(batch_size: Any, size: int) -> int | None:
 
 
 def _uneven(num: int, size: int, what: str) -> str:
+    near = sorted({num // size * size, -(-num // size) * size} - {0})
+    fewer = ", or fewer processes" if num < size else ""
     return (
         f"{what} is {num}, the global batch, which does not divide over {size} data-parallel processes; "
-        f"use {num // size * size or size} or {-(-num // size) * size}"
+        f"use {' or '.join(map(str, near))}{fewer}"
     )
 
 

@@ -183,7 +183,8 @@ def test_arguments_are_not_changed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 5}, "batch_size is 5, the global batch, which does not divide over 2"),
+        ({"batch_size": 5}, "batch_size is 5, the global batch, which does not divide over 2 .*; use 4 or 6$"),
+        ({"batch_size": 1}, "batch_size is 1, the global batch, .*; use 2, or fewer processes$"),
         ({"batch_size": 0}, "batch_size 0"),
         ({"batch_size": True}, "batch_size True"),
         ({"batchsize": 4}, "did you mean 'batch_size'"),
