@@ -631,6 +631,9 @@ def test_compiled_block_keeps_only_its_inputs():
         kept += saved
     hidden = 64 * 256 * 4
     assert kept[1] <= kept[0] - hidden
+    with saved_bytes() as saved, disable_checkpointing():
+        twin(x).sum().backward()
+    assert saved == kept[1:], "compiled code goes on checkpointing"
 
 
 @pytest.mark.parametrize("form", [FORMS["offload"], FORMS["counter"], FORMS["reentrant"]])
