@@ -75,8 +75,7 @@ class Passes:
 
     def before_average(self, name: str, gradient: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         """Before the gradient of a parameter that is not sharded is averaged."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        step = Step("average", name, gradient.numel(), in_backward)
+        step = Step("average", name, gradient.numel(), _is_in_backward())
         self.come_to(step, partial(_sum_zeros, gradient.shape, gradient.dtype, gradient.device, groups))
 
     def _follow(self, name: str, module: Any, group: Any) -> None:
@@ -110,7 +109,7 @@ class Passes:
     def begin(self, what: Step) -> None:
         """A pass begins."""
         if not torch.compiler.is_compiling():
-            self._order.come_to(what._replace(in_backward=torch._C._current_graph_task_id() != -1))
+            self._order.come_to(what._replace(in_backward=_is_in_backward()))
 
     def end_without_gradients(self) -> None:
         """A pass ends that no backward follows."""
@@ -145,6 +144,10 @@ class Passes:
         return f"without a gradient for {names}" if names else ""
 
 
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class _AllGather(DefaultAllGather):
     def __init__(self, passes: Passes, name: str) -> None:
         self._passes, self._name = passes, name
@@ -152,8 +155,7 @@ class _AllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        in_backward = torch._C._current_graph_task_id() != -1
-        step = Step("gathers", self._name, output_tensor.numel(), in_backward)
+        step = Step("gathers", self._name, output_tensor.numel(), _is_in_backward())
         like = output_tensor.numel(), input_tensor.numel(), input_tensor.dtype, input_tensor.device
         self._passes.come_to(step, partial(_gather_zeros, *like, group))
         return super().__call__(output_tensor, input_tensor, group, async_op)
@@ -167,11 +169,10 @@ class _ReduceScatter(DefaultReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         self._passes.before_reduction()
-        in_backward = torch._C._current_graph_task_id() != -1
         like = output_tensor.numel(), input_tensor.numel(), input_tensor.dtype, input_tensor.device
         replicas = self._group._all_reduce_process_group if self._group._is_hsdp else None
         with_replicas = replicas if self._group.all_reduce_grads else None
-        step = Step(REDUCES, self._name, input_tensor.numel(), in_backward)
+        step = Step(REDUCES, self._name, input_tensor.numel(), _is_in_backward())
         self._passes.come_to(step, partial(_reduce_zeros, *like, group, op, with_replicas))
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
