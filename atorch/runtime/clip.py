@@ -124,7 +124,7 @@ def clip_grads(
     # No branch on the value: reading it would wait for the device.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for same in _by_device(grad for grads in (*sharded.values(), *copies.values()) for grad in grads):
-        torch._foreach_mul_(same, factor.to(same[0].device, non_blocking=True))
+        torch._foreach_mul_(same, factor.to(same[0].device))  # waits for a copy to the host, which is read at once
     return norm
 
 

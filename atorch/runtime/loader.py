@@ -285,7 +285,7 @@ def _sampler(
 def to_device(data: Any, device: torch.device | str) -> Any:
     """`data` with every tensor in nested dicts, lists, tuples and dataclass-like mappings moved to `device`."""
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
+        return data.to(device, non_blocking=torch.device(device).type != "cpu")  # what is on the host is read at once
     if isinstance(data, Mapping):
         moved = {key: to_device(value, device) for key, value in data.items()}
         return moved if type(data) is dict else _like(data, moved)

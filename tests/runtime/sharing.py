@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS, BATCH, SEQ, VOCAB = 3, 12, 6, 40
 
@@ -149,3 +150,17 @@ def deviation(model: nn.Module, name: str, accumulate: int = 1) -> float:
     assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
     difference = torch.stack([(got[key] - expected[key]).norm() for key in expected]).norm()
     return float(difference / torch.stack([value.norm() for value in expected.values()]).norm())
+
+
+class CopiesToHost(TorchDispatchMode):
+    """Notes of each copy from an accelerator to host memory whether it was waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cuda" and found.device.type == "cpu":
+            self.waited.append(not (kwargs or {}).get("non_blocking", False))
+        return found

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
@@ -21,7 +22,7 @@ from atorch.runtime.fsdp_groups import arrange, by_block
 from atorch.runtime.replicate import replicate
 from atorch.runtime.zero_fairscale import shard_gradients, shard_states
 from tests.pool import Pool
-from tests.runtime.sharing import BATCH, SEQ, VOCAB, make, sgd, whole
+from tests.runtime.sharing import BATCH, SEQ, VOCAB, CopiesToHost, make, sgd, whole
 
 MAX_NORM = 0.1
 
@@ -103,6 +104,16 @@ def test_scaled_gradients_have_the_true_norm_and_stay_scaled() -> None:
     expected = nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
     assert float(clip_grad_norm(scaled, MAX_NORM)) == pytest.approx(float(expected), rel=1e-5)
     torch.testing.assert_close(scaled.mixer.weight.grad, 1024.0 * plain.mixer.weight.grad)
+
+
+def test_gradients_in_host_memory_wait_for_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with FakeTensorMode(allow_non_fake_inputs=True), CopiesToHost() as copies:
+        parameters = [nn.Parameter(torch.empty(4, device=device)) for device in ("cuda", "cpu")]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        clip_grads(parameters, 1.0)
+    assert copies.waited == [True]
 
 
 def test_small_gradients_are_left_alone() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
@@ -22,6 +23,7 @@ from torch.utils.data import (
 
 from atorch.errors import ArgumentError
 from atorch.runtime.loader import make_loader, to_device
+from tests.runtime.sharing import CopiesToHost
 
 DATA = list(range(24))
 
@@ -218,3 +220,9 @@ def test_a_packed_sequence_moves_by_itself() -> None:
     moved = to_device(packed, "meta")
     assert moved.data.is_meta
     assert not moved.batch_sizes.is_meta
+
+
+def test_copies_to_the_host_are_waited_for() -> None:
+    with FakeTensorMode(), CopiesToHost() as copies:
+        to_device({"tokens": [torch.empty(4, device="cuda")]}, torch.device("cpu"))
+    assert copies.waited == [True]
