@@ -1,0 +1,89 @@
+"""Searches of models that reach their modules by closures, hooks and the like leave them as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from atorch.auto.first_pass import plain_pass
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.completion import complete
+from atorch.auto.planner import dry_run, search
+from atorch.auto.planner.candidate import Feed
+from atorch.auto.strategy import Strategy
+from atorch.distributed import world as worlds
+from atorch.errors import StrategyError
+from tests.auto.planner.jobs import SLOW, cluster
+from tests.auto.planner.test_search import assert_same, ignore, snapshot
+from tests.pool import Pool
+from tests.roads import ROADS, job, net
+
+SAMPLE = ("ByLambda", "ByBoundMethod", "ByHook")
+METHODS: dict[int, list[list[Any]]] = {
+    1: [["checkpoint"], ["module_replace"], [("chunk", {"budget_bytes": 30_000})]],
+    2: [["ddp"], ["fsdp"], ["zero1", "checkpoint"]],
+}
+
+
+def tried(rank: int, size: int, roads: Iterable[str]) -> dict[str, str]:
+    """What fails of dry runs of several methods, each held to plain training; after each all is as it was."""
+    failed = {}
+    for road in roads:
+        model = net(road)
+        before, state = snapshot(model), torch.get_rng_state()
+        ctx = make_context(model, **job(), world=worlds.init("cpu"), cluster=cluster(size))
+        expected = plain_pass(ctx, size, lambda ctx=ctx: Feed(ctx, num_batches=1).batches(0, 1)[0])
+        assert expected.why_not is None
+        for methods in METHODS[size]:
+            strategy = complete(Strategy.of(methods), size)
+            try:
+                dry_run(replace(ctx, plain_pass=expected), strategy)
+            except StrategyError as error:
+                failed[f"{road} under {strategy}"] = str(error)
+            assert_same(before, snapshot(model))
+            assert torch.equal(torch.get_rng_state(), state)
+    return failed
+
+
+def searched(rank: int, size: int, road: str) -> tuple[int, list[str]]:
+    """How many dry runs a search makes of a model by that road, and how those failed that did."""
+    model = net(road)
+    before, state = snapshot(model), torch.get_rng_state()
+    ctx = make_context(model, **job(), world=worlds.init("cpu"), cluster=cluster(size))
+    plan = search(ctx, excluded=SLOW, progress=ignore)
+    assert_same(before, snapshot(model))
+    assert torch.equal(torch.get_rng_state(), state)
+    return plan.num_dry_runs, [f"{each.strategy}: {each.reason}" for each in plan.rejected if each.why == "failed"]
+
+
+@pytest.mark.parametrize(
+    "road", [*SAMPLE, *(pytest.param(r, marks=pytest.mark.matrix) for r in ROADS if r not in SAMPLE)]
+)
+def test_dry_runs_leave_the_model_as_it_was(road: str) -> None:
+    assert tried(0, 1, [road]) == {}
+
+
+def test_dry_runs_of_two_processes_leave_the_model_as_it_was(pool: Pool) -> None:
+    assert pool.run(tried, SAMPLE[:1]) == [{}, {}]
+
+
+@pytest.mark.matrix
+def test_dry_runs_of_two_processes_by_all_roads(pool: Pool) -> None:
+    assert pool.run(tried, list(ROADS)) == [{}, {}]
+
+
+def test_a_search_leaves_the_model_as_it_was() -> None:
+    runs, failed = searched(0, 1, "ByLambda")
+    assert runs > 1
+    assert failed == []
+
+
+@pytest.mark.matrix
+def test_a_search_of_two_processes_leaves_the_model_as_it_was(pool: Pool) -> None:
+    for runs, failed in pool.run(searched, "ByHook"):
+        assert runs > 1
+        assert failed == []
