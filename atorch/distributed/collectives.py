@@ -215,7 +215,7 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:
     """The sum of a tensor's bytes, eight at a time as whole numbers, which is exact and as fast as reading them."""
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
     whole = flat.numel() // 8 * 8

@@ -189,7 +189,7 @@ def _values(tensor: torch.Tensor) -> str:
     values = tensor.detach().cpu().resolve_conj().resolve_neg()
     if values.numel() <= SHOWN:
         return f"{tuple(tensor.shape)} {values.tolist()}"
-    return f"{tuple(tensor.shape)} {_hash(values.reshape(-1).view(torch.uint8).numpy().tobytes())}"
+    return f"{tuple(tensor.shape)} {_hash(values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -126,3 +126,13 @@ def test_one_bit_is_seen_wherever_it_lies(pool: Pool, place: int) -> None:
     zero, one = pool.run(align_one_bit, place)
     assert zero == one
     assert one[0] == [1.0] * 11
+
+
+def every_second(rank: int, size: int) -> list[float]:
+    buffer = (torch.arange(8.0) + rank)[::2]
+    synchronise([buffer])
+    return buffer.tolist()
+
+
+def test_what_lies_apart_is_made_equal(pool: Pool) -> None:
+    assert pool.run(every_second) == [[0.0, 2.0, 4.0, 6.0]] * 2
