@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -12,10 +13,13 @@ import torch.distributed as dist
 
 from atorch import errors
 from atorch.distributed.description import Fact, Facts, digest
+from atorch.distributed.world import TIMEOUT
 from atorch.errors import ArgumentError, AtorchError, shown
+from atorch.logs import logger
 
 T = TypeVar("T")
 MAX_DIFFERENCES = 3  # that an error names
+MEETING = timedelta(seconds=20)  # how long processes wait for others without a word
 
 
 def several() -> bool:
@@ -139,6 +143,31 @@ def agreed(
     if told:
         raise ArgumentError(f"{call} was called differently by the processes: {told}. Give all of them the same")
     return made[0]
+
+
+def meet(call: str, group: dist.ProcessGroup) -> None:
+    """Wait until all processes of a group make this `call`; who is missing is named, in a warning and then an error.
+
+    Raises:
+        ArgumentError: some did not come within a group's time-out.
+    """
+    if nobody_else():
+        return
+    store, ranks = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
+    place = f"atorch/{call}/{group.group_name}"
+    number = store.add(f"{place}/{dist.get_rank()}", 1)  # how many times this process was here
+    all_here = f"{place}/all/{number}"
+    if store.add(f"{place}/here/{number}", 1) == len(ranks):
+        store.set(all_here, "")
+    for patience in (MEETING, TIMEOUT):
+        try:
+            store.wait([all_here], patience)
+            return
+        except RuntimeError:  # a store says that time is up in several ways
+            missing = [rank for rank in ranks if store.add(f"{place}/{rank}", 0) < number]
+            told = f"{call} is called on rank {dist.get_rank()} but not on {_listed(missing)}; call it on all together"
+            logger.warning("%s (this process waits for them)", told)
+    raise ArgumentError(told)
 
 
 def differences(facts: Sequence[Facts]) -> str:

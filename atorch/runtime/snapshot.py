@@ -1,6 +1,7 @@
 """A model as it stands, to which it can be put back whatever was done to it in place.
 
-Values are lazy clones: they take no memory of their own until the model's are written.
+Values in host memory are lazy clones: they take no memory of their own until the model's are written. Those on an
+accelerator are copied to the host, so that what is given up there is free, and come back to other places there.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _Memory:
-    """What one storage holds, which stays where it is: whoever was given a view of it goes on seeing the model's."""
+    """What one storage holds. In host memory it stays where it is, so that views that others have show it, too."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-        self._values = lazy_clone(_bytes_in(storage))
+        self._device = storage.device
+        self._storage = storage if storage.device.type == "cpu" else None
+        self._values = lazy_clone(_bytes_in(storage)) if self._storage is storage else _bytes_in(storage).cpu()
 
-    def restore(self) -> None:
-        whole = _bytes_in(self.storage)
-        if not torch.equal(whole, self._values):
+    def restored(self) -> torch.UntypedStorage:
+        """The storage, with what it held; on an accelerator another one."""
+        if self._storage is None:
+            self._storage = self._values.to(self._device).untyped_storage()
+        whole = _bytes_in(self._storage)
+        if not torch.equal(whole, self._values.to(self._device)):
             whole.copy_(self._values)
+        return self._storage
 
 
 def _bytes_in(storage: torch.UntypedStorage) -> Tensor:
@@ -76,9 +82,8 @@ class _Kept:
     def restore(self) -> None:
         tensor, values = self.tensor, self.plain
         if self.memory is not None:
-            self.memory.restore()
-            values = torch.empty(0, dtype=self.dtype, device=self.memory.storage.device)
-            values.set_(self.memory.storage, *self.layout)
+            storage = self.memory.restored()
+            values = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
         tensor.__class__ = self.kind
         if tensor.is_leaf and values is not None:
             tensor.grad = None

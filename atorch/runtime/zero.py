@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from atorch.distributed.collectives import meet
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.nested import map_leaves
@@ -120,7 +121,12 @@ class ShardedOptimizer(WrappedOptimizer):
         yield from found
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state, as plain training has it, in host memory. All ranks must call it together."""
+        """The whole optimizer's state, as plain training has it, in host memory. All ranks must call it together.
+
+        Raises:
+            ArgumentError: some did not, and are named.
+        """
+        meet("optimizer.state_dict()", self._group)
         shares: list[Any] = [None] * self._group.size()
         dist.all_gather_object(shares, _on_host(self.local_state_dict()), group=self._group)
         return _merged(shares)
@@ -135,6 +141,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
         """The whole optimizer's state on rank `to_rank` of the group, None on the others. All ranks must call it."""
+        meet("optimizer.full_state_dict()", self._group)
         shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
         dist.gather_object(_on_host(self.local_state_dict()), shares, group=self._group, group_dst=to_rank)
         return None if shares is None else _merged(shares)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from atorch.distributed.collectives import agree, from_rank_zero, gather_objects, several, synchronise, together
+from atorch.distributed import collectives
+from atorch.distributed.collectives import agree, from_rank_zero, gather_objects, meet, several, synchronise, together
 from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
 from tests.pool import Pool
 
@@ -136,3 +139,22 @@ def every_second(rank: int, size: int) -> list[float]:
 
 def test_what_lies_apart_is_made_equal(pool: Pool) -> None:
     assert pool.run(every_second) == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
+def meet_twice(rank: int, size: int, absent: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    meet("store()", group)
+    if rank == absent:
+        return "absent"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "MEETING", timedelta(seconds=0.01))
+        patch.setattr(collectives, "TIMEOUT", timedelta(seconds=0.1))
+        with pytest.raises(ArgumentError) as caught:
+            meet("store()", group)
+    return str(caught.value)
+
+
+def test_who_does_not_come_to_a_meeting_is_named(pool: Pool) -> None:
+    told = pool.run(meet_twice, 1)
+    assert told == ["store() is called on rank 0 but not on 1; call it on all together", "absent"]
