@@ -233,15 +233,18 @@ def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Wai
 
 
 def _saved_away(course: Course, moment: Moment, shares: _Waiting) -> float:
-    """Of what blocks saved, what the host has: all that goes there at the loss, and less what is back afterwards.
+    """Of what blocks saved, what the host has: its share of every micro-batch, and less what is back afterwards.
 
-    At the end of a run of blocks more is back than the last one has, which stands for those just before it.
+    Of the micro-batch that goes backward the blocks that stay are the first to go. At the end of a run of blocks more
+    is back than the last one has, which stands for those just before it.
     """
     if not (shares.activation_offload and moment.in_blocks):
         return 0.0
-    away = min(shares.activation_offload * course.in_blocks, moment.in_blocks)
-    back = shares.activations_ahead * course.in_blocks / course.in_flight  # of the micro-batch that goes backward
-    return away if moment.in_blocks == course.in_blocks else away - back
+    one = course.in_blocks / course.in_flight
+    num_whole = math.floor(moment.in_blocks / one * (1 + ROUNDING))
+    away = shares.activation_offload * one
+    total = num_whole * away + min(away, max(0.0, moment.in_blocks - num_whole * one))
+    return total if moment.in_blocks == course.in_blocks else total - shares.activations_ahead * one
 
 
 def _under_budget(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting, saved: float) -> Held:
