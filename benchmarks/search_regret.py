@@ -213,6 +213,7 @@ def measure(quick: bool = False) -> list[Row]:
                 report["regret"] <= 0.10 and enough,
             )
         )
+        print(rows[-1].claim, rows[-1].measured, file=sys.stderr, flush=True)
     median = statistics.median(regrets)
     return [*rows, Row("regret of the choice, median over the models", f"{median:.1%}", "≤ 3 %", median <= 0.03)]
 

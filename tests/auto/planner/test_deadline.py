@@ -4,6 +4,7 @@ import importlib
 import math
 import signal
 import subprocess
+import sys
 import threading
 import time
 from unittest import mock
@@ -137,6 +138,23 @@ def test_another_thread_is_interrupted_as_well():
     thread.start()
     thread.join()
     assert seen == ["overdue", "in time"]
+
+
+TRACED_LATER = """
+import sys, threading
+from tests.auto.planner.test_deadline import test_another_thread_is_interrupted_as_well
+
+def traced():
+    return sum(1 for _ in range(3))
+
+test_another_thread_is_interrupted_as_well()
+sys.settrace(lambda *event: None)
+assert traced() == 3
+"""
+
+
+def test_a_debugger_works_after_an_interruption():
+    subprocess.run([sys.executable, "-c", TRACED_LATER], check=True, timeout=100)
 
 
 def test_no_time_at_all():
