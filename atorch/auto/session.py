@@ -147,16 +147,21 @@ def _expected(ctx: Context, shares: int) -> PlainPass:
     known = ctx.plain_pass
     if known is None or (known.is_same_for_all and known.shares != shares):
         known = _plain_pass(ctx, shares)
-    if known.why_not is not None and ctx.world.rank == 0:
+    if known.why_not is not None and _has_all(ctx) and ctx.world.rank == 0:
         logger.warning("the strategy cannot be held to plain training's first pass: %s", known.why_not)
     return known
+
+
+def _has_all(ctx: Context) -> bool:
+    """Whether the user gave all that a step takes; who did not knows it."""
+    return None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
 
 
 def _plain_pass(ctx: Context, shares: int) -> PlainPass:
     """Plain training's first pass, where there is all that it takes; else the reason why not."""
     from atorch.auto.planner.candidate import Feed
 
-    if ctx.make_optimizer is None or ctx.make_loader is None or ctx.loss_func is None:
+    if not _has_all(ctx):
         return PlainPass(why_not="it takes optim_func, dataset and loss_func")
     return plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
 
