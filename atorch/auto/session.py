@@ -24,6 +24,7 @@ from atorch.distributed.description import Facts, described
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
+from atorch.profiler.storages import separate
 
 if TYPE_CHECKING:
     from atorch.auto.planner.calibration import Calibration
@@ -100,8 +101,10 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     together(lambda: strategy.check(ctx))
     strategy.check_optimizer(ctx)
     ctx = with_sample(ctx, strategy)
+    tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
+    separate(tensors)
     if ctx.world.size > 1:
-        synchronise([*ctx.root.parameters(), *ctx.root.buffers()])
+        synchronise(tensors)
     expected = _expected(ctx, place[1]) if verify and strategy.methods else None
     applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise

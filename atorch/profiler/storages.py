@@ -54,6 +54,13 @@ def _on(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def separate(tensors: Iterable[Tensor]) -> None:
+    """Give those whose own elements share memory, as expanded ones do, a place for each: they can be written then."""
+    for tensor in tensors:
+        if storage_of(tensor) is not None and torch._debug_has_internal_overlap(tensor) == 1:
+            tensor.data = tensor.detach().contiguous()
+
+
 @contextmanager
 def emptied(tensors: Iterable[Tensor]) -> Iterator[Mapping[int, torch.UntypedStorage]]:
     """While inside, the memory of `tensors` holds nothing; yields copies of it in host memory.

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
+from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.fsdp_groups import Group
 from atorch.runtime.offload import within
@@ -53,7 +54,7 @@ def shard(
     Args:
         groups: what is gathered together, children before parents (`fsdp_groups.arrange`); the root takes the rest.
         ignored: parameters that stay whole on every rank; their gradients are averaged over the mesh. Scalars
-            always are, since they cannot be split.
+            and empty ones always are, since they cannot be split.
         mp_policy: dtypes of the gathered parameters and of the reduction.
         root_mp_policy: the root's, where it differs.
         reshard_after_forward: free gathered parameters after forward (True), keep them for backward (False), or
@@ -81,7 +82,8 @@ def shard(
     from atorch.runtime.sharded_parameter import make_plain_tensors
 
     device = _device(mesh)
-    whole = {*ignored, *(parameter for parameter in module.parameters() if parameter.dim() == 0)}
+    whole = {*ignored, *(each for each in module.parameters() if each.dim() == 0 or not each.numel())}
+    _make_contiguous(each for each in module.named_parameters() if each[1] not in whole)
     _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
     mp_policy = mp_policy or MixedPrecisionPolicy()
@@ -116,6 +118,20 @@ def shard(
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
     module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
     return [owner.get_parameter(name) for owner, name in waiting]
+
+
+def _make_contiguous(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Lay parameters out by rows, which shards are made of; convolutions may be faster otherwise, which is told."""
+    turned = []
+    for name, parameter in parameters:
+        if not (parameter.is_meta or parameter.is_contiguous()):
+            parameter.data = parameter.detach().contiguous()
+            turned += [name] if parameter.dim() > 3 else []
+    if turned:
+        logger.warning(
+            "sharded parameters lie in memory by rows; %d of convolutions, such as %s, lose their memory format, "
+            "and steps may take longer", len(turned), turned[0],
+        )  # fmt: skip
 
 
 def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool = True) -> None:

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from atorch.blocks import repeated_blocks
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called, so that nothing would gather what they hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -57,7 +60,7 @@ def by_size(root: nn.Module, min_num_params: int) -> list[nn.Module]:
         own = set(module.parameters(recurse=closed)) - seen
         seen.update(own)
         num = sum(p.numel() for p in own) + (0 if closed else sum(left(child) for child in module.children()))
-        if module is root or num < min_num_params or not num or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if module is root or num < min_num_params or not num or isinstance(module, CONTAINERS):
             return num
         units.append(module)
         return 0

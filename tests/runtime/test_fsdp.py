@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.fsdp import shard
+from atorch.runtime.fsdp import _make_contiguous, shard
 from atorch.runtime.fsdp_groups import Group, arrange, by_block, without_trainable
 from tests.pool import Pool
 from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train, whole
@@ -313,3 +313,16 @@ def hooked(rank: int, size: int) -> list[str]:
 def test_hooks_on_gradients_that_would_not_be_called_are_refused(pool: Pool) -> None:
     for said in pool.run(hooked):
         assert [each.partition(" has a hook")[0] for each in said] == ["before: 1.weight", "after: 1.weight"]
+
+
+def channels_last(rank: int, size: int) -> bool:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+    shard(model, flat(size), [])
+    return bool(model(torch.ones(1, 4, 3, 3)).isfinite().all())
+
+
+def test_weights_that_lose_their_memory_format_are_told(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    assert all(pool.run(channels_last))
+    model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+    _make_contiguous(model.named_parameters())
+    assert "such as 0.weight, lose their memory format" in caplog.text

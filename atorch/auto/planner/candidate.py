@@ -19,7 +19,7 @@ from atorch.auto.context import Context
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.profiler.copying import copy_with, typical_values
-from atorch.profiler.storages import OwnMemory, emptied
+from atorch.profiler.storages import OwnMemory, emptied, separate
 from atorch.profiler.tensors import local_part
 
 NUM_BATCHES = 8
@@ -37,7 +37,9 @@ def candidate(ctx: Context) -> Context:
         tensor = local_part(tensor)
         return typical_values(tensor, ctx.device) if tensor.is_meta else copied(tensor)
 
-    return replace(_on_copy(ctx, convert), mesh=None, make_loader=None, rank_weights=[])
+    ctx = _on_copy(ctx, convert)
+    separate([*ctx.root.parameters(), *ctx.root.buffers()])
+    return replace(ctx, mesh=None, make_loader=None, rank_weights=[])
 
 
 @contextmanager
