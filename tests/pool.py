@@ -134,6 +134,7 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("default")
+    gc.freeze()  # what was imported is not looked through again when a call's garbage is collected
     while True:
         try:
             function, args, rank, size, store = pipe.recv()
@@ -152,7 +153,6 @@ def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, siz
 
     from atorch.distributed import mesh
 
-    gc.freeze()  # what was imported is not looked through again when this call's garbage is collected
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     dist.barrier()  # a rank that has nothing to say must not close its connections before its peers have made theirs
@@ -163,6 +163,7 @@ def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, siz
         gc.collect()
         dist.destroy_process_group()
         mesh.forget_shardings()
+        gc.collect()  # whatever holds a group keeps its threads, which wake a hundred times a second
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
 from atorch.runtime.nested import map_leaves
+from atorch.runtime.weak_method import weakly
 
 
 class ScaledBackward:
@@ -42,7 +43,7 @@ class ScaledBackward:
         """See with which scale the gradients of `model` come."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+                parameter.register_post_accumulate_grad_hook(partial(weakly(self._arrived), name))
 
     def _arrived(self, name: str, _: Tensor) -> None:
         if self._running != self.scale():

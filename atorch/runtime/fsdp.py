@@ -23,6 +23,7 @@ from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.fsdp_groups import Group
 from atorch.runtime.offload import within
+from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapped_optimizer import local
 
 if TYPE_CHECKING:
@@ -202,13 +203,13 @@ def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.devi
 def _averager(mesh: DeviceMesh, passes: Passes | None, name: str) -> Callable[[Tensor], None]:
     # Averaging what has accumulated is right after every backward: the part that was averaged before stays as it is.
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    size = mesh.size()
+    size, before = mesh.size(), None if passes is None else weakly(passes.before_average)
 
     def average(parameter: Tensor) -> None:
         if parameter.grad is not None:
             gradient = local(parameter.grad)  # of a part, where it is split over another mesh
-            if passes is not None:
-                passes.before_average(name, gradient, groups)
+            if before is not None:
+                before(name, gradient, groups)
             for group in groups:
                 dist.all_reduce(gradient, group=group)
             gradient /= size

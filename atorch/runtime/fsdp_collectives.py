@@ -99,8 +99,10 @@ class Passes:
         if gathered is None or not gathered.requires_grad:
             return False
 
-        def note(_: Tensor) -> None:
-            self._used[number] = 1
+        used = self._used
+
+        def note(_: Tensor) -> None:  # reaches no parameter: it would keep it alive (`weak_method`)
+            used[number] = 1
 
         gathered.register_post_accumulate_grad_hook(note)
         self._watched[number] = 1
@@ -137,7 +139,7 @@ class Passes:
                 if self._watched[number] and not anywhere[number]:
                     self._sharded[number].sharded_param.grad = None
         if self._reduces:  # else gradients are added up for a later pass, and so is what was used
-            self._used, self._reduces = bytearray(len(used)), False
+            self._used[:], self._reduces = bytes(len(used)), False
 
     def _told(self, missing: Sequence[int]) -> str:
         names = ", ".join(str(self._sharded[number]._param_fqn) for number in missing)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from atorch.runtime.buckets import average
+from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapper import Wrapper
 
 
@@ -73,7 +74,7 @@ class _Unseen:
         self._frozen = [each for each in replicas.module.parameters() if not each.requires_grad]
         self._unfrozen: list[nn.Parameter] = []
         for parameter in self._known:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
 
     def expect(self) -> None:
         """torch averages what the next backward pass gives."""
@@ -86,7 +87,7 @@ class _Unseen:
             self._frozen = [each for each in self._frozen if not each.requires_grad]
             self._unfrozen += found
             for parameter in found:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+                parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if not self._is_running:

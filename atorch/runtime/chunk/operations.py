@@ -29,6 +29,7 @@ from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, GradientPart, Home, manage
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
+from atorch.runtime.weak_method import weakly
 
 _TENSOR: Any = Tensor
 _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
@@ -100,7 +101,7 @@ class Operations:
         """Manage a parameter whose values the chunks have taken."""
         manage(parameter, Home(self, name, self.chunks.layout.chunk_of[name]))
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(self._keep_gradient)
+            parameter.register_post_accumulate_grad_hook(weakly(self._keep_gradient))
 
     def _keep_gradient(self, parameter: Any) -> None:
         """Backward has the whole gradient of a parameter: it belongs to its chunk."""
