@@ -128,7 +128,7 @@ def test_offloading_beside_what_gathers(pool: Pool, names: tuple[str, ...], shar
         assert update_error <= band(*names)
 
 
-SAMPLE = 6
+SAMPLE = 9
 """`make test` runs every SAMPLE-th pair and triple, `make test-all` all of them."""
 
 

@@ -57,7 +57,7 @@ def test_train_lm_searches_once_and_then_reuses_what_it_found(tmp_path: Path) ->
     assert saved.read_bytes() == written
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.matrix), 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_chunk_offload_learns_within_a_quarter_of_its_states(processes: int) -> None:
     sizes = ("--steps", "20", "--seq", "32", "--layers", "2", "--width", "256")
     printed = run("chunk_offload.py", *sizes, "--batch-size", str(2 * processes), processes=processes)
@@ -122,7 +122,8 @@ def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("models", "methods"),
     [
-        (["llama"], ["sequence", "mixed"]),  # `mixed` splits tensors and is a pipeline
+        (["llama"], ["sequence"]),
+        pytest.param(["llama"], ["mixed"], marks=pytest.mark.matrix),
         pytest.param(["llama"], ["tensor", "megatron", "context", "pipeline"], marks=pytest.mark.matrix),
         pytest.param(["gpt2", "t5"], ["tensor", "pipeline"], marks=pytest.mark.matrix),
         pytest.param(["bert", "vit", "mixtral"], ["tensor", "pipeline"], marks=pytest.mark.matrix),

@@ -22,7 +22,7 @@ from tests.auto.planner.test_search import assert_same, ignore, snapshot
 from tests.pool import Pool
 from tests.roads import ROADS, job, net
 
-SAMPLE = ("ByLambda", "ByBoundMethod", "ByHook")
+SAMPLE = ("ByLambda", "ByHook")
 METHODS: dict[int, list[list[Any]]] = {
     1: [["checkpoint"], ["module_replace"], [("chunk", {"budget_bytes": 30_000})]],
     2: [["ddp"], ["fsdp"], ["zero1", "checkpoint"]],

@@ -120,6 +120,7 @@ def test_the_model_is_left_alone_and_may_be_on_meta() -> None:
     assert on_meta == simulated(job(llama(2)), ["fsdp"])
 
 
+@pytest.mark.matrix
 def test_shards_shrink_with_the_world() -> None:
     ctx = job(llama(2))
     few, many = (simulated(ctx, ["fsdp"], size, global_batch=size).moments[-1].memory for size in (2, 16))

@@ -109,6 +109,7 @@ def test_the_ranking_is_given_up() -> None:
     assert "no time for a dry run" in plan.notes[0]
 
 
+@pytest.mark.matrix
 def test_time_is_left_to_apply_what_is_chosen() -> None:
     hand = Hand()
     plan = find(context(), clock=hand.clock, included=["checkpoint"])
