@@ -162,7 +162,7 @@ class Explorer:
             return f"{told(ratio)}, not surely faster than the baseline"
         if index in self.verdicts or ratio > 1 - TIE or index == self.baseline:
             return f"{told(ratio)}, and no simpler"
-        return f"{told(ratio)} when it was run; there was no time or memory to compare it with the baseline"
+        return f"{told(ratio)} when it was run; not among the few that were compared with the baseline"
 
     def _why_not_run(self, index: int, ratio: float) -> str:
         if ratio > 1:
