@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -55,9 +56,14 @@ def _on(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
 
 
 def separate(tensors: Iterable[Tensor]) -> None:
-    """Give those whose own elements share memory, as expanded ones do, a place for each: they can be written then."""
-    for tensor in tensors:
-        if storage_of(tensor) is not None and torch._debug_has_internal_overlap(tensor) == 1:
+    """Give those whose own elements share memory, as expanded ones do, a place for each: they can be written then.
+
+    One that is a view of another of `tensors` stays that.
+    """
+    found = [(each, storage) for each in tensors if (storage := storage_of(each)) is not None]
+    num_views = Counter(storage._cdata for _, storage in found)
+    for tensor, storage in found:
+        if num_views[storage._cdata] == 1 and torch._debug_has_internal_overlap(tensor) == 1:
             tensor.data = tensor.detach().contiguous()
 
 

@@ -84,8 +84,8 @@ def shard(
 
     device = _device(mesh)
     whole = {*ignored, *(each for each in module.parameters() if each.dim() == 0 or not each.numel())}
-    _make_contiguous(each for each in module.named_parameters() if each[1] not in whole)
     _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
+    _make_contiguous(each for each in module.named_parameters() if each[1] not in whole)
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
     mp_policy = mp_policy or MixedPrecisionPolicy()
     policies = [(group, mp_policy) for group in groups] + [(Group((module,)), root_mp_policy or mp_policy)]

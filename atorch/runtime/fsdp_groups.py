@@ -102,9 +102,8 @@ def arrange(root: nn.Module, groups: Iterable[Group]) -> list[Group]:
     for group in asked:
         _join(cluster, group.modules)
     chosen, known = set(cluster), 0
-    while (
-        len(cluster) > known
-    ):  # whoever joins may share more with others, as a tied head shares its bias with its parent
+    # Whoever joins may share more with others: a head that is tied to an embedding shares its bias with its parent.
+    while len(cluster) > known:
         known = len(cluster)
         for holders in _holders(root, set(cluster)).values():
             if len(holders) > 1 and not holders.isdisjoint(cluster):

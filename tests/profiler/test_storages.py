@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from atorch.profiler.storages import OwnMemory, emptied, storage_of
+from atorch.profiler.storages import OwnMemory, emptied, separate, storage_of
 
 
 def at_once(device):
@@ -55,3 +55,13 @@ def test_memory_that_is_given_up_comes_back_for_every_view():
         copied.zero_()
     assert torch.equal(memory, torch.arange(6.0))
     assert parameter._version == version
+
+
+def test_an_expanded_tensor_gets_places_of_its_own_but_for_a_view_of_another():
+    alone, scale = torch.ones(1, 3).expand(4, 3), torch.ones(1, 3)
+    view = scale.expand(4, 3)
+    separate([alone, scale, view])
+    alone[0] = 2.0
+    assert alone.sum() == 15.0
+    scale.fill_(5.0)
+    assert (view == 5.0).all()
