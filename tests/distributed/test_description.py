@@ -128,12 +128,12 @@ def same(first: Any, second: Any) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("pair", EQUAL, ids=str)
+@pytest.mark.parametrize("pair", EQUAL, ids=lambda pair: type(pair[0]).__name__)
 def test_equal_values_and_what_has_none_are_described_alike(pair: tuple[Any, Any]) -> None:
     assert same(*pair)
 
 
-@pytest.mark.parametrize("pair", DIFFERENT, ids=str)
+@pytest.mark.parametrize("pair", DIFFERENT, ids=lambda pair: type(pair[0]).__name__)
 def test_different_values_are_not(pair: tuple[Any, Any]) -> None:
     assert not same(*pair)
 
