@@ -17,6 +17,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_AR
 # Tests and the demo run two processes side by side: one thread each, or they slow each other down.
 export OMP_NUM_THREADS ?= 1
 
+# Two tests at a time, and a file's tests one after another, as they share what is made once for a file.
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 .PHONY: .venv demo test test-all check bench format
 .DELETE_ON_ERROR:
 
@@ -34,10 +37,10 @@ demo: .venv/installed
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_lm.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -m 'not matrix'
+	$(TESTS) -m 'not matrix'
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 check: .venv/installed
 	$(BIN)/ruff check
