@@ -26,7 +26,7 @@ from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
 from atorch.runtime.rank_weight import RankWeight, RankWeighted, num_counts
 
 if TYPE_CHECKING:
-    from atorch.auto.first_pass import PlainPass
+    from atorch.auto.plain_pass import PlainPass
     from atorch.auto.strategy import Strategy
     from atorch.runtime.tensor_parallel import ModelLayout
 

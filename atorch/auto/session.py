@@ -11,10 +11,11 @@ from torch import nn
 from atorch.auto.arguments import Call, Options
 from atorch.auto.attempt import attempt
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.first_pass import PlainPass, cannot_evaluate, check, plain_pass
+from atorch.auto.first_pass import cannot_evaluate, check
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import batch_place, complete, fills_meta, idle_axes
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
+from atorch.auto.plain_pass import PlainPass, plain_pass
 from atorch.auto.provenance import fingerprint, provenance, versions
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
@@ -148,7 +149,7 @@ def _expected(ctx: Context, shares: int) -> PlainPass:
     What a search had no time for is not made up for when its time is over.
     """
     known = ctx.plain_pass
-    if known is None or (known.is_same_for_all and known.shares != shares):
+    if known is None:
         known = _plain_pass(ctx, shares)
     if known.why_not is not None and _has_all(ctx) and ctx.world.rank == 0:
         logger.warning("the strategy cannot be held to plain training's first pass: %s", known.why_not)

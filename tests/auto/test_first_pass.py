@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
-from atorch.auto import first_pass
+from atorch.auto import plain_pass
 from atorch.auto.context import Context
-from atorch.auto.strategy import METHODS, Method, Phase, method
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.completion import complete
+from atorch.auto.planner import dry_run
+from atorch.auto.planner.candidate import Feed
+from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
+from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.still import still, untouched
+from tests.auto.planner.jobs import cluster
 from tests.pool import Pool, RankFailure
 
 ROWS, FEATURES = 8, 6
@@ -107,6 +114,54 @@ def test_what_computes_something_else_is_refused(model: dict[str, Any], damage: 
     assert "verify=False" in str(error.value)
 
 
+class Twins(Net):
+    """Two layers of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Linear(16, 16)
+        self.other = nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.head(self.other(self.outer(self.inner(inputs).relu()).tanh()))
+
+
+def exchange(ctx: Context) -> None:
+    """Each of two parameters gets the other's gradient."""
+    one, other = ctx.root.outer.weight, ctx.root.other.weight
+
+    def swap(_: Any) -> None:
+        one.grad, other.grad = other.grad, one.grad
+
+    one.register_post_accumulate_grad_hook(swap)  # comes last
+
+
+def turn_round(ctx: Context) -> None:
+    ctx.root.outer.weight.register_hook(torch.neg)
+
+
+def shift(ctx: Context) -> None:
+    ctx.root.outer.weight.register_hook(lambda gradient: gradient.roll(1, 0))
+
+
+def rescale(ctx: Context) -> None:
+    """One gradient half as large, another larger by what keeps the norm of all."""
+    one, other = ctx.root.outer.weight, ctx.root.other.weight
+
+    def share_out(_: Any) -> None:
+        lost, has = 0.75 * one.grad.square().sum(), other.grad.square().sum()
+        one.grad.mul_(0.5)
+        other.grad.mul_((1 + lost / has).sqrt())
+
+    one.register_post_accumulate_grad_hook(share_out)
+
+
+@pytest.mark.parametrize("damage", [exchange, turn_round, shift, rescale])
+def test_the_norm_of_all_gradients_does_not_hide_whose_they_are(damage: Callable[[Context], None]) -> None:
+    with registered(damage) as broken, pytest.raises(StrategyError, match="gradient of (outer|other).weight is off"):
+        accelerate(Twins(), [broken])
+
+
 def test_it_can_be_turned_off() -> None:
     with registered(scale_gradients) as broken:
         accelerate(Net(), [broken], verify=False)
@@ -149,9 +204,9 @@ def test_the_plain_pass_leaves_no_trace_on_the_model() -> None:
     assert torch.equal(model.head.bias.grad, torch.ones(3))
 
 
-def under(rank: int, size: int, load_strategy: Any, model: dict[str, Any], most_shares: int) -> bool:
-    with mock.patch.object(first_pass, "MOST_SHARES", most_shares):
-        accelerate(Net(**model), load_strategy)
+def under(rank: int, size: int, load_strategy: Any, model: dict[str, Any], most_shares: int, **more: Any) -> bool:
+    with mock.patch.object(plain_pass, "MOST_SHARES", most_shares):
+        accelerate(Net(**model), load_strategy, **more)
     return True
 
 
@@ -161,6 +216,51 @@ def test_right_strategies_are_taken(pool: Pool, load_strategy: Any, most_shares:
     """Also where statistics are of half a batch, and random numbers are other ones."""
     for model in ({}, {"norm": True}, {"dropout": 0.5}):
         assert all(pool.run(under, load_strategy, model, most_shares))
+
+
+def sum_loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+
+
+def many(rank: int, size: int) -> bool:
+    """What more processes do whose batch no device runs as a whole; sums, and means over fewer shares, too."""
+    under(rank, size, ["fsdp"], {"dropout": 0.5}, 1, loss_func=sum_loss)
+    under(rank, size, [("ddp", {})], {}, 1, loss_func=lambda batch, output: (output @ output.T).logsumexp(1).mean())
+    with registered(turn_inner_round) as broken, pytest.raises(StrategyError, match="does not compute"):
+        under(rank, size, [broken, "ddp"], {}, 1, loss_func=sum_loss)
+    return True
+
+
+def turn_inner_round(ctx: Context) -> None:
+    ctx.root.inner.weight.register_hook(torch.neg)
+
+
+def test_a_batch_of_many_processes_is_one_share_over_and_over(pool: Pool) -> None:
+    assert all(pool.run(many))
+
+
+def reads(rank: int, size: int, strategies: list[Any]) -> list[str]:
+    """What is said where plain training's gradient of one parameter had the other sign."""
+    told = []
+    sample_of = plain_pass.sample_of
+    for load_strategy in strategies:
+        turned = mock.patch.object(plain_pass, "sample_of", lambda model: {
+            name: each * (-1 if name == "inner.weight" else 1) for name, each in sample_of(model).items()
+        })  # fmt: skip
+        with turned, pytest.raises(StrategyError) as error:
+            under(rank, size, load_strategy, {}, 8)
+        told.append(str(error.value))
+    return told
+
+
+def test_gradients_are_read_however_they_are_spread(pool: Pool) -> None:
+    split = ("parallel_mode", [("tensor", 2)])
+    strategies = [
+        ["zero1"], ["fsdp", ("amp_native", {"dtype": "bf16"})], [("zero2", {}), ("micro_batch", {"size": 2})],
+        [split, "tensor_parallel"], [split, "tensor_parallel", "fsdp"],
+    ]  # fmt: skip
+    for each in pool.run(reads, strategies):
+        assert all("gradient of inner.weight is off by 200%" in told for told in each)
 
 
 def without_reduction(rank: int, size: int, model: dict[str, Any], most_shares: int) -> None:
@@ -209,7 +309,7 @@ def test_where_plain_training_tells_nothing_that_is_said(
 
 
 def test_a_model_that_does_not_fit_plainly_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
-    with mock.patch.object(first_pass, "ROOM", 0.0), caplog.at_level(logging.WARNING, "atorch"):
+    with mock.patch.object(plain_pass, "ROOM", 0.0), caplog.at_level(logging.WARNING, "atorch"):
         accelerate(Net(), [CHECKPOINT])
     assert "parameters and gradients take" in caplog.text
 
@@ -241,6 +341,31 @@ def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None
     with registered(break_generate) as broken, caplog.at_level(logging.WARNING, "atorch"):
         accelerate(Generating(), [broken], **given)
     assert "model.generate() fails: RuntimeError: cannot generate" in caplog.text
+
+
+def breaks_alone(rank: int, size: int) -> str:
+    """The dry run of a strategy under which the model does not generate on one process."""
+    data = [{"input_ids": inputs, "labels": label} for inputs, label in samples()]
+    ctx = make_context(
+        Generating(),
+        optim_func=torch.optim.SGD,
+        optim_args={"lr": 0.1},
+        dataset=data,
+        loss_func=lambda batch, output: nn.functional.cross_entropy(output, batch["labels"]),
+        dataloader_args={"batch_size": ROWS},
+        model_input_format="unpack_dict",
+        world=worlds.init("cpu"),
+        cluster=cluster(size),
+    )
+    ctx = replace(ctx, plain_pass=plain_pass.plain_pass(ctx, size, lambda: Feed(ctx).batches(0, 1)[0]))
+    with registered(break_generate if rank else lambda ctx: None) as broken, pytest.raises(StrategyError) as error:
+        dry_run(ctx, complete(Strategy.of([broken]), size))
+    return str(error.value)
+
+
+def test_a_search_drops_what_cannot_generate(pool: Pool) -> None:
+    for told in pool.run(breaks_alone):
+        assert "model.generate() fails: RuntimeError: cannot generate (on rank 1)" in told
 
 
 def contrastive(rank: int, size: int) -> list[str]:

@@ -18,6 +18,7 @@ LAYERS = {
     "atorch.auto.strategy": 3,
     "atorch.auto.context": 3,
     "atorch.auto.first_pass": 3,
+    "atorch.auto.plain_pass": 3,
     "atorch.runtime": 2,
     "atorch.profiler": 2,
     "atorch.saving": 2,

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from atorch.auto.context import Context
-from atorch.auto.first_pass import plain_pass
 from atorch.auto.opt_lib.completion import complete
+from atorch.auto.plain_pass import plain_pass
 from atorch.auto.planner.best_first import best_first
 from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed, aside

@@ -33,16 +33,20 @@ def whole_state(
     rows = {} if layout is None else layout.rows
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        tensor: Any = value
-        is_spread = hasattr(tensor, "full_tensor")
-        whole = tensor.full_tensor() if is_spread else tensor
-        if name in rows:
-            if not is_spread:
-                assert group is not None, "which other ranks have parts of it"
-                whole = gather_rows(whole, rows[name], group)
-            whole = in_own_order(whole, rows[name])
-        state[name] = whole
+        state[name] = whole_tensor(value, rows.get(name), group)
     return state
+
+
+def whole_tensor(tensor: Any, rows: Rows | None, group: dist.ProcessGroup | None) -> Tensor:
+    """What is spread over ranks put together: a DTensor, or a plain part, whose place `rows` says, over `group`."""
+    is_spread = hasattr(tensor, "full_tensor")
+    whole: Tensor = tensor.full_tensor() if is_spread else tensor
+    if rows is None:
+        return whole
+    if not is_spread:
+        assert group is not None, "which other ranks have parts of it"
+        whole = gather_rows(whole, rows, group)
+    return in_own_order(whole, rows)
 
 
 def gather_rows(part: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from atorch.auto.first_pass import plain_pass
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import complete
+from atorch.auto.plain_pass import plain_pass
 from atorch.auto.planner import dry_run, search
 from atorch.auto.planner.candidate import Feed
 from atorch.auto.strategy import Strategy

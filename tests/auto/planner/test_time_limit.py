@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch import auto_accelerate
 from atorch.auto import session
-from atorch.auto.first_pass import PlainPass
+from atorch.auto.plain_pass import PlainPass
 from atorch.auto.planner import planner
 from atorch.auto.planner.clock import Clock
 from tests.auto.planner.jobs import context, net

@@ -1,0 +1,286 @@
+"""Plain training's first pass, on the user's own model, to which those of strategies are held (`first_pass`).
+
+Every process runs the whole global batch. A device need not be able to run that of many processes: over more than
+`MOST_SHARES` the batch is one share, as often as there are processes, and what a mean over that is, and what a sum,
+follows from the share alone.
+
+What draws random numbers, or looks at the whole batch as BatchNorm does, differs where the batch is shared out. There
+the pass is taken once more in evaluation mode, which has neither. Nothing steps; values, buffers, gradients and random
+states are put back.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atorch.auto.context import Context
+from atorch.distributed.collectives import gather_objects
+from atorch.distributed.rng import preserved_rng
+from atorch.runtime.gradient_sample import Sample, sample_of
+from atorch.runtime.losses import value_of
+from atorch.runtime.split import joined, num_rows, take
+from atorch.runtime.still import evaluation_mode, put_back, still
+from atorch.units import format_bytes
+
+T = TypeVar("T")
+Within = Callable[[], AbstractContextManager[None]]
+
+SEED = 1
+MOST_SHARES = 8  # of a batch that one device runs plainly as a whole; of more, all are the first one
+ROOM = 0.5  # of a device's memory that parameters and gradients may take in a plain pass; activations need the rest
+
+BANDS: Mapping[str, tuple[float, float, float]] = {
+    "fp32": (1e-4, 1e-3, 0.05),
+    "tf32": (2e-3, 2e-2, 0.1),
+    "fp16": (1e-2, 0.1, 0.2),
+    "bf16": (3e-2, 0.25, 0.4),
+    "fp8": (0.1, 0.4, 0.7),
+}
+"""How far rounding may bring the loss, the norm of all gradients, and the large elements of the gradient of any one
+parameter, from plain training's, as fractions of them."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a pass comes to over all samples."""
+
+    loss: float
+    grad_norm: float | None  # None where it cannot be taken: sparse gradients, fp16 ones that overflowed
+    gradients: Sample = field(default_factory=dict)  # of plain training
+    farthest: tuple[float, str] = (0.0, "")  # from these: how far, and whose gradient
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.6g}" + ("" if self.grad_norm is None else f", gradient norm {self.grad_norm:.6g}")
+
+    def __mul__(self, factor: float) -> Figures:
+        """Those of a plain pass whose loss is `factor` times as large."""
+        norm = None if self.grad_norm is None else self.grad_norm * factor
+        return Figures(self.loss * factor, norm, {name: each * factor for name, each in self.gradients.items()})
+
+
+@dataclass(frozen=True)
+class PlainPass:
+    """Plain training's first pass, the same on all processes; `why_not` says why there is none."""
+
+    why_not: str | None = None
+    batch: Any = None  # as the loader gives it
+    shares: int = 1  # the batch is of so many processes together
+    is_repeated: bool = False  # `batch` is one share, and the others are the same once more
+    precision: str = "fp32"
+    training: Figures = Figures(math.nan, None)
+    evaluating: Figures | None = None  # where the pass in training mode depends on how the batch is shared out
+    evaluates: bool = False  # whether the model runs in evaluation mode without gradients
+    prompt: Tensor | None = None  # tokens from which the model generates
+
+
+class _Incomparable(Exception):
+    """Why plain training has no first pass to compare with."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    figures: Figures
+    precision: str
+    depends_on_sharing: bool
+
+
+def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Within = nullcontext) -> PlainPass:
+    """The first pass of plain training, on the context's own model, which is afterwards as it was.
+
+    All processes call this together, with the same model.
+
+    Args:
+        shares: over how many processes a batch will be shared out.
+        read: what gives the first global batch, as the loader does; called on rank 0.
+        within: what the model runs inside of; may raise, and so end the pass, which then is none.
+    """
+    try:
+        batch, is_repeated = _first_batch(ctx, shares, read)
+        _need_room(ctx)
+        seen = _on_every_process(lambda: _run_plainly(ctx, batch, within))
+        if not math.isfinite(seen.figures.loss):
+            raise _Incomparable(f"the loss of plain training's own first pass is {seen.figures.loss}")
+        evaluating = None
+        if seen.depends_on_sharing:
+            evaluating = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True)).figures
+        training = seen.figures
+        if is_repeated and _on_every_process(lambda: _adds_up(ctx, batch, within, BANDS[seen.precision][0])):
+            training, evaluating = training * shares, None if evaluating is None else evaluating * shares
+        evaluates, prompt = _on_every_process(lambda: _evaluation(ctx, batch, within))
+    except _Incomparable as reason:
+        return PlainPass(why_not=str(reason))
+    return PlainPass(None, batch, shares, is_repeated, seen.precision, training, evaluating, evaluates, prompt)
+
+
+def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[Any, bool]:
+    """What plain training runs first, and whether every process will run it whole."""
+
+    def first() -> tuple[Any, int]:
+        if ctx.world.rank != 0:
+            return None, 0
+        batch = read()
+        if ctx.world.size == 1:
+            return batch, 1
+        rows = num_rows(batch=batch)
+        torch.save(batch, io.BytesIO())  # raises here, where the others hear of it, what could not be sent
+        if rows % shares:
+            raise _Incomparable(f"the first batch has {rows} rows, which do not divide over {shares} processes")
+        return batch, rows
+
+    batch, rows = _on_every_process(first)
+    if shares > MOST_SHARES:
+        return take(batch, 0, rows // shares, rows), True
+    return batch, False
+
+
+def _need_room(ctx: Context) -> None:
+    parameters = list(ctx.root.parameters())
+    if any(each.is_meta for each in parameters):
+        raise _Incomparable("the model has parameters on the meta device")
+    needed = sum((2 if p.requires_grad else 1) * p.numel() * p.element_size() for p in parameters)
+    room = ctx.cluster.device.memory_bytes
+    if needed > ROOM * room:
+        raise _Incomparable(
+            f"the model's parameters and gradients take {format_bytes(needed)}, and a device has {format_bytes(room)}"
+        )
+
+
+def _on_every_process(work: Callable[[], T]) -> T:
+    """What `work` returns on rank 0; every process does it, since models may communicate.
+
+    Raises:
+        _Incomparable: it failed on some process.
+    """
+    value, failed = tried(work)
+    reports = gather_objects((failed, value))
+    reasons = [reason for reason, _ in reports if reason is not None]
+    if reasons:
+        raise _Incomparable(reasons[0])
+    first: T = reports[0][1]
+    return first
+
+
+def tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What `work` returns, or how it failed."""
+    try:
+        return work(), None
+    except _Incomparable as reason:
+        return None, str(reason)
+    except Exception as error:  # a user's model, data and loss may raise anything, and need not run in this way at all
+        text = str(error).strip().splitlines()
+        return None, f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _run_plainly(ctx: Context, batch: Any, within: Within, in_evaluation_mode: bool = False) -> _Seen:
+    assert ctx.loss_func is not None
+    model, dtypes = ctx.root, set()
+
+    def note(tensor: Tensor) -> Tensor:
+        dtypes.add(tensor.dtype)
+        return tensor
+
+    mode = still(model) if in_evaluation_mode else nullcontext()
+    with put_back(model, ctx.device), mode, seeded(), torch.enable_grad():
+        drawn, buffers = _random_state(ctx.device), [buffer.clone() for buffer in model.buffers()]
+        with within():
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                inputs = ctx.prepare_input(batch, ctx.device)
+                loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
+            loss.backward()
+        depends = not torch.equal(drawn, _random_state(ctx.device)) or not _equal(buffers, list(model.buffers()))
+        figures = Figures(float(loss.detach()), _norm(model), sample_of(model))
+    dtypes |= {parameter.dtype for parameter in model.parameters()}
+    precision = "tf32" if ctx.device.type == "cuda" else "fp32"
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        precision = coarser(precision, name) if dtype in dtypes else precision
+    return _Seen(figures, precision, depends)
+
+
+def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
+    """Whether the loss of a batch that is there twice is twice its loss, and not the same."""
+    once = _run_plainly(ctx, batch, within, in_evaluation_mode=True).figures.loss
+    twice = _run_plainly(ctx, repeated(batch, 2), within, in_evaluation_mode=True).figures.loss
+    for factor in (1, 2):
+        if abs(twice - factor * once) <= band * abs(once):
+            return factor == 2
+    raise _Incomparable(f"its loss is {once:.6g}, and {twice:.6g} where every sample is there twice")
+
+
+def repeated(batch: Any, times: int) -> Any:
+    """A batch each of whose rows is there so many times."""
+    rows, whole = num_rows(batch=batch), batch
+    for count in range(1, times):
+        whole = joined(whole, batch, count * rows, rows)
+    return whole
+
+
+def coarser(one: str, other: str) -> str:
+    names = list(BANDS)
+    return max(one, other, key=names.index)
+
+
+def _norm(model: nn.Module) -> float | None:
+    """The norm of all gradients of a plain model."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if any(grad.layout != torch.strided for grad in grads):
+        return None
+    powers = [torch.linalg.vector_norm(grad.detach().float()).double() ** 2 for grad in grads if grad.numel()]
+    return float(torch.stack([power.cpu() for power in powers]).sum().sqrt()) if powers else 0.0
+
+
+def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:
+    """Whether the plain model runs in evaluation mode, and a prompt from which it generates, where it does."""
+    model = ctx.root
+    with put_back(model, ctx.device), preserved_rng(), evaluation_mode(model), torch.no_grad():
+        inputs = ctx.prepare_input(batch, ctx.device)
+        _, failed = tried(lambda: _inside(within, lambda: ctx.call_model(model, inputs)))
+        tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if failed is not None or not callable(getattr(model, "generate", None)):
+            return failed is None, None
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            return True, None
+        prompt = tokens[:1, :4]
+        _, failed = tried(lambda: _inside(within, lambda: generate(model, prompt, ctx.device)))
+        return True, prompt if failed is None else None
+
+
+def _inside(within: Within, work: Callable[[], Any]) -> None:
+    with within():
+        work()
+
+
+def generate(model: Any, prompt: Tensor, device: torch.device) -> None:
+    prompt = prompt.to(device)
+    model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, do_sample=False)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    with preserved_rng():
+        random.seed(SEED)
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
+        yield
+
+
+def _random_state(device: torch.device) -> Tensor:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
+    return len(before) == len(after) and all(
+        one.shape == other.shape and torch.equal(one, other) for one, other in zip(before, after, strict=True)
+    )

@@ -1,0 +1,114 @@
+"""A sample of a model's gradients, to which those of the same pass done otherwise are held, however they are spread.
+
+    sample = sample_of(plain_model)                         # after backward
+    how_far, name = farthest(other_model, sample)           # after backward, on all ranks together
+
+The norm of all gradients says nothing of which parameter got which. So of some parameters, the largest elements are
+kept, which rounding changes least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import gather_objects
+from atorch.runtime.clip import ClipsItself
+from atorch.runtime.tensor_parallel.model_layout import ModelLayout
+from atorch.runtime.tensor_parallel.state import whole_tensor
+
+PARAMETERS, ELEMENTS = 32, 16
+LARGEST = 1 << 24  # elements of a parameter whose gradient is put together
+SMALLEST = 0.1  # of what a parameter's share of the norm is on average: smaller gradients may be rounding alone
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The largest elements of a gradient, by their places in it."""
+
+    shape: tuple[int, ...]
+    places: Tensor
+    values: Tensor
+
+    def __mul__(self, factor: float) -> Elements:
+        """Those of a gradient that is `factor` times as large."""
+        return replace(self, values=self.values * factor)
+
+
+Sample = Mapping[str, Elements]
+"""By the name of the parameter."""
+
+
+def sample_of(model: nn.Module) -> Sample:
+    """The sample of the gradients that a plain model has."""
+    grads = {
+        name: parameter.grad.detach().reshape(-1).float()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.grad.layout == torch.strided and not parameter.grad.is_complex()
+    }
+    if not grads:
+        return {}
+    norms = torch.stack([torch.linalg.vector_norm(grad).cpu() for grad in grads.values()])
+    least = SMALLEST * float(norms.square().mean().sqrt())
+    sizes = zip(grads.items(), norms.tolist(), strict=True)
+    telling = [name for (name, grad), norm in sizes if norm >= least and 0 < grad.numel() <= LARGEST and norm > 0]
+    step = max(1, -(-len(telling) // PARAMETERS))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: _largest(grads[name], shapes[name]) for name in telling[::step]}
+
+
+def _largest(grad: Tensor, shape: tuple[int, ...]) -> Elements:
+    places = grad.abs().topk(min(ELEMENTS, len(grad))).indices
+    return Elements(shape, places.cpu(), grad[places].cpu())
+
+
+@torch.no_grad()
+def farthest(
+    model: nn.Module,
+    sample: Sample,
+    scale: float = 1.0,
+    layout: ModelLayout | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[float, str]:
+    """How far the gradient farthest from the sample is, as a fraction of it, and whose; (0.0, "") where none is read.
+
+    All ranks call it together and get the same. What only some have, as the stages of a pipeline, they look at alone;
+    what is kept elsewhere than on the parameters is left out.
+
+    Args:
+        scale: what gradients are multiplied by.
+        layout, group: how parameters are split into plain tensors, if they are, and over which ranks.
+    """
+    own = {} if isinstance(model, ClipsItself) else dict(model.named_parameters())
+    read = {name: _reader(name, own[name], layout, group) for name in sample if name in own}
+    unread = {name for names in gather_objects([name for name, each in read.items() if each is None]) for name in names}
+    found = (0.0, "")
+    for name, whole in read.items():
+        if whole is not None and name not in unread:
+            found = max(found, (_distance(whole(), sample[name], scale), name))
+    every: list[tuple[float, str]] = gather_objects(found)
+    return max(every)
+
+
+def _reader(
+    name: str, parameter: Any, layout: ModelLayout | None, group: dist.ProcessGroup | None
+) -> Callable[[], Tensor] | None:
+    """What gives the whole gradient of a parameter, on all ranks that have it together; None where none can be had."""
+    grad = parameter.grad
+    if grad is None or getattr(parameter, "shared_over", None) or grad.layout != torch.strided:
+        return None
+    rows = None if layout is None else layout.rows.get(name)
+    return lambda: whole_tensor(grad, rows, group)
+
+
+def _distance(grad: Tensor, plain: Elements, scale: float) -> float:
+    if tuple(grad.shape) != plain.shape:
+        return 0.0  # of another module under the same name
+    found = grad.reshape(-1)[plain.places.to(grad.device)].float().cpu() / scale
+    how_far = float(torch.linalg.vector_norm(found - plain.values) / torch.linalg.vector_norm(plain.values))
+    return how_far if how_far == how_far else float("inf")
