@@ -54,7 +54,10 @@ def is_freed(rank: int, size: int, strategy: list[Any]) -> bool:
 
 @pytest.mark.parametrize(
     "strategy",
-    [["ddp"], ["zero1"], ["zero2"], ["fsdp"], ["ddp", ("micro_batch", {"size": 1}), ("offload", {"optimizer": 1.0})]],
+    [
+        *([name] for name in ("ddp", "zero1", "zero2", "fsdp", "chunk")),
+        ["ddp", ("micro_batch", {"size": 1}), ("offload", {"optimizer": 1.0})],
+    ],
     ids=lambda strategy: strategy[0] if len(strategy) == 1 else "ddp and others",
 )
 def test_a_model_is_freed(pool: Pool, strategy: list[Any]) -> None:

@@ -78,23 +78,25 @@ class Nodes:
     """
 
     def __init__(self) -> None:
-        self._node: Any = None
+        self._running: tuple[int, ...] = ()
         self._given: frozenset[Any] = frozenset()
 
     def given(self) -> frozenset[Any]:
         """What the node that runs has; nothing outside of a backward pass."""
-        node = torch._C._current_autograd_node()
-        if node is not self._node:
-            self._node, self._given = node, frozenset()
+        running = _running_node()
+        if running != self._running:
+            self._running, self._given = running, frozenset()
         return self._given
 
     def give(self, thing: Any) -> None:
         """The node that runs has `thing`, too."""
         self._given = self.given() | {thing}
 
-    def forget(self) -> None:
-        """No node runs."""
-        self._node, self._given = None, frozenset()
+
+def _running_node() -> tuple[int, ...]:
+    """Numbers by which a node is known: who keeps one keeps the parameters that its graph leads to."""
+    node = torch._C._current_autograd_node()
+    return () if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
 
 
 @dataclass

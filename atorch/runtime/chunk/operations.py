@@ -81,7 +81,6 @@ class Operations:
     def forward(self) -> Iterator[None]:
         """A forward pass of the whole model. Its backward pass goes on until the next one begins."""
         if self._passes == 0:
-            self._nodes.forget()
             self._compiled.begin()
             if self.course_for is not None and torch.is_grad_enabled():
                 self._foreseeing = True
