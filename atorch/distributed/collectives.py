@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ from atorch.logs import logger
 
 T = TypeVar("T")
 MAX_DIFFERENCES = 3  # that an error names
-MEETING = timedelta(seconds=20)  # how long processes wait for others without a word
+MEETING = timedelta(seconds=4)  # how long processes wait for others without a word
 
 
 def several() -> bool:
@@ -101,7 +102,8 @@ def agreed(
     """What `work` returns, where all processes make the same `call` and it raised on none; else an error on all.
 
     The one exchange that a call begins with, whatever each process was given: nobody waits for a process that has
-    turned elsewhere. A process that never comes is an error when the group's time-out passes.
+    turned elsewhere. A process that does not come is named in a warning soon, and an error once the group's time-out
+    passes.
 
     Args:
         call: the name of the call, which the others must be making too.
@@ -126,7 +128,8 @@ def agreed(
     except Exception as raised:
         error = error or raised
     failure = None if error is None else (_kind(error), _told(error))
-    said = _answers((call, failure, {name: digest(each) for name, each in facts.items()}), call)
+    with _naming_the_missing(call):
+        said = _answers((call, failure, {name: digest(each) for name, each in facts.items()}), call)
     differing = _differing([digests for _, _, digests in said])
     told = ""
     if any(other != call for other, _, _ in said):
@@ -153,21 +156,56 @@ def meet(call: str, group: dist.ProcessGroup) -> None:
     """
     if nobody_else():
         return
-    store, ranks = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
-    place = f"atorch/{call}/{group.group_name}"
-    number = store.add(f"{place}/{dist.get_rank()}", 1)  # how many times this process was here
-    all_here = f"{place}/all/{number}"
-    if store.add(f"{place}/here/{number}", 1) == len(ranks):
-        store.set(all_here, "")
+    here = _Arrivals(call, call, group)
+    all_here = f"{here.place}/all/{here.number}"
+    if here.store.add(f"{here.place}/here/{here.number}", 1) == len(here.ranks):
+        here.store.set(all_here, "")
     for patience in (MEETING, TIMEOUT):
         try:
-            store.wait([all_here], patience)
+            here.store.wait([all_here], patience)
             return
         except RuntimeError:  # a store says that time is up in several ways
-            missing = [rank for rank in ranks if store.add(f"{place}/{rank}", 0) < number]
-            told = f"{call} is called on rank {dist.get_rank()} but not on {_listed(missing)}; call it on all together"
-            logger.warning("%s (this process waits for them)", told)
-    raise ArgumentError(told)
+            logger.warning("%s (this process waits for them)", here.told())
+    raise ArgumentError(here.told())
+
+
+class _Arrivals:
+    """Which processes of a group have come to a place, as its store tells without any of them waiting."""
+
+    def __init__(self, call: str, place: str, group: dist.ProcessGroup) -> None:
+        self.store, self.ranks = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
+        self.place, self._call = f"atorch/{place}/{group.group_name}", call
+        self.number = self.store.add(f"{self.place}/{dist.get_rank()}", 1)  # how many times this process was here
+
+    def told(self) -> str:
+        """Who is missing."""
+        missing = [rank for rank in self.ranks if self.store.add(f"{self.place}/{rank}", 0) < self.number]
+        own = f"{self._call} is called on rank {dist.get_rank()}"
+        return f"{own} but not on {_listed(missing)}; call it on all together" if missing else own
+
+
+@contextmanager
+def _naming_the_missing(call: str) -> Iterator[None]:
+    """Inside, who does not come to a front door is named once MEETING has passed, while this process waits."""
+    group = everyone()
+    if group is None or not several() or nobody_else():
+        yield
+        return
+    here = _Arrivals(call, "door", group)
+
+    def tell() -> None:
+        try:
+            logger.warning("%s (this process waits for them)", here.told())
+        except RuntimeError:  # the store went with the process that held it, which the call says itself
+            return
+
+    timer = threading.Timer(MEETING.total_seconds(), tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def differences(facts: Sequence[Facts]) -> str:

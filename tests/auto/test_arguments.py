@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +18,16 @@ from torch import nn
 
 import atorch
 from atorch import auto_accelerate
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.completion import complete
+from atorch.auto.strategy import Strategy
+from atorch.distributed import collectives
+from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agreed, stand_on
 from atorch.errors import ArgumentError, AtorchError
 from atorch.patrickstar.core import PatrickStarClient
 from atorch.patrickstar.runtime import PatrickStarEngine, initialize_engine
+from tests.auto.planner.jobs import cluster
 from tests.auto.test_accelerate import PAIRS, Net, job, loss_func
 from tests.pool import Pool
 
@@ -144,19 +153,41 @@ DIFFERENCES = {
 }
 
 
-def accelerate_as_given(rank: int, size: int, case: str, folder: str) -> str:
+Told = tuple[str, float, float]  # an error's text, when this rank came to the others, and when it raised
+
+
+def told_by(call: Callable[[], Any]) -> Told:
+    """How a call is refused."""
+    came: list[float] = []
+    real = collectives._answers
+
+    def answers(*args: Any) -> Any:
+        came.append(time.time())
+        return real(*args)
+
+    with mock.patch.object(collectives, "_answers", answers):
+        try:
+            call()
+        except AtorchError as error:
+            return str(error), came[-1] if came else time.time(), time.time()
+    return "accepted", 0.0, 0.0
+
+
+def soon(told: list[Told]) -> list[str]:
+    """What the ranks say, each within 5 seconds of when the last of them came."""
+    assert max(raised for _, _, raised in told) - max(came for _, came, _ in told) <= 5.0
+    return [text for text, _, _ in told]
+
+
+def accelerate_as_given(rank: int, size: int, case: str, folder: str) -> Told:
     arguments = {"model": Net(), **job(**given(case, rank, folder))}
-    try:
-        auto_accelerate(arguments.pop("model"), **arguments)
-    except AtorchError as error:
-        return str(error)
-    return "accepted"
+    return told_by(lambda: auto_accelerate(arguments.pop("model"), **arguments))
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
 def test_a_difference_is_told_on_all_ranks(pool: Pool, case: str, tmp_path: Path) -> None:
     (tmp_path / "ddp.json").write_text('["ddp"]')
-    first, second = pool.run(accelerate_as_given, case, str(tmp_path), timeout=20)
+    first, second = soon(pool.run(accelerate_as_given, case, str(tmp_path), timeout=20))
     assert re.search(DIFFERENCES[case], first)
     assert re.search(DIFFERENCES[case].removeprefix("rank 1 failed: "), second)
 
@@ -224,18 +255,14 @@ def test_what_is_a_processs_own_may_differ(pool: Pool, case: str, tmp_path: Path
     assert pool.run(of_its_own, case, str(tmp_path)) == [True, True]
 
 
-def plan_differently(rank: int, size: int, case: str) -> str:
+def plan_differently(rank: int, size: int, case: str) -> Told:
     more: dict[str, Any] = {
         "keyword": {"time_limitt": 3} if rank else {},
         "value": {"optim_args": {"lr": 0.1 * (1 + rank)}},
         "dataset": {},
     }[case]
-    try:
-        dataset = PAIRS[:8] if rank and case == "dataset" else PAIRS
-        atorch.plan(Net(), torch.optim.SGD, dataset, loss_func, **more)  # type: ignore[call-overload]
-    except ArgumentError as error:
-        return str(error)
-    return "accepted"
+    dataset = PAIRS[:8] if rank and case == "dataset" else PAIRS
+    return told_by(lambda: atorch.plan(Net(), torch.optim.SGD, dataset, loss_func, **more))  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -247,28 +274,23 @@ def plan_differently(rank: int, size: int, case: str) -> str:
     ],
 )
 def test_plans_are_told_too(pool: Pool, case: str, message: str) -> None:
-    assert all(message in told for told in pool.run(plan_differently, case, timeout=20))
+    assert all(message in told for told in soon(pool.run(plan_differently, case, timeout=20)))
 
 
-def start_engines(rank: int, size: int, case: str) -> str:
-    config: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
-    try:
-        if case == "learning rate":
-            config["optimizer"]["params"]["lr"] += rank
-            initialize_engine(Net, rank, config)
-        elif case == "key":
-            initialize_engine(Net, rank, {**config, **({"optimiser": 3} if rank else {})})
-        elif case == "model":
-            initialize_engine(Wide if rank else Net, rank, config)
-        elif case == "by hand":
-            PatrickStarEngine(Wide() if rank else Net(), PatrickStarClient(rank), config)
-        elif rank:
-            initialize_engine(Net, rank, config)
-        else:
-            auto_accelerate(Net(), **job(load_strategy=["ddp"]))
-    except ArgumentError as error:
-        return str(error)
-    return "accepted"
+def start_engines(rank: int, size: int, case: str) -> Told:
+    config: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.01 + rank * (case == "learning rate")}}}
+    own = {**config, **({"optimiser": 3} if rank else {})}
+    return told_by(
+        {
+            "learning rate": lambda: initialize_engine(Net, rank, config),
+            "key": lambda: initialize_engine(Net, rank, own),
+            "model": lambda: initialize_engine(Wide if rank else Net, rank, config),
+            "by hand": lambda: PatrickStarEngine(Wide() if rank else Net(), PatrickStarClient(rank), config),
+            "another door": lambda: (
+                initialize_engine(Net, rank, config) if rank else auto_accelerate(Net(), **job(load_strategy=["ddp"]))
+            ),
+        }[case]
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,24 +307,46 @@ def start_engines(rank: int, size: int, case: str) -> str:
     ],
 )
 def test_engines_are_told_too(pool: Pool, case: str, message: str) -> None:
-    assert all(message in told for told in pool.run(start_engines, case, timeout=20))
+    assert all(message in told for told in soon(pool.run(start_engines, case, timeout=20)))
 
 
-def call_alone(rank: int, size: int) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    told = ""
+def apply_differently(rank: int, size: int, case: str) -> Told:
+    given = {name: value for name, value in job().items() if name != "load_strategy"}
+    model = Wide() if rank and case == "model" else Net()
+    ctx = make_context(model, **given, world=worlds.init("cpu"), cluster=cluster(size))
+    strategy = Strategy.of(["zero1"] if rank and case == "strategy" else ["ddp"])
+    return told_by(lambda: complete(strategy, size).apply(ctx))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("strategy", "the strategy is .*ddp.* on rank 0 and .*zero1.* on rank 1"), ("model", "parameter 0 of the model")],
+)
+def test_strategies_by_hand_are_told_too(pool: Pool, case: str, message: str) -> None:
+    assert all(re.search(message, told) for told in soon(pool.run(apply_differently, case, timeout=20)))
+
+
+def call_alone(rank: int, size: int) -> tuple[str, list[str]]:
+    group, told, warned = dist.new_group(timeout=timedelta(seconds=1)), "", list[str]()
     if rank == 0:
-        with stand_on(group):
+        soon = mock.patch.object(collectives, "MEETING", timedelta(seconds=0.01))
+        with (
+            stand_on(group),
+            soon,
+            mock.patch.object(collectives.logger, "warning", lambda *all: warned.append(all[1])),
+        ):
             try:
                 agreed("auto_accelerate", dict, lambda: None)
             except ArgumentError as error:
                 told = str(error)
     dist.barrier()
-    return told
+    return told, warned
 
 
-def test_a_process_that_does_not_come_is_told_when_the_time_is_up(pool: Pool) -> None:
-    told, _ = pool.run(call_alone, timeout=30)
+def test_a_process_that_does_not_come_is_named_soon_and_told_when_the_time_is_up(pool: Pool) -> None:
+    assert timedelta(seconds=5) > collectives.MEETING
+    (told, warned), _ = pool.run(call_alone, timeout=30)
+    assert warned == ["auto_accelerate is called on rank 0 but not on 1; call it on all together"]
     assert "auto_accelerate got no answer from the other processes, which all have to call it" in told
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import atorch
+from atorch.distributed import collectives
+from atorch.errors import ArgumentError
 from tests.auto.loss_job import BATCH, Net, Samples, rows
 from tests.auto.opt_lib.sharing_job import accelerated
 from tests.pool import Pool
@@ -37,6 +41,37 @@ def differing(rank: int, size: int, axes: list[Any], method: str | None) -> list
 def test_the_state_is_whole_beside_tensor_parallel(pool: Pool, method: str | None, ranks: int) -> None:
     axes = [["tensor", 2], ["data", 2]] if ranks == 4 else [["tensor", 2]]
     assert pool.run(differing, axes, method, ranks=ranks) == [[]] * ranks
+
+
+def staged(rank: int, size: int) -> list[str]:
+    """Names whose whole values are not what they were."""
+    strategy = [("parallel_mode", ([["pipeline", 2]], None)), "pipeline_parallel"]
+    result, before = accelerated(strategy, "llama"), make("llama").state_dict()
+    assert len(result.model.state_dict()) < len(before)
+    state = atorch.whole_state(result.model)
+    assert list(state) == list(before)
+    return [name for name in before if not torch.equal(state[name], before[name])]
+
+
+def test_the_state_is_that_of_all_stages(pool: Pool) -> None:
+    assert pool.run(staged) == [[], []]
+
+
+def asked_alone(rank: int, size: int) -> str:
+    result = accelerated(["fsdp"], "awkward")
+    if rank:
+        return ""
+    with (
+        mock.patch.object(collectives, "MEETING", timedelta(seconds=0.01)),
+        mock.patch.object(collectives, "TIMEOUT", timedelta(seconds=0.05)),
+        pytest.raises(ArgumentError) as error,
+    ):
+        atorch.whole_state(result.model)
+    return str(error.value)
+
+
+def test_who_asks_alone_for_the_whole_state_is_told(pool: Pool) -> None:
+    assert pool.run(asked_alone)[0] == "whole_state is called on rank 0 but not on 1; call it on all together"
 
 
 class Clips(Net):

@@ -54,7 +54,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         uninstall(model)
         raise
     shared = holders(model, named, route, starts)
-    names = frozenset(model.state_dict())
+    names = tuple(model.state_dict())
     mine = stages_of(place, size, method.pieces)
     understudy = understudy_of(ctx, model, named, route)
     parts = cut(model, named, route, starts, mine, ctx.device)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from atorch.auto.context import Context
     from atorch.cost import Cost
+    from atorch.distributed.description import Facts
 
 M = TypeVar("M", bound=Method)
 
@@ -160,16 +161,25 @@ class Strategy(Sequence[Method]):
                 raise each.not_yet()
 
     def apply(self, ctx: Context) -> Context:
-        """Fold the methods' application: the context they make of `ctx`.
+        """Fold the methods' application: the context they make of `ctx`. All processes call it together.
 
         Raises:
+            ArgumentError: the processes have different strategies, or models; nothing was touched.
             CapabilityError: a method can be planned for and not applied yet; nothing was touched.
             StrategyError: a method that cannot be applied; nothing was touched where `check` knows of it, and that is
                 whatever does not come out only when the model is watched at work.
         """
-        self.check(ctx)
+        from atorch.distributed.collectives import agreed
+
+        agreed("Strategy.apply", lambda: self._facts(ctx), lambda: self.check(ctx))
         self.check_optimizer(ctx)
         return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
+
+    def _facts(self, ctx: Context) -> Mapping[str, Facts]:
+        """What must be equal on all processes."""
+        from atorch.distributed.description import Fact, described_model
+
+        return {"strategy": {"the strategy": Fact(f"[{self}]")}, **described_model(ctx.root)}
 
     def check(self, ctx: Context) -> None:
         """Raise what `apply` would, as far as that is known before anything is touched: see `Method.check`."""

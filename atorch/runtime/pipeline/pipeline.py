@@ -42,11 +42,11 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's posit
 class Pipeline(Wrapper):
     """The stages of this process, called as the whole model is. Names are those that parameters have in it."""
 
-    def __init__(self, engine: Engine, ties: Ties, names: frozenset[str]) -> None:
+    def __init__(self, engine: Engine, ties: Ties, names: Sequence[str]) -> None:
         super().__init__()
         self.module, self.others = engine.parts[0], nn.ModuleList(engine.parts[1:])
         self.engine, self.ties = engine, ties
-        self._names = names  # of the whole model's state
+        self.state_names = tuple(names)  # of the whole model's state, in its order
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A deferred output, or, without gradients, the output itself on every process."""
@@ -78,7 +78,7 @@ class Pipeline(Wrapper):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take from a state, which may be the whole model's, what belongs to the stages here."""
-        unknown = sorted(state_dict.keys() - self._names)
+        unknown = sorted(state_dict.keys() - set(self.state_names))
         if strict and unknown:
             raise RuntimeError(f"the model has no {', '.join(unknown)}; load with strict=False to leave them out")
         for part in self.engine.parts:

@@ -1,4 +1,4 @@
-"""The parameters of a split model as they stand in the whole one.
+"""The parameters of a split model as they stand in the whole one, stages of a pipeline put together.
 
 What a rank holds are rows in the ranks' order. Where a fused projection was cut, that is not the model's order, and
 depends on the number of ranks: what is saved for others, or for another number of ranks, is saved from here.
@@ -6,12 +6,14 @@ depends on the number of ranks: what is saved for others, or for another number 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atorch.distributed.collectives import everyone, meet, nobody_else
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 
@@ -20,21 +22,53 @@ from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 def whole_state(
     model: nn.Module, layout: ModelLayout | None = None, group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """The state dict of the whole model, plain tensors in its own order. All ranks call it together.
+    """The state dict of the whole model, plain tensors in its own order, on every rank. All ranks call it together.
 
     Args:
         model: as `auto_accelerate` returned it, which knows the rest, or as `tensor_parallel` split it.
         group: the ranks that it is split over, where their parts are plain tensors.
+
+    Raises:
+        ArgumentError: some ranks did not call it, and are named.
     """
     binding = getattr(model, "_atorch", None)
+    mesh = getattr(binding, "mesh", None)
     layout = layout or getattr(binding, "layout", None)
-    if binding is not None and binding.mesh is not None and layout is not None:
-        group = binding.mesh.group("tensor")
+    if mesh is not None and layout is not None:
+        group = mesh.group("tensor")
     rows = {} if layout is None else layout.rows
+    held = model.state_dict()
+    has_stages = mesh is not None and mesh.size("pipeline") > 1
+    everybody = everyone()
+    if everybody is not None and (rows or has_stages or any(hasattr(each, "full_tensor") for each in held.values())):
+        meet("whole_state", everybody)
     state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
+    for name, value in held.items():
         state[name] = whole_tensor(value, rows.get(name), group)
-    return state
+    return of_all_stages(state, getattr(model, "state_names", ()), mesh.group("pipeline")) if has_stages else state
+
+
+def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The states of all ranks of a pipeline as one; what several have is the first one's.
+
+    names: the order, of those that are known.
+    """
+    if nobody_else():
+        return dict(state)
+    own = {name: (each.shape, each.dtype, each.device.type) for name, each in state.items() if hasattr(each, "shape")}
+    held: list[Any] = [None] * group.size()
+    dist.all_gather_object(held, own, group=group)
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys((*names, *(name for each in held for name in each))):
+        place = next((place for place, each in enumerate(held) if name in each), None)
+        if place is not None:
+            shape, dtype, device = held[place][name]
+            tensor = (
+                state[name].contiguous() if place == group.rank() else torch.empty(shape, dtype=dtype, device=device)
+            )
+            dist.broadcast(tensor, group=group, group_src=place)
+            found[name] = tensor
+    return {**found, **{name: value for name, value in state.items() if name not in found}}
 
 
 def whole_tensor(tensor: Any, rows: Rows | None, group: dist.ProcessGroup | None) -> Tensor:
