@@ -127,12 +127,15 @@ def _by_interpreter(seconds: float) -> Iterator[None]:
 def _num_unbreakable(frame: FrameType | None) -> int:
     """Frames under way that must come to their end: of imports, and what torch calls for an operation's sake.
 
-    What is outside of a compilation is not looked at: an exception ends that as any other does.
+    Of the latter those outside of a compilation are not looked at: an exception ends that as any other does. Imports
+    are, everywhere: the compiler is a package that is imported, too.
     """
-    num = 0
-    while frame is not None and not frame.f_code.co_filename.endswith(COMPILES):
+    num, is_inside = 0, True
+    while frame is not None:
         code = frame.f_code
-        num += code.co_name == "__torch_dispatch__" or code.co_filename.endswith(CALLED_BY_TORCH)
+        is_inside = is_inside and not code.co_filename.endswith(COMPILES)
+        if is_inside:
+            num += code.co_name == "__torch_dispatch__" or code.co_filename.endswith(CALLED_BY_TORCH)
         num += code.co_filename.startswith("<frozen importlib")
         frame = frame.f_back
     return num

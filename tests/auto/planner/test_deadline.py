@@ -101,6 +101,25 @@ def test_an_import_is_not_torn_apart(tmp_path, monkeypatch):
     assert imported[0].rest
 
 
+def test_nor_is_that_of_the_compiler_itself(tmp_path, monkeypatch):
+    package = tmp_path / "own" / "torch" / "_dynamo"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from . import convert_frame\nfrom . import decorators\n")
+    (package / "convert_frame.py").write_text("import signal\nsignal.raise_signal(signal.SIGALRM)\n")
+    (package / "decorators.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    imported = []
+
+    def work():
+        imported.append(importlib.import_module("own.torch._dynamo"))
+        forever()
+
+    with pytest.raises(Overdue), deadline(1000.0):
+        work()
+    assert imported[0].decorators
+
+
 def test_what_is_done_in_time_leaves_signals_as_they_were():
     def handler(number, frame):
         """The user's own."""
