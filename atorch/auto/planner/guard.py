@@ -165,8 +165,8 @@ class Guard:
                 mesh.close()
         if group is not None:
             dist.destroy_process_group(group)
-        del group, mesh
-        gc.collect()
+            del group, mesh
+            gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

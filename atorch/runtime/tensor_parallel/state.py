@@ -32,20 +32,20 @@ def whole_state(
         ArgumentError: some ranks did not call it, and are named.
     """
     binding = getattr(model, "_atorch", None)
-    mesh = getattr(binding, "mesh", None)
+    mesh: Any = getattr(binding, "mesh", None)
     layout = layout or getattr(binding, "layout", None)
     if mesh is not None and layout is not None:
         group = mesh.group("tensor")
     rows = {} if layout is None else layout.rows
     held = model.state_dict()
-    has_stages = mesh is not None and mesh.size("pipeline") > 1
+    stages = mesh.group("pipeline") if mesh is not None and mesh.size("pipeline") > 1 else None
     everybody = everyone()
-    if everybody is not None and (rows or has_stages or any(hasattr(each, "full_tensor") for each in held.values())):
+    if everybody is not None and (rows or stages or any(hasattr(each, "full_tensor") for each in held.values())):
         meet("whole_state", everybody)
     state: dict[str, Tensor] = {}
     for name, value in held.items():
         state[name] = whole_tensor(value, rows.get(name), group)
-    return of_all_stages(state, getattr(model, "state_names", ()), mesh.group("pipeline")) if has_stages else state
+    return state if stages is None else of_all_stages(state, getattr(model, "state_names", ()), stages)
 
 
 def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
