@@ -20,7 +20,7 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.completion import complete
-from atorch.auto.plain_pass import plain_pass
+from atorch.auto.plain_pass import PlainPass, plain_pass
 from atorch.auto.planner.best_first import best_first
 from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed, aside
@@ -28,7 +28,7 @@ from atorch.auto.planner.clock import Clock
 from atorch.auto.planner.deadline import Overdue, deadline, in_time
 from atorch.auto.planner.estimate import Scored, estimate_of, scored, split_by_memory, usable_bytes, usable_host_bytes
 from atorch.auto.planner.explore import SHARE_S, Explorer, Job, Progress
-from atorch.auto.planner.guard import Crew, forget_compiled
+from atorch.auto.planner.guard import Crew, forget_compiled, quick_collections
 from atorch.auto.planner.measuring import Failure, measure
 from atorch.auto.planner.obstacles import obstacles
 from atorch.auto.planner.order import Order
@@ -119,7 +119,7 @@ def search(
     """
     clock = Clock(time_limit) if clock is None else clock
     wanted = Wanted(excluded=excluded, included=included, fixed=fixed, precision=precision)
-    with preserved_rng(), _shown(ctx, progress, verbose) as show:
+    with preserved_rng(), quick_collections(), _shown(ctx, progress, verbose) as show:
         feed = Feed(ctx)
         crew = Crew(ctx.world)
         try:
@@ -192,7 +192,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     Raises:
         StrategyError: it fails on some rank; the rank and its error are named.
     """
-    with preserved_rng():
+    with preserved_rng(), quick_collections():
         crew = Crew(ctx.world)
         feed = Feed(ctx)
         ctx = replace(ctx, sample_batch=crew.led(lambda: sample_of(ctx, feed)))
@@ -391,4 +391,5 @@ def _unsearched(ctx: Context, wanted: Wanted, seconds: float) -> Plan:
         seconds=seconds,
         memory_bytes=ctx.cluster.device.memory_bytes,
         notes=(_no_time(None),),
+        plain_pass=PlainPass(why_not="there was no time for it"),
     )

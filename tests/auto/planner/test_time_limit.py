@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +21,7 @@ from atorch.auto import session
 from atorch.auto.plain_pass import PlainPass
 from atorch.auto.planner import planner
 from atorch.auto.planner.clock import Clock
+from atorch.auto.planner.guard import quick_collections
 from tests.auto.planner.jobs import context, net
 from tests.auto.planner.test_search import assert_same, find, snapshot
 from tests.auto.test_attempt import found
@@ -107,6 +110,24 @@ def test_the_ranking_is_given_up() -> None:
     assert str(plan.strategy) == "plain"
     assert plan.estimate is None
     assert "no time for a dry run" in plan.notes[0]
+    assert plan.plain_pass is not None
+    assert plan.plain_pass.why_not == "there was no time for it", "which is not made up for when it is over"
+
+
+class Ring:
+    """Holds itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_collections_in_a_search_are_of_what_it_made() -> None:
+    with quick_collections():
+        before, alive = gc.get_freeze_count(), weakref.ref(Ring())
+        gc.collect()
+        assert alive() is None
+    assert before > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.matrix
