@@ -80,7 +80,7 @@ def shard(
 
     from atorch.runtime.fsdp_collectives import keep_order
     from atorch.runtime.fsdp_methods import keep_methods
-    from atorch.runtime.sharded_parameter import make_plain_tensors
+    from atorch.runtime.sharded_parameter import make_plain_tensors, refuse_replaced
 
     device = _device(mesh)
     whole = {*ignored, *(each for each in module.parameters() if each.dim() == 0 or not each.numel())}
@@ -93,6 +93,7 @@ def shard(
         whole_precision = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype)
         policies = [(group, whole_precision) for group in _batch_norms(module, groups)] + policies
     owned = _owned([group for group, _ in policies], whole)
+    before = dict(module.named_parameters())
     away = within(offload, [sum(o.get_parameter(name).numel() for o, name in each) for each in owned])
     for (group, policy), is_away in zip(policies, away, strict=True):
         if sync_module_states:
@@ -114,6 +115,7 @@ def shard(
     _materialize(module, lambda each: torch.device("cpu") if each in on_host else device, param_init_fn)
     if forward_prefetch:
         _prefetch_in_order(module, groups)
+    refuse_replaced(module, before)
     make_plain_tensors(module)
     module.register_forward_hook(_resharder(module))
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]

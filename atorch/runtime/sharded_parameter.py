@@ -2,18 +2,26 @@
 
 `next(self.parameters()).new_zeros(…)` is how models make hidden states, and `torch.zeros_like(parameter)` how they make
 accumulators. A sharded parameter would make tensors of its own kind, which mix with no plain one. An optimizer means
-its own kind by `zeros_like`: functions that take a parameter make plain tensors in a forward pass only.
+its own kind by `zeros_like`: functions that take a parameter make plain tensors in a forward pass only. What was made
+of `parameter.data` outside of one is made plain where the model is given it.
+
+Two uses cannot work, and are named: of a parameter that is sharded while a module reads it that does not hold it, and
+of the parameter that a sharded one has replaced, which a function's cell or a list may still hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from atorch.errors import ArgumentError
+from atorch.runtime.chunk.parameter import is_descriptive
 
 _FACTORIES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
@@ -22,14 +30,65 @@ _MAKING = frozenset([*(getattr(_TENSOR, name) for name in _FACTORIES), *(getattr
 _SAME = frozenset([_TENSOR.data.__get__, _TENSOR.detach])
 
 
+_HARMLESS = frozenset([_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.__repr__, _TENSOR.__hash__])
+
+
 def make_plain_tensors(root: nn.Module) -> None:
     """Let the sharded parameters of `root` make plain tensors: their methods always, functions in its forward."""
-    sharded = [each for each in root.parameters() if isinstance(each, DTensor)]
-    for parameter in sharded:
+    sharded = {name: each for name, each in root.named_parameters() if isinstance(each, DTensor)}
+    for path, parameter in sharded.items():
+        parameter.path = path  # type: ignore[attr-defined]
         for name in _FACTORIES:
             setattr(parameter, name, partial(_made, name, parameter.dtype, parameter.device))
-    root.register_forward_pre_hook(lambda *_: _become(_InForward, sharded))
-    root.register_forward_hook(lambda *_: _become(DTensor, sharded), always_call=True)
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        _become(_InForward, sharded.values())
+        if any(isinstance(each, DTensor) for each in tree_leaves((args, kwargs))):
+            return tree_map(_plain, (args, kwargs))
+        return None
+
+    root.register_forward_pre_hook(enter, with_kwargs=True)
+    root.register_forward_hook(lambda *_: _become(DTensor, sharded.values()), always_call=True)
+
+
+def refuse_replaced(root: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Let each parameter that `root` has no more raise when something that still holds it computes with it.
+
+    before: the parameters that `root` had, by name.
+    """
+    staying = set(root.parameters())
+    for name, parameter in before.items():
+        if parameter not in staying and type(parameter) is nn.Parameter:
+            parameter.__class__ = _Replaced
+            parameter.path = name  # type: ignore[attr-defined]
+
+
+class _Replaced(nn.Parameter):
+    """A parameter in whose place the model has a sharded one; its values are those of before training."""
+
+    path: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Say what is known without values.
+
+        Raises:
+            ArgumentError: a computation takes it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _HARMLESS or is_descriptive(func):
+                return func(*args, **(kwargs or {}))
+        held = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)), None)
+        name = "a parameter" if held is None else held.path
+        raise ArgumentError(
+            f"{name} is sharded, and something computes with the tensor that it was before, which is trained no more: "
+            "a closure, a default argument, a list or a functools.partial holds it. Read it as an attribute of its "
+            f"module where it is used, or keep it whole: atorch_ignored_cls=({name!r},)"
+        )
+
+
+def _plain(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) else value
 
 
 def _become(kind: type[DTensor], parameters: Iterable[Tensor]) -> None:
@@ -51,10 +110,29 @@ class _InForward(DTensor):
                 like = args[0]
                 plain = torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
                 return func(plain, *args[1:], **kwargs)
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                _explain(error, cls, (*args, *kwargs.values()))
+                raise
             if func in _SAME:
+                result.path = args[0].path
                 _become(cls, [result])
             return result
+
+
+def _explain(error: RuntimeError, kind: type[Tensor], given: Iterable[Any]) -> None:
+    """Raise `error` in words of the user's where a sharded parameter met plain tensors."""
+    tensors = [each for each in given if isinstance(each, Tensor)]
+    read = next((each for each in tensors if isinstance(each, kind)), None)
+    if read is None or all(isinstance(each, DTensor) for each in tensors):
+        return
+    name = read.path  # type: ignore[attr-defined]
+    raise ArgumentError(
+        f"{name} is sharded where it is read: a module is gathered for its own forward, and another one reads it. Call "
+        "the module that holds it, gather both in one by atorch_wrap_cls (their common parent), or keep the parameter "
+        f"whole: atorch_ignored_cls=({name!r},)"
+    ) from error
 
 
 def _made(name: str, dtype: torch.dtype, device: torch.device, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,0 +1,102 @@
+"""What user code does with parameters whose values are sharded: it works, or says of which parameter it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from atorch.errors import ArgumentError
+from atorch.runtime.fsdp import shard
+from atorch.runtime.fsdp_groups import Group
+from tests.pool import Pool
+
+WIDTH = 4
+
+
+class Model(nn.Module):
+    """A recurrent layer, and a head that `take_road` may give something of it."""
+
+    def __init__(self, take_road: Callable[[nn.LSTM], Callable[[Tensor], Tensor]] | None = None) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+        self.road = None if take_road is None else take_road(self.rnn)
+
+    def forward(self, x: Tensor, hidden: Any = None) -> Tensor:
+        y, _ = self.rnn(x, hidden)
+        y = self.head(y)
+        return y if self.road is None else y + self.road(y)
+
+
+def by_closure(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
+    weight = rnn.weight_hh_l0
+    return lambda y: F.linear(y, weight[:WIDTH])
+
+
+def by_default(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
+    def road(y: Tensor, weight: Tensor = rnn.bias_hh_l0) -> Tensor:
+        return y * weight[:WIDTH]
+
+    return road
+
+
+def by_partial(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
+    return partial(F.linear, weight=rnn.weight_ih_l0)
+
+
+def by_module(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
+    return lambda y: F.linear(y, rnn.weight_hh_l0)
+
+
+REFUSED = [
+    (by_closure, "rnn.weight_hh_l0 is sharded, and something computes with the tensor that it was before"),
+    (by_default, "rnn.bias_hh_l0 is sharded, and something computes with the tensor that it was before"),
+    (by_partial, "rnn.weight_ih_l0 is sharded, and something computes with the tensor that it was before"),
+    (by_module, r"rnn.weight_hh_l0 is sharded where it is read.*atorch_ignored_cls=\('rnn.weight_hh_l0',\)"),
+]
+
+
+def sharded(size: int, road: Any = None) -> Model:
+    model = Model(road)
+    shard(model, init_device_mesh("cpu", (size,)), [Group((model.rnn,)), Group((model.head,))])
+    return model
+
+
+def refused(rank: int, size: int, road: Any, message: str) -> None:
+    model = sharded(size, road)
+    with pytest.raises(ArgumentError, match=message):
+        model(torch.ones(2, 3, WIDTH))
+
+
+@pytest.mark.parametrize(("road", "message"), REFUSED, ids=[road.__name__ for road, _ in REFUSED])
+def test_a_parameter_that_cannot_be_read_is_named(pool: Pool, road: Any, message: str) -> None:
+    pool.run(refused, road, message)
+
+
+def differences(rank: int, size: int) -> list[float]:
+    """How far what was made of a parameter outside of forward leads from what the plain model gives."""
+    torch.manual_seed(0)
+    model = sharded(size)
+    torch.manual_seed(0)
+    plain, x = Model(), torch.ones(2, 3, WIDTH)
+
+    def ways(model: Model) -> list[Tensor]:
+        first = next(model.parameters())
+        return [first.new_zeros(1, 2, WIDTH), first.data.new_zeros(1, 2, WIDTH), first.detach().new_ones(1, 2, WIDTH)]
+
+    pairs = [
+        (model(x, (mine, mine)), plain(x, (theirs, theirs)))
+        for mine, theirs in zip(ways(model), ways(plain), strict=True)
+    ]
+    return [float((mine - theirs).abs().max()) for mine, theirs in pairs]
+
+
+def test_hidden_states_may_be_made_of_a_parameter_outside_of_forward(pool: Pool) -> None:
+    for found in pool.run(differences):
+        assert max(found) < 1e-6
