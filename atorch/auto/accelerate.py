@@ -69,7 +69,8 @@ def auto_accelerate(
             exact numbers: "fp32", "autocast", "half" or "fp8"), find_unused_parameters, sampler_seed,
             loss_weight (what the loss is a mean over, where that is not to be found out), sample_batch
             (for methods that watch the model at work, where there is no dataset), verify (whether a strategy's first
-            pass is held to plain training's; True), and calibration: whether the search uses and keeps what was
+            pass is held to plain training's; True), timeout (seconds that processes wait for one another, 600; a
+            group that you made keeps its own), and calibration: whether the search uses and keeps what was
             measured on this machine, in the user's cache directory (True) or the file that it names.
 
     Returns:

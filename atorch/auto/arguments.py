@@ -14,8 +14,9 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from atorch.auto.checks import check_job
 from atorch.auto.strategy import EXACTNESS, Exactness, Strategy
@@ -71,6 +72,7 @@ class Options:
     loss_weight: Any = "auto"  # what the loss is a mean over, of parts of a batch and over processes: see LossWeight
     sample_batch: Any = None  # what `prepare_input` takes, for methods that watch the model where there is no dataset
     verify: bool = True  # whether a strategy's first pass is held to plain training's
+    timeout: float = worlds.TIMEOUT.total_seconds()  # seconds that processes wait for one another in their groups
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
@@ -86,6 +88,8 @@ class Options:
         limit = options.time_limit
         if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
+        if not _is_timeout(options.timeout):
+            raise ArgumentError(f"timeout is {options.timeout!r}; it is a finite number of seconds above 0")
         if not isinstance(options.verify, bool):
             raise ArgumentError(f"verify is {options.verify!r}; it is True or False")
         if options.precision is not None and options.precision not in EXACTNESS:
@@ -155,7 +159,7 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
                 call.strategy.to_json()  # what no file can hold is told now
         return call
 
-    worlds.init()
+    worlds.init(timeout=_timeout_of(keywords))
     return agreed("auto_accelerate", lambda: _given({**given, **keywords}), read, _found)
 
 
@@ -176,9 +180,19 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
         _need_for_steps(job)
         return call
 
-    worlds.init()
+    worlds.init(timeout=_timeout_of(keywords))
     arguments = {"model": model, **keywords, **dict(zip(names, given, strict=False))}
     return agreed("plan", lambda: _given(arguments), read, _found)
+
+
+def _timeout_of(keywords: Mapping[str, Any]) -> timedelta:
+    """The time-out that was asked for, to begin with; what is no number of seconds is refused once all can hear it."""
+    given = keywords.get("timeout")
+    return timedelta(seconds=given) if _is_timeout(given) else worlds.TIMEOUT
+
+
+def _is_timeout(given: Any) -> TypeGuard[float]:
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given <= timedelta.max.days
 
 
 def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from atorch.auto.context import Context
 from atorch.auto.planner.guard import Crew, Guard, forget_compiled
 from atorch.distributed.mesh import set_current
 from atorch.distributed.rng import RandomState
-from atorch.distributed.world import TIMEOUT
 from atorch.runtime.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ def attempt(ctx: Context, work: Callable[[Context], T]) -> tuple[T | None, str |
         made.clear()
         kept.restore()  # a model that was sharded holds the group, and who waits in that would not hear of its end
 
-    guard = Guard(ctx.world, crew, let_go, timeout_s=TIMEOUT.total_seconds())
+    guard = Guard(ctx.world, crew, let_go, timeout_s=ctx.world.timeout.total_seconds())
     own = replace(ctx, rank_weights=[], unrounded={})
     try:
         for phase in (guard.connect, lambda: made.append(work(own))):

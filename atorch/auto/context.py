@@ -132,7 +132,7 @@ class Context:
 
     def need_mesh(self) -> Mesh:
         """The mesh, or one of a single process where none was made."""
-        return self.mesh or Mesh((("data", 1),), None, self.device.type)
+        return self.mesh or Mesh((("data", 1),), None, self.device.type, self.world.timeout)
 
     def with_finish(self, finish: Callable[[Built], Built]) -> Context:
         """This context with one more thing to do when everything is built."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch.auto.context import Context
-from atorch.distributed.collectives import gather_objects
+from atorch.distributed.collectives import first_told, from_rank_zero
 from atorch.distributed.rng import preserved_rng
 from atorch.runtime.gradient_sample import Sample, sample_of
 from atorch.runtime.losses import value_of
@@ -162,11 +162,10 @@ def _on_every_process(work: Callable[[], T]) -> T:
         _Incomparable: it failed on some process.
     """
     value, failed = tried(work)
-    reports = gather_objects((failed, value))
-    reasons = [reason for reason, _ in reports if reason is not None]
-    if reasons:
-        raise _Incomparable(reasons[0])
-    first: T = reports[0][1]
+    reason: tuple[int, str] | None = first_told(failed)
+    if reason is not None:
+        raise _Incomparable(reason[1])
+    first: T = from_rank_zero(value)  # type: ignore[assignment]  # there is one where nothing failed
     return first
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -203,7 +204,8 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
 
 
 def _context(call: Call) -> Context:
-    world, options = worlds.init(), call.options
+    options = call.options
+    world = worlds.init(timeout=timedelta(seconds=options.timeout))
     cluster = ClusterSpec.detect(world, measure=call.searches)
     made = together(
         lambda: make_context(

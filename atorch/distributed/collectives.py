@@ -1,7 +1,12 @@
-"""Decisions that all processes take together: one fails, all fail; one decides, all hear it."""
+"""Decisions that all processes take together: one fails, all fail; one decides, all hear it.
+
+Where all is well nothing is gathered: whether somebody failed, or has something else than the others, is one all-reduce
+of a few numbers, as many for a thousand processes as for two. What went wrong, and where, is asked for only then.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,13 +60,14 @@ def stand_on(group: dist.ProcessGroup | None) -> Iterator[None]:
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value`, by rank. Values are trusted: they come from this job's own processes.
 
-    `group`, of all ranks too, keeps this apart from what else the processes exchange.
+    `group`: whose ranks; None for all of them.
     """
-    if not several():
+    size = dist.get_world_size(group) if several() else 1
+    if size == 1:
         return [value]
     if nobody_else():
-        return [value] * dist.get_world_size()
-    values: list[Any] = [None] * dist.get_world_size()
+        return [value] * size
+    values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group or everyone())
     return values
 
@@ -75,21 +81,48 @@ def from_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> T:
     return box[0]
 
 
-def together(work: Callable[[], T]) -> T:
+def largest(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """The largest of each of `values` (of 63 bits) over the ranks of `group`; None for all of them."""
+    if not several() or nobody_else() or dist.get_world_size(group) == 1:
+        return list(values)
+    held = torch.tensor(values, dtype=torch.int64, device=meeting_place())
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group or everyone())
+    return [int(value) for value in held.tolist()]
+
+
+def meeting_place() -> torch.device:
+    """Where small tensors lie that processes exchange: on the host, where its backend is there."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def first_told(told: T | None, group: dist.ProcessGroup | None = None) -> tuple[int, T] | None:
+    """What the lowest of the ranks that have something to tell has, with that rank; None where nobody has."""
+    place, size = (dist.get_rank(group), dist.get_world_size(group)) if several() else (0, 1)
+    (nearest,) = largest([size - place if told is not None else 0], group)
+    if not nearest:
+        return None
+    source, box = size - nearest, [told]
+    if size > 1 and not nobody_else():
+        dist.broadcast_object_list(box, group=group or everyone(), group_src=source)
+    assert box[0] is not None, "its rank said that there is something"
+    return (source if group is None else dist.get_global_rank(group, source)), box[0]
+
+
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What `work` returns on this rank, or, where it raised on any rank, an error on every rank.
 
     A rank that did fine raises an error of the first failing rank's kind, or an ArgumentError where that is none of
-    atorch's, with that rank named.
+    atorch's, with that rank named. `group`: the ranks that do this work; None for all of them.
     """
     try:
         result = work()
     except Exception as error:  # also what users' code raises: no rank may be left waiting
-        gather_objects((_kind(error), _told(error)))
+        first_told((_kind(error), _told(error)), group)
         raise
-    for rank, failure in enumerate(gather_objects(None)):
-        if failure is not None:
-            kind, message = failure
-            raise getattr(errors, kind)(f"rank {rank} failed: {message}")
+    failure: tuple[int, tuple[str, str]] | None = first_told(None, group)
+    if failure is not None:
+        rank, (kind, message) = failure
+        raise getattr(errors, kind)(f"rank {rank} failed: {message}")
     return result
 
 
@@ -128,15 +161,18 @@ def agreed(
     except Exception as raised:
         error = error or raised
     failure = None if error is None else (_kind(error), _told(error))
+    digests = {name: digest(each) for name, each in facts.items()}
     with _naming_the_missing(call):
-        said = _answers((call, failure, {name: digest(each) for name, each in facts.items()}), call)
+        if _answers(lambda: _is_same((call, sorted(digests.items())), is_well=error is None), call):
+            return made[0]
+        said = _answers(lambda: gather_objects((call, failure, digests)), call)
     differing = _differing([digests for _, _, digests in said])
     told = ""
     if any(other != call for other, _, _ in said):
         told = _told_apart("the call", [Fact(other) for other, _, _ in said])
     elif differing:
         own = {place: fact for name in differing for place, fact in facts.get(name, {}).items()}
-        told = differences(_answers(own, call))
+        told = differences(_answers(lambda: gather_objects(own), call))
     failed = [(rank, *failure) for rank, (_, failure, _) in enumerate(said) if failure is not None]
     if failed and (told or error is None):
         rank, kind, message = failed[0]
@@ -238,10 +274,10 @@ def _differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
     return [name for name in digests[0] if len({each.get(name, "") for each in digests} - {""}) > 1]
 
 
-def _answers(value: T, call: str) -> list[T]:
-    """Every rank's `value`; one that does not answer is an error, not torch's."""
+def _answers(exchange: Callable[[], T], call: str) -> T:
+    """What an exchange with the others gives; one who does not answer is an error, not torch's."""
     try:
-        return gather_objects(value)
+        return exchange()
     except (RuntimeError, EOFError) as error:
         raise ArgumentError(
             f"{call} got no answer from the other processes, which all have to call it: one has ended, or does "
@@ -249,15 +285,38 @@ def _answers(value: T, call: str) -> list[T]:
         ) from error
 
 
-def agree(value: Any, what: str, error: type[AtorchError]) -> None:
-    """Raise `error` on every rank where `value` (any plain data) differs between ranks."""
-    values = gather_objects(value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise error(
-                f"{what} differs between processes: rank 0 has {shown(values[0], 400)}, rank {rank} has "
-                f"{shown(other, 400)}"
-            )
+def _is_same(value: Any, *, is_well: bool = True) -> bool:
+    """Whether all ranks have the same plain data, by its text, and all are well."""
+    number = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
+    high, low, is_ill = largest([number, -number, not is_well])
+    return high == -low and not is_ill
+
+
+def agree(value: Any, what: str, error: type[AtorchError], place: Callable[[int], str] = "item {}".format) -> None:
+    """Raise `error` on every rank where `value` (any plain data) differs between ranks.
+
+    Of long lists the first item that differs is named, by its `place`.
+    """
+    if _is_same(value):
+        return
+    first = from_rank_zero(value)
+    difference = first_told(None if value == first else _apart(first, value, place))
+    if difference is not None:
+        rank, (here, there) = difference
+        raise error(f"{what} differs between processes: rank 0 has {here}, rank {rank} has {there}")
+
+
+def _apart(first: Any, other: Any, place: Callable[[int], str]) -> tuple[str, str]:
+    """What rank 0 has, and this rank, where they differ."""
+    if isinstance(first, list) and isinstance(other, list) and max(len(first), len(other)) > MAX_DIFFERENCES:
+        length = min(len(first), len(other))
+        at = next((i for i in range(length) if first[i] != other[i]), length)
+        return _item(first, at, place), _item(other, at, place)
+    return shown(first, 400), shown(other, 400)
+
+
+def _item(values: list[Any], at: int, place: Callable[[int], str]) -> str:
+    return f"{place(at)} {shown(values[at], 400)}" if at < len(values) else f"no {place(at)}"
 
 
 def synchronise(tensors: Sequence[torch.Tensor]) -> None:
@@ -271,9 +330,10 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
     if not several():
         return
     known = [tensor.detach() for tensor in tensors if not tensor.is_meta]
-    agree([(tuple(tensor.shape), str(tensor.dtype)) for tensor in known], "the model", ArgumentError)
-    if len({tuple(sums) for sums in gather_objects([_sum_of_bits(tensor) for tensor in known])}) == 1:
+    shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in known]
+    if _is_same((shapes, [_sum_of_bits(tensor) for tensor in known])):
         return
+    agree(shapes, "the model", ArgumentError, "as tensor {}".format)
     for tensor in known:
         value = tensor.contiguous()  # collectives take no other; a copy where it was not
         dist.broadcast(value, src=0, group=everyone())

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,6 +80,18 @@ def groups_along(
     return [[order[base + offset] for offset in inner] for base in outer]
 
 
+def own_group(rank: int, slices: Slices, order: Sequence[int], names: Sequence[str]) -> list[int]:
+    """The one of `groups_along` that a rank is in, ascending, without working out the others."""
+    place, first, stride, offsets = order.index(rank), 0, 1, [0]
+    for name, size in slices:
+        if name in names:
+            offsets = [offset + stride * step for step in range(size) for offset in offsets]
+        else:
+            first += place // stride % size * stride
+        stride *= size
+    return sorted(order[first + offset] for offset in offsets)
+
+
 def _grid(axes: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(size) for _, size in axes))
 
@@ -117,6 +130,7 @@ class Mesh:
     slices: tuple[tuple[str, int], ...]
     rank_order: tuple[int, ...] | None
     device_type: str
+    timeout: timedelta = world.TIMEOUT  # of the groups that are made along its axes
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     _roots: list[DeviceMesh] = field(default_factory=list, repr=False)
     _joined: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
@@ -152,10 +166,9 @@ class Mesh:
 
     def ranks(self, *names: str) -> list[int]:
         """The ranks of this process's group along the axes, ascending."""
-        mine = next((ranks for ranks in self._table(names) if _my_rank() in ranks), None)
-        if mine is None:
+        if _my_rank() >= self.num_ranks:
             raise StrategyError(f"the mesh arranges {self.num_ranks} processes, but this one is rank {_my_rank()}")
-        return mine
+        return own_group(_my_rank(), self.slices, self.rank_order or range(self.num_ranks), names)
 
     def group(self, *names: str) -> dist.ProcessGroup:
         """The process group along the axes. All processes must ask for the same groups in the same order."""
@@ -183,9 +196,13 @@ class Mesh:
             )
         if self.size(*key) == self.num_ranks:
             return _default_group()
+        if not key:  # nobody else is in it, so nobody else need know, or make as many as there are processes
+            alone = dist.new_group([_my_rank()], timeout=self.timeout, use_local_synchronization=True)
+            assert isinstance(alone, dist.ProcessGroup)
+            return alone
         mine: dist.ProcessGroup | None = None
         for ranks in self._table(key):
-            group = dist.new_group(ranks, timeout=world.TIMEOUT)
+            group = dist.new_group(ranks, timeout=self.timeout)
             mine = group if _my_rank() in ranks else mine
         assert mine is not None, "every rank is in one of the groups"
         return mine

@@ -17,6 +17,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import name_rank
 
 TIMEOUT = timedelta(minutes=10)
+"""How long processes wait for one another, where nobody says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,19 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    timeout: timedelta = TIMEOUT  # of the groups that are made for the job
 
 
-def init(device_type: str | None = None) -> World:
+def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
     """Join the job's process group where a launcher started several processes, and say who this process is.
 
-    A group that exists already is kept. Without a launcher this is one process, and no group is made
+    A group that exists already is kept, with its time-out. Without a launcher this is one process, and no group is made
     until something asks for one (`ensure_group`).
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _check_launcher()
-        dist.init_process_group(_backend(device_type), timeout=TIMEOUT)
+        dist.init_process_group(_backend(device_type), timeout=timeout)
         atexit.register(_leave)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if size > 1:
@@ -50,7 +52,7 @@ def init(device_type: str | None = None) -> World:
             raise ArgumentError("device_type is 'cuda', but torch finds no CUDA device here; use 'cpu'")
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    return World(rank=rank, size=size, local_rank=local_rank, device=device)
+    return World(rank=rank, size=size, local_rank=local_rank, device=device, timeout=timeout)
 
 
 def _leave() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atorch.distributed.collectives import everyone
+from atorch.distributed.collectives import everyone, meeting_place
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 
@@ -155,7 +155,7 @@ def any_processes(flags: Sequence[bool], group: dist.ProcessGroup | None = None)
     """For each of `flags`, whether it holds on any process of the group, or of the job."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         return list(flags)
-    held = torch.tensor(flags, dtype=torch.int32, device=_meeting_place())
+    held = torch.tensor(flags, dtype=torch.int32, device=meeting_place())
     dist.all_reduce(held, dist.ReduceOp.MAX, group=group or everyone())
     return [bool(flag) for flag in held.tolist()]
 
@@ -164,13 +164,9 @@ def sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> lis
     """Each of `values`, added up over the processes of the group, or of the job."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         return list(values)
-    held = torch.tensor(values, dtype=torch.float64, device=_meeting_place())
+    held = torch.tensor(values, dtype=torch.float64, device=meeting_place())
     dist.all_reduce(held, group=group or everyone())
     return [float(value) for value in held.tolist()]
-
-
-def _meeting_place() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _counts(rules: Sequence[Rule], parts: Sequence[Any], rows: Sequence[int]) -> list[list[float]]:

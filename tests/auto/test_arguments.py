@@ -18,6 +18,7 @@ from torch import nn
 
 import atorch
 from atorch import auto_accelerate
+from atorch.auto.arguments import Options
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import complete
 from atorch.auto.strategy import Strategy
@@ -368,3 +369,20 @@ def count_collectives(rank: int, size: int, case: str) -> list[str]:
 @pytest.mark.parametrize("case", ["search and load", "no dataset", "unknown keyword", "no model", "eval"])
 def test_the_first_collective_is_the_agreement(pool: Pool, case: str) -> None:
     assert pool.run(count_collectives, case) == [["auto_accelerate"], ["auto_accelerate"]]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "60", True, float("inf"), float("nan")])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    with pytest.raises(ArgumentError, match="timeout is .*; it is a finite number of seconds above 0"):
+        Options.of({"timeout": timeout})
+
+
+def timeouts_of_a_start(rank: int, size: int) -> set[float]:
+    """The time-outs of the groups that a start makes."""
+    with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as made:
+        auto_accelerate(Net(), **job(load_strategy=[("parallel_mode", ([("zero", 2)], None)), "fsdp"]), timeout=77.0)
+    return {call.kwargs["timeout"].total_seconds() for call in made.call_args_list}
+
+
+def test_a_timeout_reaches_the_groups_that_are_made(pool: Pool) -> None:
+    assert pool.run(timeouts_of_a_start) == [{77.0}] * 2

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from atorch.distributed import collectives
-from atorch.distributed.collectives import agree, from_rank_zero, gather_objects, meet, several, synchronise, together
+from atorch.distributed.collectives import (
+    agree,
+    agreed,
+    from_rank_zero,
+    gather_objects,
+    meet,
+    several,
+    synchronise,
+    together,
+)
+from atorch.distributed.description import described
 from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
 from tests.pool import Pool
 
@@ -85,6 +98,42 @@ def test_a_difference_is_an_error_on_every_rank(pool: Pool) -> None:
     assert pool.run(compare, [{"a": 1}, {"a": 1}]) == ["", ""]
     told = "the strategy differs between processes: rank 0 has 'a', rank 1 has 'b'"
     assert pool.run(compare, ["a", "b"]) == [told, told]
+
+
+def test_of_long_lists_the_first_difference_is_named(pool: Pool) -> None:
+    told = "the strategy differs between processes: rank 0 has item 3 3, rank 2 has item 3 9"
+    assert pool.run(compare, [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 9, 5]], ranks=3) == [told] * 3
+    told = "the strategy differs between processes: rank 0 has item 4 4, rank 1 has no item 4"
+    assert pool.run(compare, [[0, 1, 2, 3, 4], [0, 1, 2, 3]]) == [told] * 2
+    assert pool.run(compare, [{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == ["", ""]
+
+
+def all_is_well(rank: int, size: int) -> list[str]:
+    """The collectives of decisions in which nothing goes wrong."""
+    called: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        real = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    names = ("all_reduce", "all_gather_object", "broadcast_object_list", "broadcast")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, noted(name)))
+        together(lambda: rank)
+        agree(["a"] * 1000, "the strategy", StrategyError)
+        agreed("call", lambda: {"given": described("given", list(range(1000)))}, lambda: rank)
+        synchronise([torch.ones(3), torch.zeros(2, 2)])
+    return called
+
+
+def test_where_all_is_well_a_few_numbers_are_exchanged(pool: Pool) -> None:
+    assert pool.run(all_is_well) == [["all_reduce"] * 4] * 2
 
 
 def align(rank: int, size: int, case: str) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from atorch.distributed import Mesh, parallel_group, parallel_group_size, parallel_rank, rank_table, use_mesh
 from atorch.distributed.collectives import stand_on
 from atorch.distributed.fake import fake_world
-from atorch.distributed.mesh import AXES, groups_along
+from atorch.distributed.mesh import AXES, groups_along, own_group
 from atorch.errors import StrategyError
 from tests.pool import Pool
 
@@ -60,6 +62,23 @@ def test_the_groups_of_every_axis_partition_the_ranks(arranged: Any) -> None:
     for name, groups in rank_table(slices, world_size, order).items():
         assert sorted(rank for group in groups for rank in group) == list(range(world_size))
         assert {len(group) for group in groups} == {dict(slices)[name]}
+
+
+@given(arrangements(), st.sets(st.sampled_from(AXES)))
+def test_a_process_finds_its_own_group_without_the_others(arranged: Any, names: set[str]) -> None:
+    slices, world_size, order = arranged
+    for group in groups_along(slices, world_size, order, list(names)):
+        for rank in group:
+            assert own_group(rank, slices, order, list(names)) == sorted(group)
+
+
+def test_a_group_of_one_is_made_by_that_one_alone() -> None:
+    with fake_world(4096, rank=7), mock.patch.object(dist, "new_group", side_effect=dist.new_group) as made:
+        mesh = Mesh((("tensor", 8), ("data", 512)), None, "cpu", timedelta(seconds=5))
+        assert mesh.group("pipeline").size() == mesh.group("zero").size() == 1
+        assert made.call_count == 1
+        assert mesh.group("tensor").size() == 8
+        assert {call.kwargs["timeout"] for call in made.call_args_list} == {timedelta(seconds=5)}
 
 
 @given(arrangements())

@@ -130,7 +130,7 @@ class ParallelMode(Method):
 
     def apply(self, ctx: Context) -> Context:
         """Make the mesh, and make it the current one."""
-        mesh = Mesh(self.slices, self.rank_order, ctx.device.type)
+        mesh = Mesh(self.slices, self.rank_order, ctx.device.type, ctx.world.timeout)
         if ctx.mesh is not None and ctx.mesh.layout() == mesh.layout():
             mesh = ctx.mesh
         for name, _ in self.slices:

@@ -12,7 +12,7 @@ has had. Which that is, is asked before every pass; it is one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from atorch.distributed.collectives import first_told, largest
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
 from atorch.runtime.chunk.course import Course, Pass
@@ -63,17 +64,15 @@ class Courses:
         Raises:
             AtorchError: it cannot be foreseen, here or on a process that shares the chunks.
         """
-        found = self._attempts()
-        fault = next((each for _, each in found if isinstance(each, AtorchError)), None)
-        if fault is not None and not self._for_real:
-            logger.info("a pass is foreseen by a real run on the host: %s", fault)
+        numel, found = self._largest_attempt()
+        if isinstance(found, AtorchError) and not self._for_real:
+            logger.info("a pass is foreseen by a real run on the host: %s", found)
             self._for_real = True
-            found = self._attempts()
-            fault = next((each for _, each in found if isinstance(each, AtorchError)), None)
-        if fault is not None:
-            raise fault
-        self._largest = max(numel for numel, _ in found)
-        return next(each for numel, each in found if numel == self._largest and not isinstance(each, AtorchError))
+            numel, found = self._largest_attempt()
+        if isinstance(found, AtorchError):
+            raise found
+        self._largest = numel
+        return found
 
     def begin(self, first: Course) -> None:
         """`first` is the course of the pass that `first()` gave."""
@@ -100,16 +99,22 @@ class Courses:
     def _key(self) -> Hashable:
         return self._shapes if self._group is None else "largest"
 
-    def _attempts(self) -> Sequence[tuple[int, Pass | AtorchError]]:
-        """What each process that shares the chunks foresees on its batch, and the elements of that."""
-        mine = self._numel, self._attempt()
+    def _largest_attempt(self) -> tuple[int, Pass | AtorchError]:
+        """What the process with the largest batch foresees, and that batch's elements; or what stops any of them.
+
+        One of them tells it: a pass is megabytes, and what all have to tell would grow with their number.
+        """
+        attempt = self._attempt()
         if self._group is None:
-            return [mine]
-        every: list[Any] = [None] * self._group.size()
-        numel, attempt = mine
-        said = str(attempt) if isinstance(attempt, AtorchError) else attempt
-        dist.all_gather_object(every, (numel, said), group=self._group)
-        return [(numel, ArgumentError(said) if isinstance(said, str) else said) for numel, said in every]
+            return self._numel, attempt
+        fault = first_told(str(attempt) if isinstance(attempt, AtorchError) else None, self._group)
+        if fault is not None:
+            return self._numel, attempt if isinstance(attempt, AtorchError) else ArgumentError(fault[1])
+        (most,) = largest([self._numel], self._group)
+        mine: Pass | AtorchError | None = attempt if self._numel == most else None
+        foreseen: tuple[int, Pass | AtorchError] | None = first_told(mine, self._group)
+        assert foreseen is not None, "some batch is the largest"
+        return most, foreseen[1]
 
     def _attempt(self) -> Pass | AtorchError:
         try:
