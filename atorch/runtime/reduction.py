@@ -36,6 +36,11 @@ class Reduction:
         """Whether `.grad` lies in buckets, which the next reduction writes."""
         return self._replicas is not None and bool(self._replicas.gradient_as_bucket_view)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward pass gathers parameters from other processes, which then must run one as well."""
+        return self._shards
+
     def only(self, now: bool) -> AbstractContextManager[None]:
         """A forward and backward pass that reduces gradients now, or leaves them to a later one."""
         if self._shards and not now:

@@ -65,7 +65,8 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     def finish(built: Built) -> Built:
         if built.args["use_optim_backward"] or built.loss_func is None:
             raise StrategyError("a pipeline needs loss.backward(); a backend with its own backward cannot take it")
-        engine = Engine(built.parts, method.schedule, group, ctx.device, understudy())
+        replicas = mesh.group(*BATCH_AXES)
+        engine = Engine(built.parts, method.schedule, group, ctx.device, understudy(), replicas)
         pipeline = Pipeline(engine, Ties(shared, built.parts, group), names)
         if method.backend == "deepspeed":
             return pipeline_deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
@@ -75,7 +76,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
             batches.count,
             batches.loss_weight,
             tolerance,
-            mesh.group(*BATCH_AXES),
+            replicas,
             lambda rule: ctx.rank_weight(rule, built.dataloader),
         )
         sample = ctx.prepare_input(ctx.sample_batch, ctx.device)

@@ -2,7 +2,7 @@
 
 What travels through torch's splitting is the number of a micro-batch; its arguments are looked up, so they may be
 anything. Batches of another shape, and passes without backward, get schedules of their own, of which the last few are
-kept, for their buffers.
+kept, for their buffers; in which order passes come is found out once for each number of micro-batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
-from atorch.runtime.pipeline.schedules import make_schedule, place_of, torch_stage, whole_batch
+from atorch.runtime.loss_weight import any_processes
+from atorch.runtime.pipeline.schedules import Pattern, TorchStage, make_schedule, place_of, torch_stage, whole_batch
 from atorch.runtime.pipeline.shapes import Shape, shape_of, sizes_of
 from atorch.runtime.pipeline.stage import Stage, stage_of
 from atorch.runtime.pipeline.understudy import Understudy
@@ -56,14 +57,18 @@ class Engine:
         group: dist.ProcessGroup,
         device: torch.device,
         understudy: Understudy | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        """`understudy`: speaks for the other processes, where they are fake ones."""
+        """`understudy`: speaks for the other processes, where they are fake ones. `replicas`: who has other batches."""
         self.parts, self.group, self.device = tuple(parts), group, device
         self.stages = [stage_of(part) for part in parts]
         self.reductions = [Reduction(part) for part in parts]
         self.last_place = place_of(self.stages[0].num_stages - 1, group.size())
         self._name, self.understudy = schedule, understudy
+        # Where parameters are shards, a pass that one process makes, all that hold them have to make.
+        self._looks_with = replicas if any(each.is_sharded for each in self.reductions) else None
         self.pieces = [Piece(part, self) for part in parts]
+        self._patterns: dict[tuple[str, int, bool], Pattern] = {}
         self._schedules: dict[Any, Any] = {}
         self._seen: dict[Any, list[Sequence[Shape]]] = {}  # sizes of a call's arguments → shapes that it makes
         self.job: _Job | None = None
@@ -102,7 +107,10 @@ class Engine:
     def working_on(self, calls: Sequence[Arguments], conclude: Conclude) -> Iterator[Sequence[Sequence[Shape]]]:
         """Inside, `pieces` run the micro-batches `calls`; gives the shapes of what the model's calls return."""
         sizes = sizes_of(calls[0])
-        shapes = self._seen.pop(sizes, None) or self._see(calls[0])
+        shapes = self._seen.pop(sizes, None)
+        is_new = shapes is None if self._looks_with is None else any_processes([shapes is None], self._looks_with)[0]
+        if shapes is None or is_new:
+            shapes = self._see(calls[0])
         self._seen[sizes] = shapes
         if len(self._seen) > KEPT_SHAPES:
             del self._seen[next(iter(self._seen))]
@@ -113,11 +121,18 @@ class Engine:
             self.job = None
 
     def _make(self, name: str, shapes: Sequence[Sequence[Shape]], micro_batches: int, train: bool) -> Any:
+        key = name, micro_batches, train
+        if key not in self._patterns:
+            stages = self._torch_stages(name, shapes)
+            self._patterns[key] = Pattern(make_schedule(name, stages, micro_batches, train=train), stages)
+        return self._patterns[key].on(self._torch_stages(name, shapes))
+
+    def _torch_stages(self, name: str, shapes: Sequence[Sequence[Shape]]) -> list[TorchStage]:
         def described(stage: Stage, wires: Sequence[Any]) -> list[tuple[Shape, bool]]:
             found = [(shapes[wire.call][wire.number], wire.call in stage.route.trained) for wire in wires]
             return [(shape, trained and shape.dtype.is_floating_point) for shape, trained in found]
 
-        stages = [
+        return [
             torch_stage(
                 name,
                 piece,
@@ -131,15 +146,17 @@ class Engine:
             )
             for piece, reduction, stage in zip(self.pieces, self.reductions, self.stages, strict=True)
         ]
-        return make_schedule(name, stages, micro_batches, train=train)
 
     def _see(self, call: Arguments) -> list[Sequence[Shape]]:
-        """Run the stages one after another on a micro-batch, to see the shapes that they give; all fail together."""
+        """Run the stages one after another on a micro-batch, to see the shapes that they give.
+
+        The processes of this pipeline fail together. Others have other batches, and may know the shapes of theirs.
+        """
         if self.understudy is not None:
             return list(self.understudy.run(*call)[0])
         table: list[Sequence[Shape]] = []
         for index in range(self.stages[0].num_stages):
-            box = [together(functools.partial(self._seen_by, index, call, table))]
+            box = [together(functools.partial(self._seen_by, index, call, table), self.group)]
             dist.broadcast_object_list(box, group=self.group, group_src=place_of(index, self.group.size()))
             table += box[0]
         return table

@@ -12,7 +12,9 @@ Where a loss needs all micro-batches at once, gpipe, or for several pieces its l
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,6 +148,26 @@ def make_schedule(name: str, stages: Sequence[TorchStage], micro_batches: int, *
     if name == "gpipe" or not train or micro_batches < stage.num_stages:
         return ScheduleGPipe(stage, micro_batches, **options)
     return Schedule1F1B(stage, micro_batches, **options)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A schedule that is never run, and its stages: those that run are copies of it, on stages of other shapes.
+
+    The order of passes depends on stages and micro-batches alone, and torch takes seconds to find it where both are
+    many. Its tables, which no step writes to, are shared.
+    """
+
+    schedule: Any
+    stages: Sequence[TorchStage]
+
+    def on(self, stages: Sequence[TorchStage]) -> Any:
+        """The same schedule of other `stages`."""
+        memo: dict[int, Any] = {id(own): other for own, other in zip(self.stages, stages, strict=True)}
+        for table in vars(self.schedule).values():
+            if isinstance(table, dict) and any(isinstance(row, list) and row for row in table.values()):
+                memo[id(table)] = table
+        return copy.deepcopy(self.schedule, memo)
 
 
 def _same(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

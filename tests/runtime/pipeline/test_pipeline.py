@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from atorch import auto_accelerate
+from atorch.distributed.mesh import parallel_rank
+from atorch.runtime.pipeline import engine
+from atorch.runtime.pipeline.schedules import make_schedule
 from tests.pool import Pool, RankFailure
 from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, loss_func, make_model, train
 
@@ -204,3 +208,37 @@ def test_a_fault_of_the_loss_is_everybodys_before_the_first_step(pool: Pool) -> 
     first, last = pool.run(faulty)
     assert last == "KeyError: 'no such entry'"
     assert first == "ArgumentError: rank 1 failed: KeyError: 'no such entry'"
+
+
+def of_other_lengths(rank: int, size: int, beside: list[Any]) -> tuple[list[float], int]:
+    """How far losses are from plain training's where replicas have sequences of other lengths, of which one is new.
+
+    And for how many of the four batches torch was asked for an order of passes.
+    """
+    made = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args[0])
+        return make_schedule(*args, **kwargs)
+
+    _, result, _ = auto_accelerate(
+        make_model("gpt2"), torch.optim.SGD, loss_func=loss_func, model_input_format="unpack_dict",
+        optim_args={"lr": 0.0}, sample_batch=Samples("gpt2", 4, 8, even=True).data,
+        load_strategy=[*stages(data=2, micro_batches=2), *beside],
+    )  # fmt: skip
+    assert result is not None
+    errors = []
+    with mock.patch.object(engine, "make_schedule", counted):
+        for lengths in ((8, 8), (8, 12), (12, 8), (12, 10)):
+            batch = Samples("gpt2", 4, lengths[parallel_rank("data")], even=True).data
+            loss = result.loss_func(batch, result.model(**batch))
+            loss.backward()
+            errors.append(abs(loss.item() - float(make_model("gpt2")(**batch).loss)))
+    return errors, len(made)
+
+
+@pytest.mark.parametrize("beside", [["ddp"], ["fsdp"]], ids=str)
+def test_batches_of_replicas_may_differ_in_length(pool: Pool, beside: list[Any]) -> None:
+    for errors, num_made in pool.run(of_other_lengths, beside, ranks=4, timeout=30):
+        assert max(errors) <= 1e-5
+        assert num_made == 1, "the order of passes does not depend on shapes"
