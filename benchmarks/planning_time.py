@@ -23,7 +23,8 @@ import json, resource, time, torch, transformers
 from torch.utils.data import Dataset
 from atorch.auto.job import make_context
 from atorch.auto.planner.candidate import Feed
-from atorch.auto.planner.planner import Wanted, ranked, starting_point
+from atorch.auto.planner.planner import starting_point
+from atorch.auto.planner.ranking import Wanted, ranked
 from atorch.auto.strategy import EXACTNESS
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds

@@ -23,6 +23,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, StepTimes, peak_memory
 
 TIE = 0.03  # of a step: nearer than the estimate is right
+PATIENCE = 4  # times as many branches are looked at before it is believed that nothing fits
 
 _Branch = tuple[float, int, int, Node]  # bound, number, index of its depth, node
 
@@ -47,6 +48,7 @@ def best_first(
     keep: int = 20,
     breadth: int = 0,
     most: float = math.inf,
+    most_looks: float = math.inf,
     nearest: bool = True,
 ) -> Found:
     """The `keep` fastest compositions that fit and all that tie with the fastest; with some more.
@@ -54,9 +56,10 @@ def best_first(
     Where fewer than `breadth` were scored by then, the next ones in order of their bounds are, so that there is
     something to compare with. `device_bytes` and, for each device, `host_bytes` are what a composition may take; where
     nothing fits, those that miss by least are scored, unless `nearest` is off. Where `most` were scored and one fits,
-    the search ends without proof that it is the best, and says how far from it it may be.
+    the search ends without proof that it is the best, and says how far from it it may be. So it does after `most_looks`
+    at branches, or, where none fits, after `PATIENCE` times as many.
     """
-    search = _Search(space, cluster, Columns(device_bytes, host_bytes), keep, breadth, most)
+    search = _Search(space, cluster, Columns(device_bytes, host_bytes), keep, breadth, most, most_looks)
     with _uncollected():
         return search.run(start, nearest=nearest)
 
@@ -78,24 +81,30 @@ class _Search:
     """Branches wait in a heap by their bound; a branch is a node at one of the depths that have bounds."""
 
     def __init__(
-        self, space: Space, cluster: ClusterSpec, columns: Columns, keep: int, breadth: int, most: float
+        self,
+        space: Space,
+        cluster: ClusterSpec,
+        columns: Columns,
+        keep: int,
+        breadth: int,
+        most: float,
+        most_looks: float,
     ) -> None:
-        self.columns, self._most = columns, most
-        self._space, self._keep, self._breadth = space, keep, breadth
+        self.columns, self._space = columns, space
+        self._keep, self._breadth, self._most, self._most_looks = keep, breadth, most, most_looks
         self._times = StepTimes(cluster)
         self._bounds = Bounds.of(space, self._times, columns.limit_bytes, columns.host_bytes)
         self._count = itertools.count()  # of equal bounds the branch that was found first is opened first
         self._open: list[_Branch] = []
         self._aside: list[_Branch] = []  # by the bytes that they are short
         self._best: list[float] = []  # seconds of the `keep` fastest that fit, ascending
+        self._looks: float = 0
 
     def run(self, start: Cost, *, nearest: bool) -> Found:
         """Score until nothing better is left."""
         self._expand(self._space.root(start), 0, 0.0)
-        while self._open:
+        while self._open and not self._is_over():
             if self._open[0][0] > self._enough_s() and len(self.columns) >= self._breadth:
-                break
-            if self._best and len(self.columns) >= self._most:
                 break
             self._visit(*heapq.heappop(self._open))
         if nearest and not self._best:
@@ -105,6 +114,7 @@ class _Search:
 
     def _visit(self, bound: float, number: int, index: int, node: Node) -> None:
         """Look whether a branch can fit, and what that takes, before it is opened."""
+        self._looks += 1
         short, seconds = self._bounds.fitting(node.cost, node.depth)
         if short > 0:
             heapq.heappush(self._aside, (short, number, index, node))
@@ -131,14 +141,21 @@ class _Search:
 
     def _nearest(self) -> None:
         """Score what misses by least, of what was put aside."""
-        while self._aside:
+        self._looks = min(self._looks, (PATIENCE - 1) * self._most_looks)
+        while self._aside and not self._is_over():
             missed = self.columns.short_bytes
             if len(missed) and self._aside[0][0] >= missed.min():
                 return
             _, _, index, node = heapq.heappop(self._aside)
             self._expand(node, index + 1, 0.0)
-            while self._open:
+            while self._open and not self._is_over():
                 self._visit(*heapq.heappop(self._open))
+
+    def _is_over(self) -> bool:
+        """Whether as much was done as may be."""
+        if not self._best:
+            return self._looks >= PATIENCE * self._most_looks
+        return len(self.columns) >= self._most or self._looks >= self._most_looks
 
     def _enough_s(self) -> float:
         """What is slower than this is neither among the best nor ties with the best."""

@@ -101,6 +101,10 @@ class Columns:
         order = np.lexsort((self.peak_bytes[rows], sizes, self.step_s[rows]))
         return [int(row) for row in rows[order][:number]]
 
+    def nearest(self, number: int) -> list[int]:
+        """Rows that miss by the fewest bytes, where none fits."""
+        return [int(row) for row in np.argsort(self.short_bytes, kind="stable")[:number]]
+
     def pareto(self) -> list[int]:
         """Rows that fit of which none is both faster and smaller, the smallest first."""
         rows = np.flatnonzero(self.fits)

@@ -31,7 +31,11 @@ def score(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
 
 def scored(leaves: Iterable[Node], cluster: ClusterSpec) -> list[Scored]:
     """Whole compositions with their estimates, the fastest first."""
-    found = [Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves]
+    return fastest_first(Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves)
+
+
+def fastest_first(found: Iterable[Scored]) -> list[Scored]:
+    """Compositions in the order of their estimates."""
     return sorted(found, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from atorch.auto.planner.deadline import Overdue, deadline, running
 from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
 from atorch.distributed.mesh import Mesh, current, use_mesh
-from atorch.distributed.world import TIMEOUT, World
+from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Crew:
 
     def __init__(self, world: World) -> None:
         self._rank = world.rank
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if world.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's plain value."""
@@ -70,28 +70,6 @@ class Crew:
             raise told[0](f"rank 0 failed: {told[1]}")
         heard: T = self.hear(value)
         return heard
-
-    def in_time(self, seconds: float, work: Callable[[], T]) -> T | None:
-        """What `work`, which talks to no other rank, returns on each; None on all where it took any longer than that.
-
-        Raises:
-            AtorchError: what `work` raised, as it does on every rank.
-        """
-        made: list[T] = []
-        failed: AtorchError | None = None
-        try:
-            with deadline(self.hear(seconds)):
-                made.append(work())
-        except Overdue:
-            pass
-        except AtorchError as error:
-            failed = error
-        is_late = not made and failed is None
-        if any(self.gather(is_late)):
-            return None
-        if failed is not None:
-            raise failed
-        return made[0]
 
     def close(self) -> None:
         """End the group."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,10 @@ class Guide:
         self._tokens = [tokens_of(each.strategy) for each in self.candidates]
         self._everywhere = frozenset.intersection(*self._tokens)
         self._log_estimates = np.log([max(each.estimate.step_s, 1e-12) for each in self.candidates])
-        self._covariance = self._prior()
+        self._features = _features([*self._tokens, *(each.methods for each in self.past.observations)])
+        own_job = [self.past.job] * len(self._tokens)
+        self._jobs = _numbered([*own_job, *(each.job for each in self.past.observations)])
+        self._searches = _numbered([*([""] * len(own_job)), *(each.search for each in self.past.observations)])
         place = {tokens: index for index, tokens in enumerate(self._tokens)}
         earlier = self.past.observations
         own = [place.get(each.methods) if each.job == self.past.job else None for each in earlier]
@@ -57,20 +60,24 @@ class Guide:
         ]
         self.num_known = len({index for index in own if index is not None})  # candidates that ran in earlier searches
 
-    def _prior(self) -> npt.NDArray[np.float64]:
-        """Covariances of all candidates and, after them, of the earlier observations."""
-        earlier, count = self.past.observations, len(self._tokens)
-        tokens = [*self._tokens, *(each.methods for each in earlier)]
-        vocabulary = {token: column for column, token in enumerate(sorted(set().union(*tokens)))}
-        features = np.zeros((len(tokens), len(vocabulary)))
-        for row, held in enumerate(tokens):
-            features[row, [vocabulary[token] for token in held]] = 1.0
-        shared = features @ features.T
+    def _covariances(self, rows: npt.NDArray[np.int_], columns: npt.NDArray[np.int_]) -> npt.NDArray[np.float64]:
+        """Of some candidates, or, behind these, earlier observations, with some others.
+
+        Only what was seen is ever a column: each with each would grow with the square of the candidates.
+        """
+        first, second = self._features[rows], self._features[columns]
+        shared = first @ second.T
         pairs = shared * (shared - 1) / 2
-        unknowns = MACHINE**2 - DRIFT**2 + METHOD**2 * shared + PAIR**2 * pairs + REST**2 * _same(tokens)
-        jobs = [*([self.past.job] * count), *(each.job for each in earlier)]
-        searches = [*([""] * count), *(each.search for each in earlier)]
-        return np.asarray(unknowns * np.where(_same(jobs), 1.0, SHARED) + DRIFT**2 * _same(searches))
+        is_same = (shared == first.sum(axis=1)[:, None]) & (shared == second.sum(axis=1))
+        unknowns = MACHINE**2 - DRIFT**2 + METHOD**2 * shared + PAIR**2 * pairs + REST**2 * is_same
+        is_own = self._jobs[rows][:, None] == self._jobs[columns]
+        is_now = self._searches[rows][:, None] == self._searches[columns]
+        return np.asarray(unknowns * np.where(is_own, 1.0, SHARED) + DRIFT**2 * is_now)
+
+    def _variances(self) -> npt.NDArray[np.float64]:
+        """Of the candidates, before anything was seen."""
+        held = self._features[: len(self._tokens)].sum(axis=1)
+        return np.asarray(MACHINE**2 + METHOD**2 * held + PAIR**2 * held * (held - 1) / 2 + REST**2)
 
     def tell(self, index: int, seconds: float) -> None:
         """A candidate's measured step."""
@@ -102,16 +109,16 @@ class Guide:
 
     def _predicted(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         count = len(self._tokens)
-        prior = np.sqrt(np.diag(self._covariance)[:count])
-        seen = [*self._measured, *range(count, len(self._covariance))]
-        if not seen:
-            return self._log_estimates, prior
+        prior = self._variances()
+        seen = np.array([*self._measured, *range(count, len(self._features))], dtype=int)
+        if not len(seen):
+            return self._log_estimates, np.sqrt(prior)
         residual = [math.log(seconds) - self._log_estimates[index] for index, seconds in self._measured.items()]
         residual += self._told
-        across = self._covariance[:count, seen]
-        solved = np.linalg.solve(self._covariance[np.ix_(seen, seen)] + NOISE**2 * np.eye(len(seen)), across.T)
+        across = self._covariances(np.arange(count), seen)
+        solved = np.linalg.solve(self._covariances(seen, seen) + NOISE**2 * np.eye(len(seen)), across.T)
         mean = self._log_estimates + solved.T @ residual
-        variance = np.maximum(prior**2 - np.sum(across * solved.T, axis=1), 0.0)
+        variance = np.maximum(prior - np.sum(across * solved.T, axis=1), 0.0)
         return mean, np.sqrt(variance)
 
     def gains(self) -> npt.NDArray[np.float64]:
@@ -139,11 +146,19 @@ class Guide:
         return trust * gains
 
 
-def _same(values: Sequence[Hashable]) -> npt.NDArray[np.bool_]:
-    """Which are equal, each with each."""
+def _features(tokens: Sequence[frozenset[str]]) -> npt.NDArray[np.float64]:
+    """What each has: a row a composition, a column a method in its settings."""
+    vocabulary = {token: column for column, token in enumerate(sorted(set().union(*tokens)))}
+    features = np.zeros((len(tokens), len(vocabulary)))
+    for row, held in enumerate(tokens):
+        features[row, [vocabulary[token] for token in held]] = 1.0
+    return features
+
+
+def _numbered(values: Sequence[str]) -> npt.NDArray[np.int_]:
+    """Equal numbers for equal values."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    column = np.array([numbers[value] for value in values])
-    return np.asarray(column[:, None] == column)
+    return np.array([numbers[value] for value in values])
 
 
 def _expected_gain(margin: float, deviation: float) -> float:

@@ -12,8 +12,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,19 +20,18 @@ import torch
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.completion import complete
 from atorch.auto.plain_pass import PlainPass, plain_pass
-from atorch.auto.planner.best_first import best_first
 from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed, aside
-from atorch.auto.planner.clock import Clock
+from atorch.auto.planner.clock import DEFAULT_STEPS, Clock
 from atorch.auto.planner.deadline import Overdue, deadline, in_time
-from atorch.auto.planner.estimate import Scored, estimate_of, scored, split_by_memory, usable_bytes, usable_host_bytes
+from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.explore import SHARE_S, Explorer, Job, Progress
 from atorch.auto.planner.guard import Crew, forget_compiled, quick_collections
 from atorch.auto.planner.measuring import Failure, measure
 from atorch.auto.planner.obstacles import obstacles
 from atorch.auto.planner.order import Order
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Rejected
-from atorch.auto.planner.space import Space, compositions
+from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, methods_of
 from atorch.auto.planner.trial import Trial
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster import ClusterSpec
@@ -47,42 +45,6 @@ from atorch.report.progress import search_progress
 from atorch.units import format_bytes, format_seconds
 
 Show = Callable[[Progress], None]
-
-
-ALL_SCORED = 2_000  # compositions up to which all are scored; of more, those that bounds lead to first
-MOST_SCORED = 4_000
-RUNNABLE = 400  # that dry runs are chosen from
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """What is known before anything ran: the compositions that fit, the fastest first, and those that are out."""
-
-    fitting: tuple[Scored, ...]
-    rejected: tuple[Rejected, ...]
-
-    @property
-    def num_compositions(self) -> int:
-        """All legal compositions that this machine can run, fitting or not."""
-        return len(self.fitting) + sum(each.why != "hardware" for each in self.rejected)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a search may take: see `space.compositions`.
-
-    precision: the least exact numbers; None for autocast, and for less only where nothing else fits.
-    """
-
-    excluded: Iterable[str] | None = None
-    included: Iterable[str] | None = None
-    fixed: Strategy | None = None
-    precision: Exactness | None = None
-
-    @property
-    def levels(self) -> tuple[Exactness, ...]:
-        """What is allowed, and what more where nothing fits."""
-        return EXACTNESS[EXACTNESS.index("autocast") :] if self.precision is None else (self.precision,)
 
 
 def search(
@@ -118,6 +80,12 @@ def search(
         StrategyError, ArgumentError: whatever does not hold in the arguments.
     """
     clock = Clock(time_limit) if clock is None else clock
+    if clock.limit is None and ctx.world.rank == 0:
+        logger.info(
+            "the search takes at most %s, or %d steps of the baseline where these take longer; give time_limit, in "
+            "seconds, for another limit",
+            format_seconds(clock.whole), DEFAULT_STEPS,
+        )  # fmt: skip
     wanted = Wanted(excluded=excluded, included=included, fixed=fixed, precision=precision)
     with preserved_rng(), quick_collections(), _shown(ctx, progress, verbose) as show:
         feed = Feed(ctx)
@@ -128,7 +96,7 @@ def search(
                 return _unsearched(ctx, wanted, float(crew.hear(clock.seconds)))
             profile, start, cluster, sample = known
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
-            ranking = crew.in_time(clock.left, lambda: _best_level(profile, start, cluster, wanted))
+            ranking = _ranked(crew, profile, start, cluster, wanted, clock)
             if ranking is None:
                 return _unsearched(ctx, wanted, float(crew.hear(clock.seconds)))
             _need_one_that_fits(ranking, ctx, profile, wanted)
@@ -153,12 +121,35 @@ def search(
             crew.close()
 
 
-def _best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
-    """The ranking in the most exact numbers in which anything fits, or where nothing does in the most exact of all."""
-    levels = (ranked(profile, start, cluster, wanted, level) for level in wanted.levels)
-    return next((each for each in levels if each.fitting), None) or ranked(
-        profile, start, cluster, wanted, wanted.levels[0]
-    )
+def _ranked(
+    crew: Crew, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, clock: Clock
+) -> Ranking | None:
+    """The compositions that fit, as rank 0 works them out; None where there was no time for it.
+
+    Raises:
+        StrategyError: some process does not have a method that rank 0 has.
+    """
+    mine: list[Ranking] = []
+
+    def work() -> Told | None:
+        try:
+            with deadline(clock.left):
+                mine.append(best_level(profile, start, cluster, wanted))
+        except Overdue:
+            return None
+        return Told.of(mine[0])
+
+    told = crew.led(work)
+    if told is None:
+        return None
+    methods = {} if mine else methods_of(wanted.space(profile, cluster, wanted.levels[-1]))
+    for rank, unknown in enumerate(crew.gather([] if mine else told.unknown(methods))):
+        if unknown:
+            raise StrategyError(
+                f"rank 0 may choose {unknown[0]}, which rank {rank} does not have; import the methods of other "
+                "packages on all processes, or exclude them"
+            )
+    return mine[0] if mine else told.ranking(methods)
 
 
 def compiled_ops(profile: ModelProfile) -> float:
@@ -207,54 +198,6 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     if isinstance(outcome, Failure):
         raise StrategyError(f"the dry run of {strategy} failed: {outcome.reason}")
     return outcome
-
-
-def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, precision: Exactness) -> Ranking:
-    """Compositions scored, all or of many the most promising: the same on every process that is given the same."""
-    space: Space = compositions(
-        profile, cluster, excluded=wanted.excluded, included=wanted.included, fixed=wanted.fixed, precision=precision
-    )
-    fitting, rejected = split_by_memory(_scored(space, start, cluster), cluster)
-    unmet = [Rejected(strategy=Strategy((each,)), why="hardware", reason=reason) for each, reason in space.unmet]
-    head, rest = _runnable(fitting, wanted.fixed)
-    beyond = [
-        Rejected(strategy=each.strategy, why="not run", reason="others were estimated faster", estimate=each.estimate)
-        for each in rest
-    ]
-    return Ranking(tuple(head), (*beyond, *rejected, *unmet))
-
-
-def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
-    leaves = list(islice(space.leaves(space.root(start)), ALL_SCORED + 1))
-    if len(leaves) <= ALL_SCORED:
-        return scored(leaves, cluster)
-    room, host = usable_bytes(cluster), usable_host_bytes(cluster)
-    found = best_first(
-        space, start, cluster, device_bytes=room, host_bytes=host, keep=RUNNABLE, most=MOST_SCORED
-    ).columns
-    strategies = {Strategy(found.methods[row]) for row in found.fastest(RUNNABLE)}
-    simplest = (Strategy(each.methods) for each in leaves)
-    plain = complete(Strategy(), cluster.world_size)
-    if space.follow(plain.methods, start) is not None:
-        strategies.add(plain)
-        for level in space.levels:  # and what is one change away from it
-            for choice in level.choices:
-                node = space.follow(plain.with_method(choice.method).methods, start)
-                if node is not None:
-                    strategies.add(Strategy(node.methods))
-    chosen = strategies or set(islice(simplest, RUNNABLE))
-    every = [Scored(each, estimate_of(each.cost(start), cluster)) for each in chosen]
-    return sorted(every, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
-
-
-def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Scored], list[Scored]]:
-    """Those that dry runs are chosen from: the fastest by estimate, and the simplest."""
-    simplest = set(Order(fitting, fixed).simplest[: RUNNABLE // 4])
-    kept = [index for index in range(len(fitting)) if index < RUNNABLE or index in simplest]
-    rest = (
-        [fitting[index] for index in range(len(fitting)) if index not in set(kept)] if len(fitting) > len(kept) else []
-    )
-    return [fitting[index] for index in kept], rest
 
 
 def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:

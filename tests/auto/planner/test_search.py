@@ -18,7 +18,8 @@ from atorch.auto.planner.estimate import RESERVE
 from atorch.auto.planner.explore import MAX_RUNS
 from atorch.auto.planner.guard import Crew
 from atorch.auto.planner.measuring import Failure, measure
-from atorch.auto.planner.planner import Wanted, ranked, starting_point
+from atorch.auto.planner.planner import starting_point
+from atorch.auto.planner.ranking import Wanted, ranked
 from atorch.auto.planner.trial import Trial
 from atorch.auto.strategy import Strategy
 from atorch.distributed import world as worlds

@@ -105,7 +105,7 @@ def test_the_ranking_is_given_up() -> None:
         while True:
             pass
 
-    with turned_on(hand, "_traced", after=LEFT), mock.patch.object(planner, "ranked", endless):
+    with turned_on(hand, "_traced", after=LEFT), mock.patch.object(planner, "best_level", endless):
         plan = find(context(), clock=hand.clock)
     assert str(plan.strategy) == "plain"
     assert plan.estimate is None

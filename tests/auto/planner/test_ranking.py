@@ -1,0 +1,105 @@
+"""What a search keeps does not grow with the cluster; rank 0 works it out and the others are told."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+
+import pytest
+
+import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.planner import ranking as rankings
+from atorch.auto.planner.candidate import Feed
+from atorch.auto.planner.guide import Guide
+from atorch.auto.planner.planner import starting_point
+from atorch.auto.planner.ranking import RUNNABLE, Told, Wanted, best_level, methods_of, ranked
+from atorch.cluster import ClusterSpec
+from atorch.cost import plain_cost
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.errors import StrategyError
+from tests.auto.planner.jobs import cluster, context, sabotage
+from tests.auto.planner.test_guide import scored
+from tests.auto.planner.test_search import find
+from tests.pool import Pool
+
+SMALL = TransformerShape(
+    layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5504, vocab=32000, seq_len=2048, head_dim=128
+)  # 1.3B parameters
+LARGE = TransformerShape(
+    layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq_len=8192, head_dim=128
+)  # 70B parameters
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices"),
+    [
+        (SMALL, "1xH100-80GB"),
+        pytest.param(SMALL, "8xH100-80GB", marks=pytest.mark.matrix),
+        pytest.param(LARGE, "8x8xH100-80GB", marks=pytest.mark.matrix),
+        (LARGE, "64x8xH100-80GB"),
+    ],
+    ids=["1", "8", "64", "512"],
+)
+def test_some_hundreds_are_kept_whatever_the_cluster(
+    shape: TransformerShape, devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if devices.startswith("64"):  # of the largest the default sample looks at fewer
+        monkeypatch.setattr(rankings, "MOST_SCORED", 1_000)
+        monkeypatch.setattr(rankings, "ALL_SCORED", 500)
+    there = ClusterSpec.load(devices)
+    profile = transformer_profile(shape, 1, Implementation(itemsize=4.0))
+    start = plain_cost(profile, 4 * there.world_size, there.device.memory_bytes)
+    found = best_level(profile, start, there, Wanted())
+    assert 100 < len(found.fitting) <= RUNNABLE * 5 // 4
+    assert found.num_compositions <= rankings.ALL_SCORED
+    told = Told.of(found)
+    assert len(pickle.dumps(told)) < 2_000 * found.num_compositions
+    assert told.ranking(methods_of(Wanted().space(profile, there, "half"))) == found
+
+
+def test_a_guide_holds_no_more_than_candidates_times_what_was_seen() -> None:
+    many = [scored([f"slot{slot}={i // 10**slot % 10}" for slot in range(4)], 1.0 + i) for i in range(5_000)]
+    tracemalloc.start()
+    try:
+        guide = Guide(many)
+        guide.tell(7, 2.0)
+        assert int(guide.gains().argmax()) == 0
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 8 * len(many) ** 2 / 5, "each with each would be five times as much"
+
+
+def test_where_nothing_fits_the_nearest_is_among_what_is_told() -> None:
+    there = ClusterSpec.load("8xV100-16GB")
+    profile = transformer_profile(LARGE, 1, Implementation(itemsize=4.0))
+    found = ranked(profile, plain_cost(profile, 8), there, Wanted(excluded=["chunk", "offload"]), "autocast")
+    assert not found.fitting
+    assert any(each.strategy.names() != ("parallel_mode", "ddp") for each in found.rejected)
+
+
+def told_apart(rank: int, size: int) -> str:
+    """A search in which a method is registered on rank 0 alone."""
+    try:
+        if rank == 0:
+            with sabotage("none", 0):
+                find(context())
+        else:
+            find(context())
+    except StrategyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_method_that_one_process_lacks_is_told_to_all(pool: Pool) -> None:
+    first, second = pool.run(told_apart)
+    assert first == second
+    assert "which rank 1 does not have" in first
+
+
+def test_a_small_space_is_scored_whole() -> None:
+    ctx = context()
+    profile, start = starting_point(ctx, Feed(ctx))
+    found = ranked(profile, start, cluster(), Wanted(excluded=["compile"]), "autocast")
+    space = Wanted(excluded=["compile"]).space(profile, cluster(), "autocast")
+    assert found.num_compositions == sum(1 for _ in space.leaves(space.root(start)))
