@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     from atorch.auto.planner.guard import Crew
     from atorch.auto.planner.measuring import measure as measure_trial
     from atorch.auto.planner.plan import Measurement
+    from atorch.auto.planner.planner import sample_of
     from atorch.auto.planner.trial import Trial
 
     torch.set_num_threads(1)
@@ -150,6 +152,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     plan = search(ctx, time_limit=10.0 if quick else None)
     search_s = time.monotonic() - began
     crew, feed = Crew(ctx.world), Feed(ctx)
+    ctx = replace(ctx, sample_batch=sample_of(ctx, feed))  # for what watches the model at work before it splits it
     others = [each for each in plan.rejected if each.estimate is not None and each.why not in ("hardware", "memory")]
     others.sort(key=lambda each: each.estimate.step_s if each.estimate else math.inf)
     by_estimate = [plan.strategy, *(each.strategy for each in others)]

@@ -8,7 +8,7 @@ A model whose control flow depends on values cannot run on fakes; a copy-on-writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -96,10 +96,15 @@ def trace(
         buffer_bytes=sum(map(tensor_bytes, model.buffers())),
         output_bytes=sum(map(tensor_bytes, tensors_of(output))),
         optim_state_per_param=state,
-        module_classes=frozenset(type(module).__name__ for module in model.modules()),
+        module_classes=_class_names([model]),
+        block_classes=_class_names(repeated_blocks(model).values()),
         num_counts=num_counts,
         traced=traced,
     )
+
+
+def _class_names(models: Iterable[nn.Module]) -> frozenset[str]:
+    return frozenset(type(module).__name__ for model in models for module in model.modules())
 
 
 def _run(job: _Job) -> tuple[Recorder, Any, bool]:

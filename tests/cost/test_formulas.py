@@ -31,7 +31,7 @@ BLOCK = Segment(
 )  # fmt: skip
 PROFILE = ModelProfile(
     segments=(ENDS, BLOCK), num_params=1000, num_trainable=500, param_bytes=4000, trainable_bytes=2000, buffer_bytes=40,
-    batch_size=2, optim_state_per_param=2.0, module_classes=frozenset({"Linear"}),
+    batch_size=2, optim_state_per_param=2.0, block_classes=frozenset({"Linear"}),
 )  # fmt: skip
 CLUSTER = ClusterSpec(
     device=DeviceSpec(

@@ -15,6 +15,7 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.structure import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, largest_children, module_names, repeated_blocks
@@ -62,6 +63,10 @@ class Checkpoint(Method):
         if config.get("wrap_class") is not None:
             config = {**config, "wrap_class": module_names(config["wrap_class"], "checkpoint wrap_class")}
         return super().of(config)
+
+    def unfit(self, cost: Cost) -> str | None:
+        """The pipeline's schedule takes blocks that are recomputed in this way."""
+        return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
         """The blocks' inputs instead of their activations, one block's while it is recomputed, and its forward again.

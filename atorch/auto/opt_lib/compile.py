@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.structure import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names, repeated_blocks
@@ -42,6 +43,10 @@ class Compile(Method):
         if isinstance(config, Mapping) and config.get("wrap_class") is not None:
             config = {**config, "wrap_class": module_names(config["wrap_class"], "compile wrap_class")}
         return super().of(config)
+
+    def unfit(self, cost: Cost) -> str | None:
+        """The pipeline's schedule takes compiled blocks."""
+        return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
         """Fused operations inside the blocks: about half of the traffic, a third of the launches.

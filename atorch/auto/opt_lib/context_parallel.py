@@ -18,7 +18,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import uncuttable
 from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.sample import on_samples
-from atorch.auto.opt_lib.structure import need_parts_of_tokens
+from atorch.auto.opt_lib.structure import fp8_beside, need_parts_of_tokens
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -49,6 +49,8 @@ class ContextParallel(Method):
 
     def unfit(self, cost: Cost) -> str | None:
         """Sequences are cut into one piece a process, two with load balance, and ulysses cuts these again."""
+        if cost.dtype == "float8":
+            return fp8_beside(self.name)
         pieces = cost.size("context", "sequence") * (2 if self.load_balance else 1)
         return uncuttable(cost.segments, pieces, self.name)
 

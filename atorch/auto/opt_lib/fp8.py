@@ -94,7 +94,7 @@ class Fp8(Method):
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
         """Where the hardware multiplies in fp8: the Linear layers of the repeated blocks; the head stands it badly."""
-        if "Linear" in profile.module_classes:
+        if "Linear" in (profile.block_classes if profile.blocks else profile.module_classes):
             lists = sorted({block.name.rpartition(".")[0] for block in profile.blocks} - {""})
             yield cls(include=tuple(lists) or None)
 

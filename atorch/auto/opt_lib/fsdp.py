@@ -23,6 +23,7 @@ from atorch.auto.opt_lib.fsdp_precision import DTYPES, MixedPrecision
 from atorch.auto.opt_lib.offload import parameters_on_host
 from atorch.auto.opt_lib.optimizers import need_same
 from atorch.auto.opt_lib.parallel_mode import size_of
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.structure import changes_modules, need_dense_gradients
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
@@ -138,6 +139,10 @@ class Fsdp(Method):
     def splits(self) -> tuple[str, ...]:
         """Where the mesh has zero and data, the shards stay in zero."""
         return ("zero",)
+
+    def unfit(self, cost: Cost) -> str | None:
+        """The pipeline's schedule takes parameters that are gathered for backward."""
+        return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
         """Shards of everything, and the gathered parameters that are whole at one moment.

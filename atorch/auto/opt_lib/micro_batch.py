@@ -18,7 +18,7 @@ from typing_extensions import Self
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.pipeline_parallel import uneven
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
 from atorch.auto.opt_lib.precision import Precision
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -58,6 +58,9 @@ class MicroBatch(Method):
         """Equal parts of the batch of a process, and more than one; interleaved pipelines take them in rounds."""
         if self.reduce == "each" and (not cost.gathered_itemsize or cost.grads_persist):
             return f"{self} has no sharded gradients to reduce"
+        reason = against_pipeline(self, cost.stages, cost.schedule)
+        if reason is not None:
+            return reason
         samples = f"the {cost.batch_size:g} samples of a process"
         parts = cost.batch_size / self.size if isinstance(self.size, int) else self.count
         if parts is None:

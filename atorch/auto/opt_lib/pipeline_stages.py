@@ -13,7 +13,7 @@ from atorch.auto.opt_lib import pipeline_deepspeed
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_cut import even_cut
 from atorch.auto.opt_lib.pipeline_export import cut_by_graph
-from atorch.auto.opt_lib.pipeline_parallel import uneven
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
 from atorch.auto.opt_lib.pipeline_understudy import understudy_of
 from atorch.blocks import repeated_blocks, units
 from atorch.distributed.collectives import together
@@ -88,8 +88,11 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
 
 def check(ctx: Context, method: PipelineParallel) -> None:
     """Raise what `split` would, as far as that is known before the model is watched: see `Method.check`."""
+    for each in ctx.strategy or ():
+        reason = against_pipeline(each, size_of(ctx, "pipeline"), method.schedule)
+        if reason is not None:
+            raise StrategyError(reason)
     Batches.of(ctx, method)
-    _need_company(ctx, method)
     if method.backend == "deepspeed":
         pipeline_deepspeed.check(ctx, method)
     if ctx.loss_func is None:
@@ -133,11 +136,6 @@ class Batches:
     def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
         """For the strategy that is being applied."""
         other: Any = next((each for each in ctx.strategy or () if each.name == "micro_batch"), None)
-        if other is not None and other.reduce == "each":
-            raise StrategyError(
-                'micro_batch was given reduce="each", and a pipeline reduces gradients with the last micro-batch; '
-                'leave reduce at "once"'
-            )
         batches = cls(method, other, size_of(ctx, "pipeline"))
         batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
         return batches
@@ -200,27 +198,6 @@ def _need_calls(route: Route, model: nn.Module, stages: int) -> None:
             f"a pipeline of {stages} stages is cut between as many calls of modules with parameters, and "
             f"{type(model).__name__} has {len(route.calls)}; make the axis pipeline smaller"
         )
-
-
-def _need_company(ctx: Context, method: PipelineParallel) -> None:
-    """That weights' gradients can be computed apart from backward, where the schedule does that."""
-    for each in ctx.strategy or () if method.schedule == "zero_bubble" else ():
-        because = _against_zero_bubble(each)
-        if because is not None:
-            raise StrategyError(
-                f"the schedule zero_bubble computes gradients of weights after backward, and {each} {because}; or take "
-                "the schedule 1f1b or interleaved"
-            )
-
-
-def _against_zero_bubble(method: Any) -> str | None:
-    if method.name in ("fsdp", "zero2"):
-        return "does not keep weights gathered until then: use ddp or zero1 instead"
-    if method.name == "compile":
-        return "computes both at once: leave it out"
-    if method.name == "checkpoint" and (method.selective or not method.no_reentrant):
-        return "lets backward run once: leave selective and no_reentrant at their defaults"
-    return None
 
 
 def _given(route: Route, points: tuple[str, ...]) -> tuple[int, ...]:

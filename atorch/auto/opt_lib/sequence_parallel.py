@@ -19,7 +19,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import indivisible, uncuttable
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sample import on_samples
-from atorch.auto.opt_lib.structure import need_parts_of_tokens
+from atorch.auto.opt_lib.structure import fp8_beside, need_parts_of_tokens
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -55,6 +55,8 @@ class SequenceParallel(Method):
         """Tokens are shared out evenly, and under ulysses heads as well, beside those of tensor."""
         if self.mode == "megatron":
             return uncuttable(cost.segments, cost.size("tensor", "context"), str(self))
+        if cost.dtype == "float8":
+            return fp8_beside(self.name)
         heads = indivisible(cost.segments, cost.size("tensor", "sequence"), "tensor × sequence")
         return heads or uncuttable(cost.segments, cost.size("sequence", "context"), self.name)
 

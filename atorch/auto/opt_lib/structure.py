@@ -19,10 +19,15 @@ def changes_modules(ctx: Context, apart_from: str = "") -> bool:
 def need_parts_of_tokens(strategy: Strategy, name: str) -> None:
     """Raise where a method of the strategy looks at all tokens at once, of which `name` gives it some."""
     if "fp8" in strategy.names():
-        raise StrategyError(
-            f"fp8 and {name} exclude each other: fp8's scale of a tensor is of all its tokens, and a part of them has "
-            "another; leave one of them out, or take amp_native"
-        )
+        raise StrategyError(fp8_beside(name))
+
+
+def fp8_beside(name: str) -> str:
+    """Why fp8 cannot stand beside the method `name`, which gives it some of the tokens."""
+    return (
+        f"fp8 and {name} exclude each other: fp8's scale of a tensor is of all its tokens, and a part of them has "
+        "another; leave one of them out, or take amp_native"
+    )
 
 
 def need_dense_gradients(ctx: Context, name: str, ignored: Iterable[nn.Parameter] = ()) -> None:

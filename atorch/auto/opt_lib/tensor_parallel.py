@@ -36,6 +36,8 @@ from atorch.logs import logger
 from atorch.runtime.tensor_parallel import ModelLayout, apply_layout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
+BESIDE_FP8 = "fp8 hides the products that tensor_parallel would split; leave one of them out, or take amp_native"
+
 
 @method("tensor_parallel", phase=Phase.TENSOR)
 class TensorParallel(Method):
@@ -66,6 +68,8 @@ class TensorParallel(Method):
 
     def unfit(self, cost: Cost) -> str | None:
         """Heads, groups of keys and values, and experts are shared out whole."""
+        if cost.dtype == "float8":
+            return BESIDE_FP8
         if all(each.split == "none" for segment in cost.segments for each in segment.matmuls):
             return "no matrix product of the model can be split over tensor"
         return indivisible(cost.segments, cost.size("tensor"), "tensor", experts=True)
@@ -154,9 +158,7 @@ def _check_neighbours(strategy: Strategy) -> None:
                 "process's part of a parameter for the whole; leave backend out"
             )
         if each.name == "fp8":
-            raise StrategyError(
-                "fp8 hides the products that tensor_parallel would split; leave one of them out, or take amp_native"
-            )
+            raise StrategyError(BESIDE_FP8)
 
 
 def _tell(model: nn.Module, layout: ModelLayout, speaks: bool) -> None:

@@ -57,7 +57,8 @@ def strategies(chance: random.Random, job: Drawn, count: int) -> Iterator[Node]:
 
 def _profile(chance: random.Random) -> ModelProfile:
     profile = _of_transformer(chance) if chance.random() < 0.8 else _of_segments(chance)
-    changes = {"module_classes": chance.choice(CLASSES), "traced": chance.random() < 0.9}
+    classes = chance.choice(CLASSES)
+    changes = {"module_classes": classes, "block_classes": classes, "traced": chance.random() < 0.9}
     changes["optim_state_per_param"] = chance.choice((0.0, 1.0, 2.0, 2.0, 3.0))
     if chance.random() < 0.3:
         changes["buffer_bytes"] = chance.randrange(10**9)

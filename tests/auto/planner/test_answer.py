@@ -179,14 +179,14 @@ def names_of(plan):
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "half", "fp8"])
 def test_numbers_are_no_less_exact_than_is_allowed(precision):
-    profile = replace(llama(4), module_classes=frozenset({"Linear"}))
+    profile = replace(llama(4), module_classes=frozenset({"Linear"}), block_classes=frozenset({"Linear"}))
     plan = answer(profile, H100, global_batch=16, precision=precision)
     less = {"amp_native", "half", "fp8"} & names_of(plan)
     assert less == METHODS_OF.get(precision, {"amp_native", "half", "fp8"})
 
 
 def test_fp8_is_not_chosen_unasked_and_what_is_included_is_allowed():
-    profile = replace(llama(4), module_classes=frozenset({"Linear"}))
+    profile = replace(llama(4), module_classes=frozenset({"Linear"}), block_classes=frozenset({"Linear"}))
     assert "fp8" not in names_of(answer(profile, H100, global_batch=16))
     assert "fp8" in answer(profile, H100, global_batch=16, included=["fp8"], precision="fp32").strategy.names()
 

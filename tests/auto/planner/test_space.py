@@ -1,11 +1,15 @@
 """What may be tried, and that folding over the tree scores it as each strategy alone would be."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.job import make_context
 from atorch.auto.opt_lib.agreement import disagreement
 from atorch.auto.opt_lib.amp_native import AmpNative
 from atorch.auto.opt_lib.checkpoint import Checkpoint
@@ -21,8 +25,12 @@ from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.distributed.world import World
 from atorch.errors import CapabilityError, StrategyError
+from tests.auto.planner.drawn import Drawn
+from tests.auto.planner.drawn import strategies as strategies_of
 from tests.auto.planner.jobs import cluster, context, net
+from tests.contract.job import Tokens, make_model
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +199,29 @@ def test_a_plan_of_what_can_be_applied():
     found = strategies(plannable(profile, spec, applicable=True), plain_cost(profile, 8))
     assert found
     assert all(each.can_apply() for strategy in found for each in strategy)
+
+
+def make_gpt2():
+    # Its Linear layers are Conv1D, but for the head's.
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4, "use_cache": False}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+@pytest.mark.parametrize("make", [make_gpt2, make_model], ids=["gpt2", "llama"])
+def test_what_may_be_tried_is_not_refused_before_it_runs(make):
+    """Walks down the tree for 8 GPUs, through all that these and their packages can run."""
+    machine = ClusterSpec.load("8xH100-80GB")
+    world = World(rank=0, size=8, local_rank=0, device=torch.device("cpu"))
+    job = make_context(
+        make(), torch.optim.AdamW, Tokens(64), lambda batch, output: output.loss, model_input_format="unpack_dict",
+        dataloader_args={"batch_size": 64}, world=world, cluster=machine,
+    )  # fmt: skip
+    profile, _ = starting_point(job, Feed(job))
+    drawn = Drawn(profile, machine, 64, compositions(profile, machine))
+    found = {Strategy(each.methods) for each in strategies_of(random.Random(0), drawn, 250)}
+    assert {"compile", "pipeline_parallel", "checkpoint"} <= {name for each in found for name in each.names()}
+    for each in found:
+        each.check(job)
 
 
 def test_the_fold_is_each_strategy_by_itself(start):
