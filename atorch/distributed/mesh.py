@@ -303,26 +303,31 @@ def _my_rank() -> int:
 
 # Which model's mesh `parallel_group` and its kin speak of; a ContextVar, so that several models live in one process.
 _current: ContextVar[Mesh | None] = ContextVar("atorch_mesh", default=None)
+# What was made current last in any context, for threads that begin without one, as autograd's own for CUDA devices do.
+_last: list[Mesh | None] = [None]
 
 
 def set_current(mesh: Mesh | None) -> None:
     """Make `mesh` the one that `parallel_group`, `parallel_rank` and `parallel_group_size` speak of."""
     _current.set(mesh)
+    _last[0] = mesh
 
 
 @contextmanager
 def use_mesh(mesh: Mesh | None) -> Iterator[None]:
     """`mesh` is current inside; the one before is current again afterwards."""
-    token = _current.set(mesh)
+    token, before = _current.set(mesh), _last[0]
+    _last[0] = mesh
     try:
         yield
     finally:
         _current.reset(token)
+        _last[0] = before
 
 
 def current() -> Mesh | None:
-    """The mesh of the model that was accelerated last in this context."""
-    return _current.get()
+    """The mesh of the model that was accelerated last in this context, or in any where this thread has none."""
+    return _current.get() or _last[0]
 
 
 def parallel_group(name: str) -> dist.ProcessGroup:
@@ -341,7 +346,7 @@ def parallel_group_size(name: str) -> int:
 
 
 def _axis_of_current(name: str) -> Mesh:
-    mesh = _current.get()
+    mesh = current()
     name = AXIS_ALIASES.get(name, name)
     if mesh is None:
         raise StrategyError(f"no mesh has been made, so there is no group {name!r}; call auto_accelerate first")

@@ -22,6 +22,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.fsdp_groups import Group
+from atorch.runtime.fsdp_state import end_forward
 from atorch.runtime.offload import within
 from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapped_optimizer import local
@@ -256,6 +257,6 @@ def _resharder(root: nn.Module) -> Callable[..., None]:
         # What is kept waits for a backward that will not come; the next step would compute with stale parameters.
         if not torch.is_grad_enabled():
             for module in sharded:
-                module.reshard()
+                end_forward(module)
 
     return reshard

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from atorch.errors import ArgumentError
 from atorch.runtime.fsdp_order import BACKWARD_ENDS, FORWARD_ENDS, REDUCES, CollectiveOrder, Step
+from atorch.runtime.fsdp_state import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,12 +50,17 @@ class Passes:
         seen: set[int] = set()
         for name, module in root.named_modules():
             if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
+                for group in groups_of(module):
                     if id(group) not in seen:
                         seen.add(id(group))
                         self._follow(name or "the root", module, group)
         self._used, self._watched = bytearray(len(self._sharded)), bytearray(len(self._sharded))
         if find_unused_parameters and isinstance(root, FSDPModule):
+            if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.11
+                raise ArgumentError(
+                    f"find_unused_parameters=True is beyond the FSDP2 of torch {torch.__version__}: it leaves out what "
+                    "has no gradient. Use a later torch, or zero1, or let all ranks use the same parameters"
+                )
             root.set_reduce_scatter_unused_params(True)
         root.register_forward_pre_hook(self._begin_forward, prepend=True)
         root.register_forward_hook(self._end_of_forward)

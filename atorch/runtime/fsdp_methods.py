@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from atorch.runtime.fsdp_order import Step
+from atorch.runtime.fsdp_state import drop_unsharded_gradient, groups_of
 
 if TYPE_CHECKING:
     from atorch.runtime.fsdp_collectives import Passes
@@ -34,8 +35,7 @@ def keep_methods(root: nn.Module, passes: Passes | None) -> None:
     sharded: list[Any] = []
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            groups = module._get_fsdp_state()._fsdp_param_groups
-            sharded += [each for group in groups for each in group.fsdp_params]
+            sharded += [each for group in groups_of(module) for each in group.fsdp_params]
     sharded = list(dict.fromkeys(sharded))
     run = _Gathered(root, passes)
     each: Any
@@ -51,7 +51,7 @@ def keep_methods(root: nn.Module, passes: Passes | None) -> None:
 def _zero_grad(module: nn.Module, inner: Callable[..., Any], sharded: list[Any], set_to_none: bool = True) -> None:
     inner(set_to_none)
     for each in _inside(module, sharded):
-        each.unsharded_accumulated_grad = None
+        drop_unsharded_gradient(each)
         gradient = each.sharded_param.grad
         if gradient is not None and set_to_none:
             each.sharded_param.grad = None

@@ -7,6 +7,7 @@ Cost", 2016). `torch.utils.checkpoint` does the work. Here is what a block of a 
   sees them as they were before forward;
 - buffers that forward changes (BatchNorm's statistics) are changed once, not again by the recompute;
 - random numbers are restored on the devices of the parameters too, not only on those of the arguments;
+- context variables are those of forward, also where autograd goes backward in a thread of its own, as on CUDA;
 - the checkpointed inputs, and nothing else, can wait in host memory; or the results that took the most work are kept
   as well (`selective`);
 - the reentrant form takes what torch's does not: keyword arguments, nested outputs, inputs that need no gradient.
@@ -22,7 +23,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -252,12 +253,13 @@ class _Call:
     changing: list[nn.Module] = field(default_factory=list)  # modules whose buffers forward changes
     keeping: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around the forward pass
     handing_out: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around a recompute
+    context: Context = field(default_factory=copy_context)  # of the forward pass
 
     def __call__(self, *inputs: Any) -> Any:
         if self.given is None:
             args, kwargs = tree_unflatten([inputs[place] for place in self.places], self.spec)
             with _buffers_kept(self.changing), self.handing_out:
-                return self.run(args, kwargs, recomputing=True, count=-1)
+                return self.context.copy().run(self.run, args, kwargs, recomputing=True, count=-1)
         (args, kwargs), self.given = self.given, None  # from here on autograd alone keeps the inputs
         before = [(module, _buffer_state(module)) for module in self.modules if module._buffers]
         # In the recompute of an outer checkpoint a forward does not count: its own recompute counts down.

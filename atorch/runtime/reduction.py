@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from atorch.runtime.buckets import average
+from atorch.runtime.fsdp_state import drop_unsharded_gradient, groups_of, reset
 from atorch.runtime.replicate import Replicated, replicas_of
 
 
@@ -89,16 +90,12 @@ class Reduction:
         """After a pass that raised: let FSDP2 drop what is under way, and what it has added up."""
         if not self._shards:
             return
-        model: Any = self._model
-        model.reset_iter_state()
+        reset(self._model)
         for module in self._model.modules():
             if isinstance(module, self._sharded_class):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    for sharded in group.fsdp_params:
-                        # There is no public way to these; reset_iter_state leaves them, against its documentation.
-                        sharded.unsharded_accumulated_grad = None
-                        if (unsharded := vars(sharded).get("_unsharded_param")) is not None:
-                            unsharded.grad = None
+                for group in groups_of(module):
+                    for sharded in group.fsdp_params:  # reset_iter_state leaves these, against its documentation
+                        drop_unsharded_gradient(sharded)
 
     @contextmanager
     def _held_by_fsdp(self) -> Iterator[None]:

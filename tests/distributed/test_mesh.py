@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -159,6 +160,15 @@ def test_the_current_mesh_is_the_innermost() -> None:
             with pytest.raises(StrategyError, match="the mesh has no axis 'data'; it has tensor"):
                 parallel_group("data")
         assert parallel_group_size("data") == 1
+
+
+def test_threads_without_a_context_of_their_own_see_the_mesh_that_was_made_current_last() -> None:
+    seen: list[int] = []
+    with use_mesh(Mesh((("tensor", 1),), None, "cpu")):
+        autograds = threading.Thread(target=lambda: seen.append(parallel_group_size("tensor")))
+        autograds.start()
+        autograds.join()
+    assert seen == [1]
 
 
 def summed(value: float, group: dist.ProcessGroup) -> float:

@@ -50,6 +50,7 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/cost/stages.py:_cut": "a memory of pure results: a search cuts one model thousands of times",
     "atorch/cost/stages.py:_heaviest": "a memory of pure results, as above",
     "atorch/distributed/mesh.py:_current": "the current mesh, a ContextVar: parallel_group(name) takes no mesh",
+    "atorch/distributed/mesh.py:_last": "the same for autograd's own threads, which see no ContextVar",
     "atorch/distributed/collectives.py:_everyone": "the group of all processes, a ContextVar set around a dry run",
     "atorch/runtime/recompute.py:_disabled": "disable_checkpointing() takes no argument; a ContextVar, as above",
     "atorch/runtime/recompute.py:_pass": "is_recomputing() takes no argument; a ContextVar, so each thread has its own",

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from atorch.errors import StrategyError
 from atorch.runtime.fsdp import shard
 from atorch.runtime.fsdp_groups import Group
-from tests.pool import Pool
+from tests.pool import Pool, RankFailure
 from tests.runtime.sharing import whole
 
 WIDTH, STEPS = 8, 4
+CAN_FIND = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+FINDS_UNUSED = [False, True] if CAN_FIND else [False]
 
 
 class Branching(nn.Module):
@@ -120,7 +123,7 @@ def refused_at(
     return -1, "", False
 
 
-@pytest.mark.parametrize("finds_unused", [False, True])
+@pytest.mark.parametrize("finds_unused", FINDS_UNUSED)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_that_take_different_ways_are_told(pool: Pool, case: str, keep: bool, finds_unused: bool) -> None:
@@ -186,7 +189,7 @@ ALIKE: dict[str, list[tuple[Way, Way]]] = {
 }
 
 
-@pytest.mark.parametrize("finds_unused", [False, True])
+@pytest.mark.parametrize("finds_unused", FINDS_UNUSED)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("case", ALIKE)
 def test_what_all_ranks_do_alike_trains_as_one_process_does(
@@ -204,6 +207,13 @@ WITHIN: list[tuple[Way, Way]] = [
 ]
 
 
+@pytest.mark.skipif(CAN_FIND, reason="torch's FSDP2 can")
+def test_unused_parameters_that_torch_leaves_out_are_not_looked_for(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="find_unused_parameters=True is beyond the FSDP2 of torch"):
+        pool.run(trained, WITHIN, False, True)
+
+
+@pytest.mark.skipif(not CAN_FIND, reason="torch's FSDP2 leaves unused parameters out")
 @pytest.mark.parametrize("keep", [False, True])
 def test_unused_parameters_of_a_group_may_differ_where_they_are_looked_for(pool: Pool, keep: bool) -> None:
     for difference, has_gradient in pool.run(trained, WITHIN, keep, True):

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,7 +281,7 @@ def test_an_input_changed_in_place_is_refused():
 
 
 def test_scripted_function_under_the_reentrant_form():
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         gelu = torch.jit.script(_scripted_gelu)
 
     class Scripted(nn.Linear):
@@ -390,7 +391,8 @@ def test_offload_moves_the_computed_inputs_and_nothing_else(monkeypatch):
 
     def watched(tensor):
         packed = to_host(tensor)
-        kept.append((tuple(tensor.shape), packed[0] is not tensor))
+        if tensor.numel():  # torch 2.11 has one of its own that is empty
+            kept.append((tuple(tensor.shape), packed[0] is not tensor))
         return packed
 
     monkeypatch.setattr(recompute, "_to_host", watched)
@@ -578,6 +580,25 @@ def test_recomputing_is_seen_by_its_own_thread_only():
     checkpoint_wrapper(Ask(4, 4))(torch.randn(2, 4)).sum().backward()
     assert seen == {"own": True, "other": False}
     assert not is_recomputing()
+
+
+@every_form
+def test_a_recompute_in_a_thread_of_autograds_own_sees_the_context_of_its_forward(form):
+    variable: ContextVar[str] = ContextVar("variable", default="nobody's")
+    seen: list[str] = []
+
+    class Ask(nn.Linear):
+        def forward(self, x):
+            seen.append(variable.get())
+            return super().forward(x).tanh()
+
+    token = variable.set("forward's")
+    loss = checkpoint_wrapper(nn.Sequential(Ask(4, 4), nn.Tanh()), **form)(torch.randn(2, 4)).sum()
+    variable.reset(token)
+    autograds = threading.Thread(target=loss.backward)  # for a CUDA device it has one, whose context is empty
+    autograds.start()
+    autograds.join()
+    assert seen == ["forward's"] * 2
 
 
 @every_form

@@ -67,7 +67,9 @@ class MixedPrecision(BaseModel):
         classes = said.pop("_module_classes_to_ignore", ())
         if any(cls is not nn.modules.batchnorm._BatchNorm for cls in classes):
             raise ValueError("_module_classes_to_ignore: FSDP2 has one precision for all; use atorch_ignored_cls")
-        return said
+        # Settings that are not known here, as newer versions of torch have them, say nothing as long as they are unset.
+        unset = {each.name for each in fields(value) if said.get(each.name) == each.default}
+        return {name: what for name, what in said.items() if name in MixedPrecision.model_fields or name not in unset}
 
     def policy(self, *, root: bool = False) -> MixedPrecisionPolicy:
         """torch's policy, of the root or of all others."""

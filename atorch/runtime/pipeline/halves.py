@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Users = Mapping[Node, list[Node]]
 """For each node of a graph those that backward comes from."""
@@ -31,8 +31,10 @@ def comes_apart(outputs: Iterable[Any], inputs: Iterable[Any], weights: Iterable
     return all(branches) and are_apart and not any(_reach_another(each) for each in branches)
 
 
-def _nodes(tensors: Iterable[Any]) -> list[Node]:
-    return [get_gradient_edge(each).node for each in tensors if isinstance(each, Tensor) and each.requires_grad]
+def _nodes(values: Iterable[Any]) -> list[Node]:
+    """Where backward begins at tensors, or at the edges that are kept of tensors that were let go."""
+    edges = (get_gradient_edge(each) if isinstance(each, Tensor) and each.requires_grad else each for each in values)
+    return [edge.node for edge in edges if isinstance(edge, GradientEdge)]
 
 
 def _users(roots: Iterable[Node]) -> Users:

@@ -68,7 +68,7 @@ class TorchStage(PipelineStage):
         if backward_type == "input" and not self._in_halves(bwd_kwargs):
             backward_type = "full"
             if bwd_kwargs["output_grads"] is None:
-                bwd_kwargs["stage_output"] = bwd_kwargs["stage_output"][0]  # the loss
+                bwd_kwargs = {**bwd_kwargs, "stage_output": bwd_kwargs["stage_output"][0]}  # the loss
         elif backward_type == "weight" and bwd_kwargs["param_groups"] is None:
             return (), None
         with self._reduction.backward(last=last_backward and not self._splits_backward):

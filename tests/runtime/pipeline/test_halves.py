@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from atorch.runtime.pipeline.halves import comes_apart
@@ -67,6 +68,13 @@ def whole(stage: Stage, x: Tensor) -> dict[str, Tensor | None]:
 def made(way: Way) -> tuple[Stage, Tensor]:
     torch.manual_seed(0)
     return Stage(way), torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+
+def test_an_output_that_was_let_go_is_known_by_its_edge() -> None:
+    for way in (once, one_after_the_other):
+        stage, x = made(way)
+        edges = [get_gradient_edge(output) for output in stage(x)]
+        assert comes_apart(edges, [x], stage.parameters()) == (way is once)
 
 
 @pytest.mark.parametrize("way", [once, side_by_side])
