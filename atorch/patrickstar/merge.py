@@ -13,6 +13,7 @@ from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import FileKind, check_source, check_target, replacing
 
 PLACE = "*"
+SHOWN = 8  # files that an error names
 CHECKPOINT = FileKind("checkpoint", CheckpointError)
 
 
@@ -34,13 +35,16 @@ def merge_checkpoints(pattern: str, num: int) -> Path:
     check_target(target, CHECKPOINT)
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
-        raise CheckpointError(f"{', '.join(missing)} of {num} files are not there; give the number of ranks that saved")
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise CheckpointError(
+            f"{', '.join(missing[:SHOWN])}{more} of {num} files are not there; give the number of ranks that saved"
+        )
     merged: dict[str, Any] = {}
     came_from: dict[str, Path] = {}
     for path in paths:
         check_source(path, CHECKPOINT)
         for key, value in _state_dict(path).items():
-            if key in merged and not _same(merged[key], value):
+            if key in merged and not _compared(key, path, merged[key], value):
                 raise CheckpointError(
                     f"{key} in {str(path)!r} differs from that in {str(came_from[key])!r}; each key is one rank's, or "
                     "the same on all: merge files of one step of one job"
@@ -85,6 +89,18 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
     return state
 
 
+def _compared(key: str, path: Path, one: Any, other: Any) -> bool:
+    """Whether two values of a key are one; raises CheckpointError for what torch cannot say that of."""
+    try:
+        return _same(one, other)
+    except RuntimeError as error:  # also of containers that hold themselves, and of tensors without values
+        why = str(error).splitlines()[0][:120]
+        raise CheckpointError(
+            f"{key} in {str(path)!r} cannot be compared with that of another rank ({why}); "
+            "leave it out of what all but one rank save"
+        ) from error
+
+
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are one, NaN and NaN too, in containers of any depth."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -101,8 +117,8 @@ def _same(one: Any, other: Any) -> bool:
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.layout != other.layout:
         return False
-    if one.layout is torch.sparse_coo:
-        one, other = one.coalesce(), other.coalesce()
+    if one.layout not in (torch.strided, torch.jagged):
+        one, other = one.to_sparse().coalesce(), other.to_sparse().coalesce()
         return _same((one.indices(), one.values()), (other.indices(), other.values()))
     if one.itemsize == 1 and one.is_floating_point():  # float8 has no comparison
         return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

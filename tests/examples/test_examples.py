@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -11,8 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from atorch import Strategy
+from atorch import Strategy, auto_accelerate
 from tests.house.source import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -55,6 +59,23 @@ def test_train_lm_searches_once_and_then_reuses_what_it_found(tmp_path: Path) ->
     assert after < before - 1
     assert f"No search: {Strategy.of(saved)}" in again
     assert saved.read_bytes() == written
+
+
+@pytest.mark.parametrize("strategy", [None, "strategy.json"])
+def test_the_demo_gives_arguments_that_go_together(
+    strategy: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """With a strategy's file there is no word on what is a search's alone; else the search has all of it."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    of_strategy = importlib.import_module("train_lm").search_arguments
+    (tmp_path / "strategy.json").write_text("[]")
+    given = argparse.Namespace(strategy=strategy and str(tmp_path / strategy), out="found.json", time_limit=3.0)
+    if strategy is None:
+        assert of_strategy(given) == {"save_strategy_to_file": "found.json", "time_limit": 3.0}
+        return
+    with caplog.at_level(logging.WARNING, "atorch"):
+        auto_accelerate(nn.Linear(2, 2), **of_strategy(given))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.matrix)])

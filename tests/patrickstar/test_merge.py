@@ -106,6 +106,31 @@ def test_values_that_differ_in_part_are_told(one: Any, other: Any, tmp_path: Pat
         merge_checkpoints(save(tmp_path, {"a": one}, {"a": other}), 2)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_compressed_layouts_are_compared(tmp_path: Path) -> None:
+    one, other = ({"a": torch.full((2, 2), value).to_sparse_csr()} for value in (1.0, 2.0))
+    merge_checkpoints(save(tmp_path, one, one), 2)
+    with pytest.raises(CheckpointError, match="^a in .* differs"):
+        merge_checkpoints(save(tmp_path, one, other), 2)
+
+
+def ring() -> list[Any]:
+    own: list[Any] = []
+    own.append(own)
+    return own
+
+
+@pytest.mark.parametrize("value", [torch.empty(2, device="meta"), ring()], ids=["no values", "holds itself"])
+def test_what_cannot_be_compared_is_told(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="^a in .* cannot be compared with that of another rank"):
+        merge_checkpoints(save(tmp_path, {"a": value}, {"a": value}), 2)
+
+
+def test_of_many_missing_files_a_few_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="checkpoint-7.pt and 92 more of 100 files are not there"):
+        merge_checkpoints(str(tmp_path / "checkpoint-*.pt"), 100)
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02]q\x00.", b"\x80\x02", b"\x00" * 100])
 def test_files_that_are_empty_or_cut_short_are_told(content: bytes, tmp_path: Path) -> None:
     pattern = save(tmp_path, {"a": torch.zeros(2)}, {})

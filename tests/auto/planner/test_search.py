@@ -4,6 +4,7 @@ import ctypes
 import json
 import math
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from atorch.auto.opt_lib.completion import complete
 from atorch.auto.planner import dry_run, search
 from atorch.auto.planner.candidate import Feed, candidate
 from atorch.auto.planner.estimate import RESERVE
-from atorch.auto.planner.explore import MAX_RUNS
+from atorch.auto.planner.explore import MAX_RUNS, told
 from atorch.auto.planner.guard import Crew
 from atorch.auto.planner.measuring import Failure, measure
 from atorch.auto.planner.planner import starting_point
@@ -69,6 +70,11 @@ def test_a_search_chooses_what_ran_fastest_and_leaves_all_as_it_was():
     assert plan.num_dry_runs == len(seen) <= MAX_RUNS
     assert len(plan.rejected) == plan.num_compositions - 1 + sum(each.why == "hardware" for each in plan.rejected)
     assert all(each.reason for each in plan.rejected)
+    shares = [each for each in plan.rejected if re.search(r"\d(%|×)", each.reason)]
+    assert shares
+    for each in shares:  # all are of the chosen one's step, whether measured or expected
+        known = each.measured or each.estimate
+        assert told(known.step_s / plan.measured.step_s) in each.reason
     data = json.loads(json.dumps(plan.to_json_data(), allow_nan=False))
     assert data["measured"]["memory_kind"] == "resident set growth"
     assert seen[-1].best_s is not None
