@@ -210,12 +210,27 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
     if options.selective:
         call.keeping, call.handing_out = selective_contexts()
     inputs += _on_other_devices(modules, inputs)
-    with saved_tensors_hooks(_to_host, _from_host) if options.offload_to_cpu else nullcontext():
+    outside = saved_tensors_hooks(_to_host, _from_host) if options.offload_to_cpu else nullcontext()
+    with outside, _casting_anew() if options.selective else nullcontext():
         if options.reentrant:
             return _run_reentrant(call, inputs)
         # An early stop would skip the last inner modules, and leave their counters up.
         early_stop = not any(COUNTER in vars(owner) for owner in owners)
         return checkpoint(call, *inputs, use_reentrant=False, early_stop=early_stop)
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """Inside, autocast casts a weight whenever it is used. A recompute finds none of the casts that were kept before.
+
+    Where operations are counted, as in selective checkpointing, it would do more of them than the forward pass.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _run_reentrant(call: _Call, inputs: list[Any]) -> Any:
