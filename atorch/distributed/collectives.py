@@ -172,7 +172,7 @@ def agreed(
         told = _told_apart("the call", [Fact(other) for other, _, _ in said])
     elif differing:
         own = {place: fact for name in differing for place, fact in facts.get(name, {}).items()}
-        told = differences(_answers(lambda: gather_objects(own), call))
+        told = _answers(lambda: _first_differences(own), call)
     failed = [(rank, *failure) for rank, (_, failure, _) in enumerate(said) if failure is not None]
     if failed and (told or error is None):
         rank, kind, message = failed[0]
@@ -242,6 +242,22 @@ def _naming_the_missing(call: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _first_differences(own: Facts) -> str:
+    """As `differences`, of every rank's own facts, of which only those that are named travel from all to all.
+
+    A model's are megabytes, and thousands of processes have them.
+    """
+    first = from_rank_zero(own)
+    places = [place for place in {**first, **own} if first.get(place) != own.get(place)]
+    said = gather_objects((places[:MAX_DIFFERENCES], len(places)))
+    order = {place: index for index, place in enumerate(first)}
+    found = dict.fromkeys(place for few, _ in said for place in few)
+    named = sorted(found, key=lambda place: order.get(place, len(order)))[:MAX_DIFFERENCES]
+    facts = gather_objects({place: own[place] for place in named if place in own})
+    more = max(count for _, count in said) - len(named)
+    return differences(facts) + (f"; and {more} more" if more > 0 else "")
 
 
 def differences(facts: Sequence[Facts]) -> str:

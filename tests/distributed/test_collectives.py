@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -106,6 +107,30 @@ def test_of_long_lists_the_first_difference_is_named(pool: Pool) -> None:
     told = "the strategy differs between processes: rank 0 has item 4 4, rank 1 has no item 4"
     assert pool.run(compare, [[0, 1, 2, 3, 4], [0, 1, 2, 3]]) == [told] * 2
     assert pool.run(compare, [{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == ["", ""]
+
+
+def called_apart(rank: int, size: int) -> tuple[str, int]:
+    """What is told of 1,000 values of which three are rank 1's own and one is rank 2's; the most that travelled."""
+    values = list(range(1000))
+    for place in {0: (), 1: (5, 500, 700), 2: (600,)}[rank]:
+        values[place] = -1
+    sent: list[int] = []
+    real = dist.all_gather_object
+
+    def measured(values: list[Any], value: Any, **kwargs: Any) -> None:
+        sent.append(len(pickle.dumps(value)))
+        real(values, value, **kwargs)
+
+    with mock.patch.object(dist, "all_gather_object", measured), pytest.raises(ArgumentError) as caught:
+        agreed("call", lambda: {"given": described("given", values)}, lambda: rank)
+    return str(caught.value), max(sent)
+
+
+def test_what_differs_is_named_without_sending_all_to_all(pool: Pool) -> None:
+    for told, sent in pool.run(called_apart, ranks=3):
+        assert "given[5] is 5 on ranks 0, 2 and -1 on rank 1; given[500] is 500 on ranks 0, 2 and -1 on rank 1" in told
+        assert "given[600] is 600 on ranks 0, 1 and -1 on rank 2" in told
+        assert sent < 1000
 
 
 def all_is_well(rank: int, size: int) -> list[str]:

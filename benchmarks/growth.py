@@ -1,0 +1,225 @@
+"""How what a start and a search take grows with the number of processes: seconds, bytes, collectives, connections.
+
+A start is `auto_accelerate` with a strategy, as one process of n that are not there lives it: torch's fake process
+group, whose collectives are done at once. So its seconds are this process's own work; collectives, bytes and groups are
+counted as they are asked for. File descriptors are worked out, since nothing is connected: over gloo a process holds
+one for each other member of each group that it is in. A ranking is what a search's rank 0 works out on a cluster that
+is described, and what it tells the others.
+
+    python benchmarks/growth.py
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent))
+from command import answer_of, main
+from compare import Row
+
+SIZES = (8, 64, 512, 4096, 16384)
+NODE = 8  # processes
+LAYERS, WIDTH = 24, 64
+CLUSTERS = {
+    "1.3B on 1 H100": ("1.3B", "1xH100-80GB"),
+    "1.3B on 8": ("1.3B", "8xH100-80GB"),
+    "70B on 64": ("70B", "8x8xH100-80GB"),
+    "70B on 512": ("70B", "64x8xH100-80GB"),
+    "405B on 4,096": ("405B", "512x8xH100-80GB"),
+    "405B on 16,384": ("405B", "2048x8xH100-80GB"),
+}
+SHAPES: dict[str, dict[str, int]] = {
+    "1.3B": {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 5504, "vocab": 32000, "seq_len": 2048},
+    "70B": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 128256, "seq_len": 8192},
+    "405B": {
+        "layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocab": 128256, "seq_len": 8192,
+    },
+}  # fmt: skip
+START_S, RANKING_S, RANKING_MIB = 10.0, 5.0, 1024.0
+
+
+def strategies(size: int) -> dict[str, list[Any]]:
+    """What is started, by name."""
+    return {
+        "ddp": ["ddp"],
+        "zero1": ["zero1"],
+        "fsdp, nodes as replicas": [("parallel_mode", ([("zero", NODE), ("data", size // NODE)], None)), "fsdp"],
+    }
+
+
+def measure(quick: bool = False) -> list[Row]:
+    """All rows; `quick` leaves out what is largest."""
+    rows = []
+    sizes = SIZES[:2] if quick else SIZES
+    for name in strategies(NODE):
+        found = [answer_of(__file__, "start", name, size, processes=None) for size in sizes]
+        for size, each in zip(sizes, found, strict=True):
+            told = (
+                f"{each['seconds']:.2f} s; {each['collectives']} collectives of {each['bytes']:,} bytes; "
+                f"{each['gathers']} object gathers; {each['groups']} calls for groups; "
+                f"{each['descriptors']:,} file descriptors"
+            )
+            rows.append(Row(f"start of {name} on {size:,}", told, f"≤ {START_S:g} s", each["seconds"] <= START_S))
+        grown = found[-1]["collectives"] / found[0]["collectives"]
+        rows.append(Row(f"collectives of {name}, largest / smallest", f"{grown:.2f}", "≤ 1", grown <= 1))
+        grown = found[-1]["bytes"] / found[0]["bytes"] / _n_log_n(sizes[-1], sizes[0])
+        rows.append(Row(f"bytes of {name} beside n log n, largest / smallest", f"{grown:.2g}", "≤ 1", grown <= 1))
+    for title, given in list(CLUSTERS.items())[: 2 if quick else None]:
+        each = answer_of(__file__, "ranking", *given, processes=None)
+        told = (
+            f"{each['seconds']:.2f} s; {each['mib']:.0f} MiB; {each['kept']} kept, told in {each['told'] / 1e3:.0f} "
+            f"kB; the others {each['others']:.2f} s"
+        )
+        holds = each["seconds"] <= RANKING_S and each["mib"] <= RANKING_MIB
+        rows.append(Row(f"ranking of {title}", told, f"≤ {RANKING_S:g} s, {RANKING_MIB:g} MiB", holds))
+    return rows
+
+
+def _n_log_n(large: int, small: int) -> float:
+    return large * math.log2(large) / (small * math.log2(small))
+
+
+def in_process(what: str, *given: Any) -> dict[str, float]:
+    """One start, or one ranking."""
+    torch.set_num_threads(1)
+    return _start(*given) if what == "start" else _ranking(*given)
+
+
+class Counted(TorchDispatchMode):
+    """Counts what a process asks others for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.num_bytes = 0
+        self.group_sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.note(func.overloadpacket.__name__, max(map(_bytes, args), default=0))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, name: str, num_bytes: int) -> None:
+        """One collective, in which this process gets so much."""
+        self.calls[name] += 1
+        self.num_bytes += num_bytes
+
+
+def _bytes(given: Any) -> int:
+    if isinstance(given, torch.Tensor):
+        return given.numel() * given.element_size()
+    return sum(map(_bytes, given)) if isinstance(given, (list, tuple)) else 0
+
+
+@contextmanager
+def counting(size: int) -> Iterator[Counted]:
+    """Inside, collectives are counted, and with them atorch's exchanges, which it spares where nobody else is there."""
+    from atorch.distributed import collectives
+
+    counted = Counted()
+
+    def noting(name: str, num_bytes: Callable[[Any], int]) -> Callable[..., Any]:
+        real = getattr(collectives, name)
+
+        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+            counted.note(name, num_bytes(value))
+            return real(value, *args, **kwargs)
+
+        return call
+
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        made = real_new_group(ranks, *args, **kwargs)
+        counted.calls["new_group"] += 1
+        if ranks is None or dist.get_rank() in ranks:
+            counted.group_sizes.append(size if ranks is None else len(ranks))
+        return made
+
+    exchanges = {
+        "largest": lambda values: 8 * len(values),
+        "from_rank_zero": lambda value: len(pickle.dumps(value)),
+        "gather_objects": lambda value: size * len(pickle.dumps(value)),
+    }
+    real_new_group = dist.new_group
+    with ExitStack() as stack:
+        for name, num_bytes in exchanges.items():
+            stack.enter_context(mock.patch.object(collectives, name, noting(name, num_bytes)))
+        stack.enter_context(mock.patch.object(dist, "new_group", new_group))
+        stack.enter_context(counted)
+        yield counted
+
+
+def _start(name: str, size: int) -> dict[str, float]:
+    from atorch.distributed.fake import fake_world
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    data = torch.utils.data.TensorDataset(torch.zeros(4 * size, WIDTH), torch.zeros(4 * size, WIDTH))
+    with fake_world(size, rank=size // 2), counting(size) as counted:
+        from atorch import auto_accelerate  # what imports from `collectives` by name imports what counts
+        from atorch.auto import session  # noqa: F401
+
+        began = time.perf_counter()
+        done, _, _ = auto_accelerate(
+            model, torch.optim.AdamW, data, lambda batch, output: (output - batch[1]).square().mean(),
+            model_input_format="unpack_sequence", dataloader_args={"batch_size": size}, verify=False,
+            prepare_input=lambda batch, device: batch, load_strategy=strategies(size)[name],
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+    assert done
+    calls = counted.calls
+    return {
+        "seconds": seconds,
+        "collectives": sum(number for name, number in calls.items() if name != "new_group"),
+        "gathers": calls["gather_objects"],
+        "bytes": counted.num_bytes,
+        "groups": calls["new_group"],
+        "descriptors": size - 1 + sum(members - 1 for members in counted.group_sizes),
+    }
+
+
+def _ranking(shape: str, devices: str) -> dict[str, float]:
+    import atorch.auto.opt_lib  # noqa: F401  registers the methods
+    from atorch.auto.planner.ranking import Told, Wanted, best_level, methods_of
+    from atorch.cluster import ClusterSpec
+    from atorch.cost import plain_cost
+    from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+
+    cluster = ClusterSpec.load(devices)
+    profile = transformer_profile(TransformerShape(**SHAPES[shape], head_dim=128), 1, Implementation(itemsize=4.0))
+    start = plain_cost(profile, 4 * cluster.world_size, cluster.device.memory_bytes)
+    before, began = _peak_mib(), time.perf_counter()
+    found = best_level(profile, start, cluster, Wanted())
+    seconds, mib = time.perf_counter() - began, _peak_mib() - before
+    told = Told.of(found)
+    began = time.perf_counter()
+    heard = told.ranking(methods_of(Wanted().space(profile, cluster, Wanted().levels[-1])))
+    others = time.perf_counter() - began
+    assert heard == found
+    return {
+        "seconds": seconds,
+        "mib": mib,
+        "kept": len(found.fitting),
+        "told": len(pickle.dumps(told)),
+        "others": others,
+    }
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main(measure, in_process=in_process)
