@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,8 @@ def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
             raise ArgumentError("device_type is 'cuda', but torch finds no CUDA device here; use 'cpu'")
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if size > 1:
+            _check_devices(device)
     return World(rank=rank, size=size, local_rank=local_rank, device=device, timeout=timeout)
 
 
@@ -76,6 +80,31 @@ def local_world_size() -> int:
 def _backend(device_type: str) -> str:
     # gloo beside nccl: objects and decisions travel over the host, so that a busy device cannot delay them.
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+
+
+def _check_devices(device: torch.device) -> None:
+    """Each process has a CUDA device of its own, and a group that reaches the others' hosts, too."""
+    config = dist.get_backend_config()
+    if "cpu:" not in config:
+        raise ArgumentError(
+            f"init_process_group was given a backend for {config} alone, and processes decide together over hosts; "
+            'leave the backend out, or give "cpu:gloo,cuda:nccl", or leave the whole call to atorch'
+        )
+    # Where a launcher shows each process a device of its own, there are fewer devices than processes on each machine.
+    crowded = torch.tensor(int(local_world_size() > torch.cuda.device_count()))
+    dist.all_reduce(crowded, dist.ReduceOp.MAX)
+    if not crowded or "nccl" not in config:
+        return
+    owned: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(owned, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+    shared = [rank for rank, each in enumerate(owned) if each == owned[dist.get_rank()]]
+    if len(set(owned)) < len(owned):
+        told = f"ranks {', '.join(map(str, shared))} share" if len(shared) > 1 else "other ranks share"
+        raise ArgumentError(
+            f"{told} a CUDA device, and NCCL takes one process a device: {local_world_size()} processes were started "
+            f"here, where torch sees {torch.cuda.device_count()} devices; start as many processes as devices "
+            "(torchrun --nproc-per-node), or use device_type 'cpu', or call init_process_group('gloo') first"
+        )
 
 
 def _check_launcher() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError
+from atorch.runtime.host_threads import host_threads, tell_threads
 from atorch.runtime.stand_ins import MakeOptimizer, StandIns
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
 
@@ -63,6 +64,8 @@ class HostOptimizer(StandIns):
         self._chosen = set(_choose(_parameters(listed), share, away))
         self._values: MutableMapping[Tensor, Tensor] = {} if values is None else values
         super().__init__(make_inner, listed)
+        self._device = next((local(each).device for each in self.stand_ins), torch.device("cpu"))
+        tell_threads(self._device)
 
     def step(self, closure: Any = None) -> Any:
         """Bring gradients down, step there, and bring parameters up.
@@ -82,7 +85,7 @@ class HostOptimizer(StandIns):
                 copy.grad = _down(parameter.grad, like=copy)
                 stepped.append((parameter, copy))
         _wait(self.stand_ins)
-        with self._stand_ins_shown(), _fused(self.inner, self.stand_ins):
+        with self._stand_ins_shown(), _fused(self.inner, self.stand_ins), host_threads(self._device):
             result = self.inner.step()
         self._bring_up(stepped)
         for _, copy in stepped:

@@ -37,6 +37,7 @@ from atorch.runtime.chunk.pieces import (
 )
 from atorch.runtime.chunk.saved_states import SHARE, divided, joined, merged, restore_master
 from atorch.runtime.chunk.states import FlatStates
+from atorch.runtime.host_threads import host_threads, tell_threads
 from atorch.runtime.stand_ins import MakeOptimizer, StandIns
 from atorch.runtime.wrapped_optimizer import dense_gradient
 
@@ -80,6 +81,7 @@ class ChunkOptimizer(StandIns):
                 f"and is not known to work on parts of them; use one of {known}, or a single process"
             )
         self._cut_groups(range(len(self._shown)))
+        tell_threads(chunks.device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -95,7 +97,7 @@ class ChunkOptimizer(StandIns):
             chunk.follow()
         factor = 1.0 / self._loss_scale()
         gradients = WideGradients(factor)
-        with self._stand_ins_shown():
+        with self._stand_ins_shown(), host_threads(self._chunks.device):
             for run, shown in self._calls(live, gradients, self._unmanaged(factor)):
                 self._show_inner(shown)
                 for piece, gradient in zip(run, gradients.of(run), strict=True):

@@ -18,6 +18,8 @@ from torch import Tensor
 _aten = torch.ops.aten
 _ALIGNED = 32  # rows of the efficient kernel's logarithms: a multiple
 _HALF = (torch.float16, torch.bfloat16)
+_FLASH_FROM = (8, 0)  # compute capability: Ampere, which bfloat16 needs of either kernel
+_WIDE = ((8, 0), (9, 0), (10, 0))  # where there is shared memory for flash attention's backward beyond 192 columns
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,11 @@ def _kernel(part: Part) -> Kernel:
         return CPU
     if query.device.type != "cuda" or dim % 8 != 0 or query.dtype is torch.float64:
         return FORMULA
-    if query.dtype in _HALF and part.mask is None and dim <= 256:
+    capability = torch.cuda.get_device_capability(query.device)
+    if capability < _FLASH_FROM and query.dtype is torch.bfloat16:
+        return FORMULA
+    most = 256 if capability in _WIDE else 192
+    if query.dtype in _HALF and part.mask is None and dim <= most and capability >= _FLASH_FROM:
         return FLASH
     return EFFICIENT if part.mask is None or part.key.shape[-2] % 8 == 0 else FORMULA
 

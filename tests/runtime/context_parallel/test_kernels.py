@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from atorch.runtime.context_parallel.kernels import CPU, EFFICIENT, FLASH, FORMULA, Attended, Kernel, Part, attend
+from atorch.runtime.context_parallel.kernels import (
+    CPU,
+    EFFICIENT,
+    FLASH,
+    FORMULA,
+    Attended,
+    Kernel,
+    Part,
+    _kernel,
+    attend,
+)
 from atorch.runtime.context_parallel.kernels import gradients as part_gradients
 
 BATCH, HEADS, GROUPS, ROWS, DIM = 2, 4, 2, 8, 8
@@ -90,10 +101,11 @@ def test_dropout_drops_its_share_keeps_the_mean_and_has_its_own_gradients() -> N
         (EFFICIENT, torch.float16, True, 24),
     ],
 )
-def test_what_is_asked_of_kernels_of_cuda(kernel: Kernel, dtype: torch.dtype, mask: bool, rows: int) -> None:
+def test_what_is_asked_of_kernels_of_cuda(
+    kernel: Kernel, dtype: torch.dtype, mask: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By their signatures and shapes, on fakes; tests/gpu has their numbers."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with FakeTensorMode():
         query = torch.empty(BATCH, HEADS, rows, 16, dtype=dtype, device="cuda")
         key = torch.empty(BATCH, GROUPS, 16, 16, dtype=dtype, device="cuda")
@@ -103,3 +115,24 @@ def test_what_is_asked_of_kernels_of_cuda(kernel: Kernel, dtype: torch.dtype, ma
         assert found.logs.shape == query.shape[:-1]
         assert kernel.forward(part).out.shape == found.out.shape == query.shape
         assert [each.shape for each in part_gradients(part, query, found)] == [query.shape, key.shape, key.shape]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "dim", "kernel"),
+    [
+        ((7, 0), torch.float16, 64, EFFICIENT),
+        ((7, 5), torch.bfloat16, 64, FORMULA),
+        ((8, 0), torch.bfloat16, 256, FLASH),
+        ((8, 9), torch.float16, 64, FLASH),
+        ((8, 9), torch.float16, 256, EFFICIENT),
+        ((9, 0), torch.float32, 64, EFFICIENT),
+    ],
+)
+def test_a_device_gets_a_kernel_that_it_has(
+    capability: tuple[int, int], dtype: torch.dtype, dim: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        tensor = torch.empty(BATCH, HEADS, ROWS, dim, dtype=dtype, device="cuda")
+    assert _kernel(Part(tensor, tensor, tensor)) is kernel

@@ -1,0 +1,46 @@
+"""Threads for what the host computes for a device, which has the cores to itself meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from atorch.distributed.world import local_world_size
+from atorch.logs import logger
+
+
+def share_of_cores() -> int:
+    """This process's cores, over the processes that the launcher started on the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size())
+
+
+def tell_threads(device: torch.device) -> None:
+    """Say by how many threads the host will step for `device`, where they are more than the process has."""
+    threads = share_of_cores()
+    if device.type != "cpu" and torch.get_num_threads() == 1 < threads:
+        logger.info(
+            "the host steps with %d threads, its share of the cores; OMP_NUM_THREADS=1, as torchrun sets it, would "
+            " leave one, and any other number is kept",
+            threads,
+        )
+
+
+@contextmanager
+def host_threads(device: torch.device) -> Iterator[None]:
+    """Inside, the host works for `device` with this process's share of the cores, where it is left one thread.
+
+    torchrun sets OMP_NUM_THREADS to 1 where nobody else has set it. A CPU's own steps keep the number they have.
+    """
+    before = torch.get_num_threads()
+    if device.type == "cpu" or before > 1:
+        yield
+        return
+    torch.set_num_threads(share_of_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
