@@ -1,29 +1,33 @@
-"""One logger, which names the rank once there are several."""
+"""One logger, of which rank 0 alone speaks once there are several, but for what is of one process."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 logger = logging.getLogger("atorch")
+OF_THIS_RANK: Mapping[str, bool] = {"of_this_rank": True}
+"""`extra` of what is said on whichever rank it happens."""
 
 
 class _RankFilter(logging.Filter):
-    """Prefix each message with the rank."""
+    """Let pass what rank 0 says, and what is of one rank; prefix each message with the rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if self.rank and not getattr(record, "of_this_rank", False):
+            return False
         if not getattr(record, "ranked", False):
             record.msg, record.ranked = f"[rank {self.rank}] {record.msg}", True
         return True
 
 
 def name_rank(rank: int) -> None:
-    """Let the logger's messages say which rank speaks from now on."""
+    """Let the logger's messages say which rank speaks from now on, and those that all ranks have be rank 0's."""
     for old in list(logger.filters):
         logger.removeFilter(old)
     logger.addFilter(_RankFilter(rank))

@@ -123,8 +123,7 @@ def _adopted(ctx: Context, strategy: Strategy, found: Plan, verify: bool) -> tup
     if made is not None:
         return made
     found = found.fallen_back(str(failure))
-    if ctx.world.rank == 0:
-        logger.warning("%s", found.notes[-1])
+    logger.warning("%s", found.notes[-1])
     metadata = {**strategy.metadata, "report": _kept(found.to_json_data())}
     return accelerate(ctx, replace(found.strategy, metadata=metadata), verify)
 
@@ -152,7 +151,7 @@ def _expected(ctx: Context, shares: int) -> PlainPass:
     known = ctx.plain_pass
     if known is None:
         known = _plain_pass(ctx, shares)
-    if known.why_not is not None and _has_all(ctx) and ctx.world.rank == 0:
+    if known.why_not is not None and _has_all(ctx):
         logger.warning("the strategy cannot be held to plain training's first pass: %s", known.why_not)
     return known
 
@@ -176,9 +175,9 @@ def _check(applied: Context, result: AccelerateResult, expected: PlainPass) -> N
     # What splits the model may fail on one process alone, and leave the others waiting; a dry run is guarded.
     if all(set(each.splits) <= set(BATCH_AXES) for each in applied.strategy or ()):
         cannot = cannot_evaluate(applied, result, expected)
-        if cannot is not None and applied.world.rank == 0:
+        if cannot is not None:
             logger.warning("under %s %s", applied.strategy, cannot)
-    elif expected.prompt is not None and applied.world.rank == 0:
+    elif expected.prompt is not None:
         logger.warning("%s splits the model; model.generate() is not tried under it and may fail", applied.strategy)
 
 

@@ -21,7 +21,7 @@ from atorch import errors
 from atorch.distributed.description import Fact, Facts, digest
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import ArgumentError, AtorchError, shown
-from atorch.logs import logger
+from atorch.logs import OF_THIS_RANK, logger
 
 T = TypeVar("T")
 MAX_DIFFERENCES = 3  # that an error names
@@ -201,7 +201,7 @@ def meet(call: str, group: dist.ProcessGroup) -> None:
             here.store.wait([all_here], patience)
             return
         except RuntimeError:  # a store says that time is up in several ways
-            logger.warning("%s (this process waits for them)", here.told())
+            logger.warning("%s (this process waits for them)", here.told(), extra=OF_THIS_RANK)
     raise ArgumentError(here.told())
 
 
@@ -231,7 +231,7 @@ def _naming_the_missing(call: str) -> Iterator[None]:
 
     def tell() -> None:
         try:
-            logger.warning("%s (this process waits for them)", here.told())
+            logger.warning("%s (this process waits for them)", here.told(), extra=OF_THIS_RANK)
         except RuntimeError:  # the store went with the process that held it, which the call says itself
             return
 

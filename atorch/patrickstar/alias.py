@@ -19,7 +19,7 @@ import torch
 from atorch import patrickstar
 from atorch.distributed import world
 from atorch.errors import ArgumentError
-from atorch.logs import logger
+from atorch.logs import OF_THIS_RANK, logger
 from atorch.patrickstar import core, ops, profiler, runtime
 
 NAME = "patrickstar"
@@ -43,20 +43,26 @@ def get_local_world_size() -> int:
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
     """Log on the processes that are listed; on all for [-1] and on none for None, as PatrickStar does."""
     if get_world_size() == 1 or (ranks and (ranks[0] == -1 or get_rank() in ranks)):
-        logger.log(level, message)
+        logger.log(level, message, extra=OF_THIS_RANK)
 
 
 def print_rank(message: str, rank: int = 0, debug: bool = False, force: bool = False) -> None:
     """Log on one process, where `debug` or `force`."""
     if get_rank() == rank and (debug or force):
-        logger.info(message)
+        logger.info(message, extra=OF_THIS_RANK)
 
 
 def see_memory_usage(message: str, force: bool = False, scale_name: str = "MB") -> None:
     """Log what this process and its device hold, where `force`."""
     if force:
         device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        logger.info("%s: device %d bytes, host %d bytes", message, device, psutil.Process().memory_info().rss)
+        logger.info(
+            "%s: device %d bytes, host %d bytes",
+            message,
+            device,
+            psutil.Process().memory_info().rss,
+            extra=OF_THIS_RANK,
+        )
 
 
 def getsizeof(dtype: torch.dtype) -> int:

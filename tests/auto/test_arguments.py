@@ -334,7 +334,7 @@ def call_alone(rank: int, size: int) -> tuple[str, list[str]]:
         with (
             stand_on(group),
             soon,
-            mock.patch.object(collectives.logger, "warning", lambda *all: warned.append(all[1])),
+            mock.patch.object(collectives.logger, "warning", lambda *all, **_: warned.append(all[1])),
         ):
             try:
                 agreed("auto_accelerate", dict, lambda: None)

@@ -74,6 +74,21 @@ def test_who_asks_alone_for_the_whole_state_is_told(pool: Pool) -> None:
     assert pool.run(asked_alone)[0] == "whole_state is called on rank 0 but not on 1; call it on all together"
 
 
+def made(model: nn.Module, strategy: list[Any]) -> tuple[Any, Any]:
+    """The result for `model`, and its first batch."""
+    result = atorch.auto_accelerate(
+        model,
+        torch.optim.SGD,
+        Samples(),
+        rows,
+        model_input_format="unpack_dict",
+        dataloader_args={"batch_size": BATCH},
+        load_strategy=strategy,
+    )[1]
+    assert result is not None
+    return result, result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
+
+
 class Clips(Net):
     """A model that clips by itself, with atorch's function."""
 
@@ -84,17 +99,7 @@ class Clips(Net):
 def clipped(rank: int, size: int, kind: type[nn.Module], strategy: list[Any]) -> tuple[Any, float]:
     """What the model's method returns, and plain training's norm."""
     data = Samples()
-    result = atorch.auto_accelerate(
-        kind(),
-        torch.optim.SGD,
-        data,
-        rows,
-        model_input_format="unpack_dict",
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=strategy,
-    )[1]
-    assert result is not None
-    batch = result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
+    result, batch = made(kind(), strategy)
     result.loss_func(batch, result.model(**batch)).backward()
     plain = kind()
     whole = {key: torch.stack([data[i][key] for i in range(BATCH)]) for key in data[0]}
@@ -119,18 +124,9 @@ def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[st
     model = Net()
     model.get_submodule(path).eval()
     expected = {name: module.training for name, module in model.named_modules()}
-    result = atorch.auto_accelerate(
-        model,
-        torch.optim.SGD,
-        Samples(),
-        rows,
-        model_input_format="unpack_dict",
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=strategy,
-    )[1]
-    assert result is not None
+    result, batch = made(model, strategy)
     seen = [(expected[""], result.model.training, path)]
-    result.step(result.prepare_input(next(iter(result.dataloader)), torch.device("cpu")))
+    result.step(batch)
     seen.append((expected[""], result.model.training, path))
     got = {name: module.training for name, module in result.model.named_modules()}
     seen += [(mode, got[name], name) for name, mode in expected.items()]

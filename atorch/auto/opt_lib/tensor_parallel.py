@@ -118,7 +118,7 @@ class TensorParallel(Method):
         else:
             run = on_few_tokens(ctx, self.name)
             layout = tensor_parallel(model, run, tensor, **self._asked, as_dtensors=spreads, loss_parallel=splits)
-            _tell(model, layout, ctx.world.rank == 0)
+            _tell(model, layout)
         for each in strategy:
             if isinstance(each, SequenceParallel):
                 each.complete(ctx, layout)
@@ -161,7 +161,7 @@ def _check_neighbours(strategy: Strategy) -> None:
             raise StrategyError(BESIDE_FP8)
 
 
-def _tell(model: nn.Module, layout: ModelLayout, speaks: bool) -> None:
+def _tell(model: nn.Module, layout: ModelLayout) -> None:
     """Say what stays whole, by reason; raise where that is all."""
     reasons: dict[str, list[str]] = {}
     for each in layout.kept:
@@ -172,6 +172,6 @@ def _tell(model: nn.Module, layout: ModelLayout, speaks: bool) -> None:
             f"nothing of {type(model).__name__} can be split over tensor ({told or 'it has no products'}); leave "
             "tensor_parallel out"
         )
-    for reason, names in reasons.items() if speaks else ():
+    for reason, names in reasons.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         logger.info("tensor_parallel leaves %s%s whole: %s", ", ".join(names[:3]), more, reason)

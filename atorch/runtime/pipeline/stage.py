@@ -24,6 +24,7 @@ from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.override import override
+from atorch.runtime.pipeline.away import Away
 from atorch.runtime.pipeline.route import Route, Slot, Value
 from atorch.runtime.pipeline.shapes import Shape, shape_of
 
@@ -167,7 +168,7 @@ def cut(
     parts = [model, *(_structure(model, set().union(*held[:place]), held[place]) for place in range(1, len(mine)))]
     for index, part in zip(mine, parts, strict=True):
         stage = Stage(route, index, starts[index], ends[index], len(starts), device)
-        _hollow(part, keeping[index])
+        _hollow(part, keeping[index], device)
         for name in units:
             unit = part.get_submodule(name)
             vars(unit)[STAGE] = (stage, name)
@@ -235,15 +236,14 @@ def _names_inside(model: nn.Module, unit: nn.Module) -> set[str]:
     }
 
 
-def _hollow(part: nn.Module, kept: set[str]) -> None:
-    """Let go of parameters and buffers that are not `kept`: attributes on the meta device take their places."""
+def _hollow(part: nn.Module, kept: set[str], device: torch.device) -> None:
+    """Let go of parameters and buffers that are not `kept`: attributes without values take their places."""
     for path, module in list(part.named_modules()):
         for held in (module._parameters, module._buffers):
             for name, tensor in list(held.items()):
                 if tensor is not None and (f"{path}.{name}" if path else name) not in kept:
                     del held[name]
-                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    vars(module)[name] = empty
+                    vars(module)[name] = Away.of(f"{path}.{name}" if path else name, tensor, device)
 
 
 def _structure(model: nn.Module, before: set[str], own: set[str]) -> nn.Module:

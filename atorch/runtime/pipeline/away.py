@@ -1,0 +1,78 @@
+"""What stands in a stage for a parameter or a buffer of another stage: its description, and no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from atorch.errors import ArgumentError
+from atorch.runtime.chunk.parameter import is_descriptive
+
+_TENSOR: Any = Tensor
+_DEVICE = _TENSOR.device.__get__
+_BY_SHAPE = frozenset([_TENSOR.expand_as, _TENSOR.view_as, _TENSOR.reshape_as])
+
+
+class Away(Tensor):
+    """A tensor on the meta device that says it were on the stage's, for code that puts others beside it.
+
+    What is computed of it alone is of its kind, since a stage runs the whole of a model's forward and needs part of it.
+    """
+
+    path: str
+    place: torch.device
+
+    @classmethod
+    def of(cls, path: str, tensor: Tensor, place: torch.device) -> Away:
+        """In place of `tensor`, which the model has under this name."""
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return cls._from(empty, path, place)
+
+    @classmethod
+    def _from(cls, empty: Tensor, path: str, place: torch.device) -> Away:
+        made = Tensor._make_subclass(cls, empty)
+        made.path, made.place = path, place
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Compute shapes.
+
+        Raises:
+            ArgumentError: values are asked for.
+        """
+        kwargs = kwargs or {}
+        read = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if read is not None and func == _DEVICE:
+                return read.place
+            if read is None or is_descriptive(func) or func in _BY_SHAPE:
+                result = func(*args, **kwargs)
+                if read is args[0] and result is not read and isinstance(result, Tensor):  # a tensor like it
+                    shown = torch.empty((), dtype=read.dtype, device=read.place).expand(read.shape)
+                    return func(shown, *args[1:], **kwargs)
+                return result
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                raise read._fault() from error
+            if any(isinstance(each, Tensor) and not each.is_meta for each in tree_leaves(result)):
+                raise read._fault()  # torch multiplies a matrix by one without values
+            return tree_map(read._like, result)
+
+    def _fault(self) -> ArgumentError:
+        return ArgumentError(
+            f"{self.path} is of another stage of the pipeline than the one that reads it: the loss function, or code "
+            "between modules, uses it outside of the module that holds it. Return what is to be computed of it from "
+            "that module's forward, or cut elsewhere"
+        )
+
+    def _like(self, value: Any) -> Any:
+        is_made = isinstance(value, Tensor) and value.is_meta and not isinstance(value, Away)
+        return self._from(value, self.path, self.place) if is_made else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Away:
+        return self.of(self.path, self, self.place)

@@ -1,0 +1,27 @@
+"""Of several processes rank 0 speaks, but for what is of one of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from atorch import logs
+
+
+@pytest.fixture
+def ranked() -> Iterator[None]:
+    before = list(logs.logger.filters)
+    yield
+    logs.logger.filters[:] = before
+
+
+@pytest.mark.usefixtures("ranked")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_zero_speaks_for_all(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    logs.name_rank(rank)
+    with caplog.at_level(logging.WARNING, "atorch"):
+        logs.logger.warning("of all")
+        logs.logger.warning("of one", extra=logs.OF_THIS_RANK)
+    assert caplog.messages == ([] if rank else ["[rank 0] of all"]) + [f"[rank {rank}] of one"]
