@@ -5,6 +5,8 @@
 #   make test-all   the tests, with every matrix complete
 #   make test-torch VERSION=2.15.0
 #                   the tests on another version of torch, in an environment of its own; ARGS chooses some of them
+#   make gpu        the tests that need a CUDA GPU, then a table of methods on it; run again, the table goes on where it
+#                   was left; ARGS='--only "amp + fsdp"' chooses rows, ARGS=--tiny runs through without a GPU
 #   make check      style and types
 #   make bench      the table that the README quotes
 #   make format     rewrite the sources in the house style
@@ -25,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 # Two tests at a time, and a file's tests one after another, as they share what is made once for a file.
 TESTS := -m pytest -n 2 --dist loadfile
 
-.PHONY: .venv demo test test-all test-torch check bench format
+.PHONY: .venv demo test test-all test-torch gpu check bench format
 .DELETE_ON_ERROR:
 
 .venv: .venv/installed
@@ -59,6 +61,10 @@ test-all: .venv/installed
 # What a torch warns of is an error on the pinned one alone: another may deprecate what that one has no other name for.
 test-torch: .venv-torch-$(VERSION)/installed
 	$(<D)/bin/python $(TESTS) -m 'not matrix' $(if $(filter $(PINNED),$(VERSION)),,-o filterwarnings=default) $(ARGS)
+
+gpu: .venv/installed
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python benchmarks/gpu_methods.py --json $(if $(findstring --tiny,$(ARGS)),runs/gpu_tiny.jsonl,runs/gpu_methods.jsonl) $(ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff check

@@ -1,15 +1,23 @@
-"""Absolute step times and peak memory of each method on a 1B-parameter Llama, beside hand-written torch.
+"""Absolute step times and peak memory of each method on a 1B-parameter Llama, beside torch as written by hand.
 
 Needs a CUDA GPU; without one it says so and measures nothing. Each variant runs in a process of its own, so that its
-peak memory is its own; hand-written torch runs before and after.
+peak memory is its own, for at most eight minutes, and its row is printed at once. With --json the rows are also added
+to a file, and those that it has are not measured again. --only takes variants by name. --tiny runs everything through
+with a model of a few thousand parameters, on the CPU too: that it runs, not a result.
 
-    python benchmarks/gpu_methods.py
+    python benchmarks/gpu_methods.py --json runs/gpu_methods.jsonl
+    python benchmarks/gpu_methods.py --only "amp + fsdp" "by hand, amp"
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import answer_of, main
 from compare import Row
 
-BATCH, SEQ, STEPS, WARMUP = 4, 2048, 12, 4
+STEPS, WARMUP, TIMEOUT_S = 12, 4, 480.0
+BY_HAND = "by hand"
 VARIANTS: dict[str, list[Any] | None] = {
-    "hand fp32": None,
+    "by hand, fp32": None,
+    "by hand, amp": None,
+    "by hand, amp + compile": None,
     "plain": [],
     "amp_native bf16": [("amp_native", "bf16")],
     "half bf16": [("half", "bf16")],
@@ -33,17 +44,21 @@ VARIANTS: dict[str, list[Any] | None] = {
     "amp + zero2": [("amp_native", "bf16"), "zero2"],
     "amp + zero1": [("amp_native", "bf16"), "zero1"],
     "amp + fp8": [("amp_native", "bf16"), ("fp8", {"exclude": ["lm_head"]}), "compile"],
-    "hand amp bf16": None,
+    "amp + offload": [("amp_native", "bf16"), "offload"],
+    "amp + chunk": [("amp_native", "bf16"), "chunk"],
+    "by hand, amp, again": None,
 }
 
 
-def make_model() -> torch.nn.Module:
+def make_model(tiny: bool) -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(0)
+    width, layers, heads = (32, 2, 4) if tiny else (2048, 22, 32)
     config = transformers.LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
-        num_key_value_heads=4, max_position_embeddings=SEQ, use_cache=False,
+        vocab_size=32000 // (500 if tiny else 1), hidden_size=width, intermediate_size=11 * width // 4,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=4, max_position_embeddings=2048,
+        use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -52,57 +67,110 @@ def loss_func(batch: Any, output: Any) -> torch.Tensor:
     return output["loss"]
 
 
-def in_process(name: str) -> dict[str, float]:
+def in_process(name: str, tiny: bool) -> dict[str, float]:
     """One variant's median step and peak memory."""
-    device = torch.device("cuda")
-    tokens = torch.randint(0, 32000, (BATCH, SEQ), device=device)
-    batch = {"input_ids": tokens, "labels": tokens}
-    strategy = VARIANTS[name]
-    model = make_model()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, (rows, seq) = make_model(tiny), (2, 16) if tiny else (4, 2048)
+    tokens = torch.randint(0, model.config.vocab_size, (rows, seq), device=device)
+    batch, numel = {"input_ids": tokens, "labels": tokens}, sum(each.numel() for each in model.parameters())
+    flops = (
+        6.0 * numel * tokens.numel() + 12.0 * model.config.num_hidden_layers * model.config.hidden_size * rows * seq**2
+    )
+    strategy, loss = VARIANTS[name], loss_func
+    fused = {"lr": 1e-5, "fused": True}
     if strategy is None:
         model = model.to(device)
-        optim: Any = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        loss = loss_func
+        if "compile" in name and not tiny:
+            model.compile()
+        optim: Any = torch.optim.AdamW(model.parameters(), **fused)
     else:
         from atorch import auto_accelerate
 
         _, result, _ = auto_accelerate(
-            model, torch.optim.AdamW, loss_func=loss_func, optim_args={"lr": 1e-5}, model_input_format="unpack_dict",
-            load_strategy=strategy,
+            model, torch.optim.AdamW, loss_func=loss_func, optim_args=fused, model_input_format="unpack_dict",
+            load_strategy=[each for each in strategy if each != "compile" or not tiny], sample_batch=batch,
         )  # fmt: skip
         assert result is not None
         model, optim, loss = result.model, result.optim, result.loss_func
-    amp = torch.autocast("cuda", torch.bfloat16, enabled=name == "hand amp bf16")
+    amp = torch.autocast(device.type, torch.bfloat16) if name.startswith(f"{BY_HAND}, amp") else nullcontext()
     times = []
-    for _ in range(WARMUP + STEPS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    for _ in range(WARMUP + STEPS if not tiny else 2):
+        begin = time.perf_counter()
         with amp:
             value = loss(batch, model(**batch))
         value.backward()
         optim.step()
         optim.zero_grad()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    steady = sorted(times[WARMUP:])
-    return {"ms": steady[len(steady) // 2], "gib": torch.cuda.max_memory_allocated() / 2**30}
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    steady = sorted(times[WARMUP if not tiny else 1 :])
+    step_s = steady[len(steady) // 2]
+    answer = {"ms": 1e3 * step_s, "tokens_per_s": tokens.numel() / step_s}
+    if device.type == "cuda":
+        from atorch.cluster import ClusterSpec
+        from atorch.distributed.world import init
+
+        peak = ClusterSpec.detect(init(), measure=False).device.peak_flops
+        answer["mfu"] = flops / step_s / peak["float32" if "fp32" in name or name == "plain" else "bfloat16"]
+        answer["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        answer["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    return answer
+
+
+def measured(only: Sequence[str], tiny: bool, kept: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Variants and their figures, or what was wrong, one after another; those that are in `kept` come from there."""
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    known = {each.pop("name"): each for each in map(json.loads, lines)}
+    for name in only or VARIANTS:
+        if name not in known:
+            try:
+                known[name] = answer_of(__file__, name, tiny, processes=None, timeout_s=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                known[name] = {"failed": f"took longer than {TIMEOUT_S:.0f} s"}
+            except subprocess.CalledProcessError as error:
+                known[name] = {"failed": error.stderr.strip().splitlines()[-1]}
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                with kept.open("a") as file:
+                    file.write(json.dumps({"name": name, **known[name]}) + "\n")
+        yield name, known[name]
+
+
+def row(name: str, figures: dict[str, Any]) -> Row:
+    """As the table of all benchmarks has it."""
+    if "failed" in figures:
+        return Row(f"1B Llama, {name}", f"failed: {figures['failed']}", "runs", False)
+    told = [f"{figures['ms']:.1f} ms", f"{figures['tokens_per_s']:,.0f} tokens/s"]
+    if "mfu" in figures:
+        told += [
+            f"MFU {figures['mfu']:.1%}",
+            f"{figures['allocated_gib']:.2f} GiB ({figures['reserved_gib']:.2f} reserved)",
+        ]
+    return Row(f"1B Llama, {name}", ", ".join(told), "")
 
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim; one that informs where there is no GPU."""
     if not torch.cuda.is_available():
         return [Row("absolute step times on a GPU", "no CUDA GPU here", "")]
-    rows = []
-    for name in VARIANTS:
-        try:
-            figures = answer_of(__file__, name, processes=None, timeout_s=600)
-        except subprocess.CalledProcessError as error:
-            rows.append(Row(f"1B Llama, {name}", f"failed: {error.stderr.strip().splitlines()[-1]}", "runs", False))
-            continue
-        rows.append(Row(f"1B Llama, {name}", f"{figures['ms']:.1f} ms, {figures['gib']:.2f} GiB", ""))
-    return rows
+    return [row(*each) for each in measured((), quick, None)]
+
+
+def by_name() -> None:
+    """The command: rows as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=(), metavar="NAME", help="these variants alone")
+    parser.add_argument("--json", type=Path, help="a file to which rows are added, and from which they are resumed")
+    given = parser.parse_args()
+    if not (given.tiny or torch.cuda.is_available()):
+        print("no CUDA GPU here; --tiny runs on the CPU")
+        return
+    for name, figures in measured(given.only, given.tiny, given.json):
+        made = row(name, figures)
+        print(made.claim, "|", made.measured, flush=True)
 
 
 if __name__ == "__main__":
-    main(measure, in_process=in_process)
+    main(measure, in_process=in_process) if "--answer" in sys.argv else by_name()

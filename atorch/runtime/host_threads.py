@@ -24,7 +24,7 @@ def tell_threads(device: torch.device) -> None:
     if device.type != "cpu" and torch.get_num_threads() == 1 < threads:
         logger.info(
             "the host steps with %d threads, its share of the cores; OMP_NUM_THREADS=1, as torchrun sets it, would "
-            " leave one, and any other number is kept",
+            "leave one, and any other number is kept",
             threads,
         )
 

@@ -78,7 +78,7 @@ def assert_trains_alike(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     assert losses(model, optimizer) == pytest.approx(losses(plain, adam(plain.parameters())), rel=1e-4)
     trained = model.state_dict()
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(trained[name], parameter.detach().cpu(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(trained[name].cpu(), parameter.detach().cpu(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("prefetch", [0, 4])
