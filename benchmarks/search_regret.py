@@ -145,6 +145,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     from atorch.auto.planner.plan import Measurement
     from atorch.auto.planner.planner import sample_of
     from atorch.auto.planner.trial import Trial
+    from atorch.auto.strategy import Strategy
 
     torch.set_num_threads(1)
     ctx = make_context(name)
@@ -156,20 +157,27 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     others = [each for each in plan.rejected if each.estimate is not None and each.why not in ("hardware", "memory")]
     others.sort(key=lambda each: each.estimate.step_s if each.estimate else math.inf)
     by_estimate = [plan.strategy, *(each.strategy for each in others)]
-    eager = [each for each in by_estimate if "compile" not in each][: 4 if quick else LEAST]
-    compiled = [each for each in by_estimate if "compile" in each][: 0 if quick else None]
+    eager = (each for each in by_estimate if "compile" not in each)
+    compiled = (each for each in by_estimate if "compile" in each)
     found: dict[Any, float] = {}
-    began = time.monotonic()
-    for number, strategy in enumerate([*eager, *compiled]):
-        if number == len(eager):
-            began = time.monotonic()
-        if crew.hear(number >= len(eager) and time.monotonic() - began > COMPILING_S):
-            break
+    failed: list[str] = []
+
+    def run(strategy: Strategy) -> None:
         trial = Trial(ctx, strategy, crew, feed, 120.0)
         outcome = measure_trial(trial, math.inf, min(found.values(), default=None))
         trial.close()
         if isinstance(outcome, Measurement):
             found[strategy] = outcome.step_s
+        else:
+            failed.append(f"{strategy}: {outcome.reason}")
+
+    while len(found) < (4 if quick else LEAST) and (strategy := next(eager, None)) is not None:
+        run(strategy)
+    began = time.monotonic()
+    while not quick and crew.hear(time.monotonic() - began < COMPILING_S):
+        if (strategy := next(compiled, None)) is None:
+            break
+        run(strategy)
     # The few that came out best, and the choice, in turns: a single measurement's luck must not name the best.
     contenders = list(dict.fromkeys([plan.strategy, *sorted(found, key=found.__getitem__)[:3]]))
     trials = [Trial(ctx, strategy, crew, feed, 120.0) for strategy in contenders]
@@ -192,6 +200,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     return {
         "regret": medians[0] / medians[best] - 1,
         "measured": len(found),
+        "failed": failed,
         "dry_runs": plan.num_dry_runs,
         "chosen": str(plan.strategy),
         "best": str(contenders[best]),
@@ -210,7 +219,8 @@ def measure(quick: bool = False) -> list[Row]:
         rows.append(
             Row(
                 f"{name}: {report['dry_runs']} dry runs in {report['search_s']:.0f} s; {report['measured']} measured "
-                f"(slowest / fastest {report['spread']:.1f}); chose {report['chosen']}; best {report['best']}",
+                f"(slowest / fastest {report['spread']:.1f}), {len(report['failed'])} failed; "
+                f"chose {report['chosen']}; best {report['best']}",
                 f"regret {report['regret']:.1%}",
                 f"≤ 10 %, of at least {LEAST}",
                 report["regret"] <= 0.10 and enough,

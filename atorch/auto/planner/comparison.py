@@ -18,6 +18,7 @@ SURE = 2.0  # standard errors of the median that a gain must exceed
 MIN_TURNS, MAX_TURNS = 5, 60
 TURNS_S = 2.0  # of steps of each, where they are quick
 WARM_UP = 2
+LOOKS = (10, 20, 40)  # turns after which what is surely slower leaves
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,24 @@ def seconds_needed(startups: Sequence[float], steps: Sequence[float]) -> float:
 
 
 def in_turns(
-    trials: Mapping[int, Trial], turns: int, goes_on: Callable[[float], bool], failed: Callable[[int], None]
+    trials: Mapping[int, Trial],
+    turns: int,
+    goes_on: Callable[[float], bool],
+    failed: Callable[[int], None],
+    baseline: int | None = None,
 ) -> dict[int, list[float]]:
     """Seconds of every trial by turn, after some that only warm up.
 
-    A trial that fails is told to `failed` and left out from there on; `goes_on`, asked before a turn that is
-    expected to take so many seconds, ends it where that is too long.
+    A trial that fails is told to `failed` and left out from there on. One that is surely slower than the fastest stops,
+    with the seconds of the turns it had, but for `baseline`, beside which all are held; alone it need not go on.
+    `goes_on`, asked before a turn that is expected to take so many seconds, ends it where that is too long.
     """
     running, times = dict(trials), {index: list[float]() for index in trials}
     for turn in range(WARM_UP + turns):
-        if not goes_on(sum(each[-1] for each in times.values() if each)):
+        if turn - WARM_UP in LOOKS:
+            for index in _beaten({index: times[index] for index in running}) - {baseline}:
+                del running[index]
+        if len(running) < min(2, len(trials)) or not goes_on(sum(times[each][-1] for each in running if times[each])):
             break
         taken: dict[int, float] = {}
         for index in list(running) if turn % 2 else list(running)[::-1]:
@@ -75,3 +84,11 @@ def in_turns(
             if index in times:
                 times[index] = [*times[index], seconds] if turn >= WARM_UP else []
     return times
+
+
+def _beaten(times: Mapping[int, Sequence[float]]) -> set[int | None]:
+    """Those that are surely slower than the fastest, of the same turns."""
+    if not times:
+        return set()
+    fastest = min(times, key=lambda index: statistics.median(times[index]))
+    return {index for index in times if Verdict.of(times[fastest], times[index]).is_faster}

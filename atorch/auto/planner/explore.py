@@ -25,8 +25,8 @@ from atorch.units import format_seconds
 
 MAX_RUNS = 12
 MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
-NEAR = 0.12  # of a step: what came this close to the best is compared with it
-MAX_CONTENDERS = 3
+NEAR = 0.35  # of a step: what came this close to the best is compared with it, as one run can be that far off
+MAX_CONTENDERS = 5
 SHARE_S = 180.0  # of one dry run where there is no time limit
 BASELINE_SHARE = 0.6  # of the time limit, for the steps of the baseline
 STEPS = 9  # of a dry run, about
@@ -106,15 +106,15 @@ class Explorer:
         times = self._in_turns(finalists) if together else self._one_by_one(finalists)
         baseline = self.baseline
         assert baseline is not None, "a finalist"
-        turns = min(map(len, times.values()), default=0)
-        if baseline not in times or turns < MIN_TURNS:
+        if len(times.get(baseline, ())) < MIN_TURNS:
             return
         base_s = statistics.median(times[baseline])
         drift = base_s / self.measured[baseline].step_s
         for index, each in self.measured.items():  # all as of the time of the comparison
             self.measured[index] = replace(each, step_s=each.step_s * drift)
         for index in times:
-            if index != baseline:
+            turns = min(len(times[index]), len(times[baseline]))
+            if index != baseline and turns >= MIN_TURNS:
                 verdict = self.verdicts[index] = Verdict.of(times[index][:turns], times[baseline][:turns])
                 self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
 
@@ -271,7 +271,7 @@ class Explorer:
                     failed(index)
                     del trials[index]
             turns = num_turns(min((self.measured[i].step_s for i in finalists if i in self.measured), default=1.0))
-            return in_turns(trials, turns, goes_on, failed)
+            return in_turns(trials, turns, goes_on, failed, self.baseline)
         finally:
             for trial in trials.values():
                 trial.close()

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from atorch.auto.planner.clock import DEFAULT_S, DEFAULT_STEPS, KEPT, Clock
-from atorch.auto.planner.comparison import MIN_TURNS, Verdict, in_turns
+from atorch.auto.planner.comparison import LOOKS, MIN_TURNS, Verdict, in_turns
 from atorch.auto.planner.estimate import Scored
 from atorch.auto.planner.order import Order, Turn
 from atorch.auto.planner.plan import Estimate
@@ -45,6 +45,17 @@ def test_turns_end_with_the_time_and_without_what_fails():
     left = iter([True] * 4 + [False])
     times = in_turns({0: Steps(1.0), 1: Steps(2.0)}, 5, lambda s: next(left), failed.append)
     assert {index: len(each) for index, each in times.items()} == {0: 2, 1: 2}
+
+
+def test_what_is_surely_slower_stops_but_the_baseline_does_not():
+    def steps(middle, seed):
+        return Steps(*noisy(middle, 0.02, seed, 60))
+
+    trials = {0: steps(1.0, 0), 1: steps(0.7, 1), 2: steps(0.701, 2), 3: steps(0.9, 3)}
+    times = in_turns(trials, 40, lambda s: True, lambda index: None, baseline=0)
+    assert {index: len(each) for index, each in times.items()} == {0: 40, 1: 40, 2: 40, 3: LOOKS[0]}
+    times = in_turns({0: steps(0.7, 0), 1: steps(1.0, 1)}, 40, lambda s: True, lambda index: None, baseline=0)
+    assert {len(each) for each in times.values()} == {LOOKS[0]}, "nothing is left that could be taken"
 
 
 def test_the_default_limit_grows_with_the_baseline_and_a_given_one_does_not():
