@@ -17,6 +17,7 @@ TIE = 0.01  # of a step: nearer than this is as fast
 SURE = 2.0  # standard errors of the median that a gain must exceed
 MIN_TURNS, MAX_TURNS = 5, 60
 TURNS_S = 2.0  # of steps of each, where they are quick
+NOISY, LONGER = 0.03, 4  # where a verdict is noisier than this, so many times the turns
 WARM_UP = 2
 LOOKS = (10, 20, 40)  # turns after which what is surely slower leaves
 
@@ -62,14 +63,17 @@ def in_turns(
     """Seconds of every trial by turn, after some that only warm up.
 
     A trial that fails is told to `failed` and left out from there on. One that is surely slower than the fastest stops,
-    with the seconds of the turns it had, but for `baseline`, beside which all are held; alone it need not go on.
-    `goes_on`, asked before a turn that is expected to take so many seconds, ends it where that is too long.
+    with the seconds of the turns it had, but for `baseline`, beside which all are held; alone it need not go on. Noise
+    makes it longer. `goes_on`, asked before a turn that is expected to take so many seconds, ends it where that is too
+    long.
     """
     running, times = dict(trials), {index: list[float]() for index in trials}
-    for turn in range(WARM_UP + turns):
+    for turn in range(WARM_UP + turns * LONGER):
         if turn - WARM_UP in LOOKS:
             for index in _beaten({index: times[index] for index in running}) - {baseline}:
                 del running[index]
+        if turn >= WARM_UP + turns and _is_clear([times[index] for index in running]):
+            break
         if len(running) < min(2, len(trials)) or not goes_on(sum(times[each][-1] for each in running if times[each])):
             break
         taken: dict[int, float] = {}
@@ -92,3 +96,8 @@ def _beaten(times: Mapping[int, Sequence[float]]) -> set[int | None]:
         return set()
     fastest = min(times, key=lambda index: statistics.median(times[index]))
     return {index for index in times if Verdict.of(times[fastest], times[index]).is_faster}
+
+
+def _is_clear(times: Sequence[Sequence[float]]) -> bool:
+    """Whether noise is small in what one is to another."""
+    return all(Verdict.of(each, times[0]).noise <= NOISY for each in times[1:])

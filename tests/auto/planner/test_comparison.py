@@ -5,7 +5,7 @@ import random
 import pytest
 
 from atorch.auto.planner.clock import DEFAULT_S, DEFAULT_STEPS, KEPT, Clock
-from atorch.auto.planner.comparison import LOOKS, MIN_TURNS, Verdict, in_turns
+from atorch.auto.planner.comparison import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
 from atorch.auto.planner.estimate import Scored
 from atorch.auto.planner.order import Order, Turn
 from atorch.auto.planner.plan import Estimate
@@ -56,6 +56,15 @@ def test_what_is_surely_slower_stops_but_the_baseline_does_not():
     assert {index: len(each) for index, each in times.items()} == {0: 40, 1: 40, 2: 40, 3: LOOKS[0]}
     times = in_turns({0: steps(0.7, 0), 1: steps(1.0, 1)}, 40, lambda s: True, lambda index: None, baseline=0)
     assert {len(each) for each in times.values()} == {LOOKS[0]}, "nothing is left that could be taken"
+
+
+def test_noise_makes_it_longer():
+    def turns(noise):
+        trials = {0: Steps(*noisy(1.0, noise, 0, 100)), 1: Steps(*noisy(0.95, noise, 1, 100))}
+        return {len(each) for each in in_turns(trials, 10, lambda s: True, lambda index: None, baseline=0).values()}
+
+    assert turns(0.02) == {10}
+    assert turns(0.9) == {10 * LONGER}
 
 
 def test_the_default_limit_grows_with_the_baseline_and_a_given_one_does_not():
