@@ -70,8 +70,9 @@ def in_turns(
     running, times = dict(trials), {index: list[float]() for index in trials}
     for turn in range(WARM_UP + turns * LONGER):
         if turn - WARM_UP in LOOKS:
-            for index in _beaten({index: times[index] for index in running}) - {baseline}:
-                del running[index]
+            for index in _beaten({index: times[index] for index in running}):
+                if index != baseline:
+                    del running[index]
         if turn >= WARM_UP + turns and _is_clear([times[index] for index in running]):
             break
         if len(running) < min(2, len(trials)) or not goes_on(sum(times[each][-1] for each in running if times[each])):
@@ -90,7 +91,7 @@ def in_turns(
     return times
 
 
-def _beaten(times: Mapping[int, Sequence[float]]) -> set[int | None]:
+def _beaten(times: Mapping[int, Sequence[float]]) -> set[int]:
     """Those that are surely slower than the fastest, of the same turns."""
     if not times:
         return set()
