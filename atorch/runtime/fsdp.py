@@ -22,7 +22,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.fsdp_groups import Group
-from atorch.runtime.fsdp_state import end_forward
+from atorch.runtime.fsdp_state import end_forward, is_gathered
 from atorch.runtime.offload import within
 from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapped_optimizer import local
@@ -51,7 +51,8 @@ def shard(
 ) -> list[nn.Parameter]:
     """Shard `module` in place over `mesh`: one axis of shards, or two, replicas × shards.
 
-    A forward pass without gradients leaves everything sharded, so that no gathered copy outlives an optimizer step.
+    A forward pass without gradients leaves everything sharded, so that no gathered copy outlives an optimizer step, but
+    for what a pass before it has kept for a backward that has not come yet.
 
     Args:
         groups: what is gathered together, children before parents (`fsdp_groups.arrange`); the root takes the rest.
@@ -118,7 +119,7 @@ def shard(
         _prefetch_in_order(module, groups)
     refuse_replaced(module, before)
     make_plain_tensors(module)
-    module.register_forward_hook(_resharder(module))
+    _reshard_without_gradients(module)
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
     module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
     return [owner.get_parameter(name) for owner, name in waiting]
@@ -248,15 +249,21 @@ def _prefetch_in_order(root: nn.Module, groups: Sequence[Group]) -> None:
         leader.set_modules_to_forward_prefetch([following])
 
 
-def _resharder(root: nn.Module) -> Callable[..., None]:
+def _reshard_without_gradients(root: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    waiting: list[nn.Module] = []
 
-    def reshard(*_: Any) -> None:
+    def begin(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            waiting[:] = [module for module in sharded if is_gathered(module)]
+
+    def end(*_: Any) -> None:
         # What is kept waits for a backward that will not come; the next step would compute with stale parameters.
         if not torch.is_grad_enabled():
             for module in sharded:
-                end_forward(module)
+                end_forward(module, keep=module in waiting)
 
-    return reshard
+    root.register_forward_pre_hook(begin, prepend=True)
+    root.register_forward_hook(end)

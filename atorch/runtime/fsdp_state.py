@@ -18,8 +18,13 @@ def _groups(state: Any) -> list[Any]:
     return several
 
 
-def end_forward(module: Any) -> None:
-    """After a pass that no backward follows: let go of what is gathered for `module`, an FSDPModule.
+def is_gathered(module: Any) -> bool:
+    """Whether `module`, an FSDPModule, has whole parameters."""
+    return any(group.is_unsharded for group in groups_of(module))
+
+
+def end_forward(module: Any, keep: bool = False) -> None:
+    """After a pass that no backward follows: let go of what is gathered for `module`, an FSDPModule, or `keep` it.
 
     torch 2.11 takes a group for one that is still running where one of its modules did not run.
     """
@@ -27,7 +32,8 @@ def end_forward(module: Any) -> None:
     state._modules_to_run_forward.clear()
     for group in _groups(state):
         group._training_state = type(group._training_state).IDLE
-    module.reshard()
+    if not keep:
+        module.reshard()
 
 
 def drop_unsharded_gradient(sharded: Any) -> None:

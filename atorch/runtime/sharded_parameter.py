@@ -27,9 +27,6 @@ _FACTORIES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _TENSOR: Any = Tensor
 _MAKING = frozenset([*(getattr(_TENSOR, name) for name in _FACTORIES), *(getattr(torch, name) for name in _LIKE)])
-_SAME = frozenset([_TENSOR.data.__get__, _TENSOR.detach])
-
-
 _HARMLESS = frozenset([_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.__repr__, _TENSOR.__hash__])
 
 
@@ -91,6 +88,14 @@ def _plain(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) else value
 
 
+def _as_read(parameter: _InForward, value: Any) -> Any:
+    """What was made of a parameter, such as a part of it, meets plain tensors no more than it does."""
+    if type(value) is DTensor:
+        value.path = parameter.path  # type: ignore[attr-defined]
+        _become(_InForward, [value])
+    return value
+
+
 def _become(kind: type[DTensor], parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         parameter.__class__ = kind
@@ -115,10 +120,8 @@ class _InForward(DTensor):
             except RuntimeError as error:
                 _explain(error, cls, (*args, *kwargs.values()))
                 raise
-            if func in _SAME:
-                result.path = args[0].path
-                _become(cls, [result])
-            return result
+            of = next((each for each in args if isinstance(each, cls)), None)
+            return result if of is None else tree_map(partial(_as_read, of), result)
 
 
 def _explain(error: RuntimeError, kind: type[Tensor], given: Iterable[Any]) -> None:

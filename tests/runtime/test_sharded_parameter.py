@@ -51,7 +51,7 @@ def by_partial(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
 
 
 def by_module(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
-    return lambda y: F.linear(y, rnn.weight_hh_l0)
+    return lambda y: F.linear(y, rnn.weight_hh_l0[:WIDTH])
 
 
 REFUSED = [
@@ -100,3 +100,26 @@ def differences(rank: int, size: int) -> list[float]:
 def test_hidden_states_may_be_made_of_a_parameter_outside_of_forward(pool: Pool) -> None:
     for found in pool.run(differences):
         assert max(found) < 1e-6
+
+
+def after_a_pass_without_gradients(rank: int, size: int) -> float:
+    """Of training where a module reads a kept parameter of another, and the model runs once more before backward."""
+    results = []
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        model = Model(by_module)
+        if keeps:
+            groups = [Group((model.rnn,)), Group((model.head,))]
+            shard(model, init_device_mesh("cpu", (size,)), groups, reshard_after_forward=False)
+        for _ in range(2):
+            loss = model(torch.ones(2, 3, WIDTH)).square().sum()
+            with torch.no_grad():
+                model(torch.ones(1, 3, WIDTH))
+            loss.backward()
+        gradient = model.rnn.weight_hh_l0.grad
+        results.append(gradient.full_tensor() if keeps else gradient)
+    return float((results[0] - results[1]).abs().max())
+
+
+def test_what_waits_for_backward_stays_gathered_in_a_pass_without_gradients(pool: Pool) -> None:
+    assert max(pool.run(after_a_pass_without_gradients)) < 1e-6
