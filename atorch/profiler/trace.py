@@ -21,10 +21,10 @@ from atorch.cost import ModelProfile
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.logs import logger
+from atorch.originals import OriginalReachedError, Originals
 from atorch.profiler.alike import groups_of_alike
 from atorch.profiler.copying import copy_with, lazy_copy_with
 from atorch.profiler.devices import as_on
-from atorch.profiler.originals import OriginalReachedError, Originals
 from atorch.profiler.recording import Recorder
 from atorch.profiler.replaying import Blocks
 from atorch.profiler.segments import Ownership, segments_of

@@ -32,6 +32,7 @@ LAYERS = {
     "atorch.blocks": 1,
     "atorch.duplicates": 1,
     "atorch.referenced": 1,
+    "atorch.originals": 1,
     "atorch.errors": 0,
     "atorch.files": 0,
     "atorch.strict_json": 0,

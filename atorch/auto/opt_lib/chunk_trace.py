@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
+from atorch.originals import OriginalReachedError, Originals
 from atorch.profiler.copying import copy_with
 from atorch.profiler.devices import as_on
 from atorch.profiler.fakes import Fakes
 from atorch.profiler.live_bytes import BUFFERS, HOST, PARAMETERS, LiveBytes
-from atorch.profiler.originals import OriginalReachedError, Originals
 from atorch.profiler.tensors import local_part, map_tensors, tensors_of
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Pass

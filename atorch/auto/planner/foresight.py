@@ -18,6 +18,7 @@ from atorch.auto.planner.depth import block_names, shorten
 from atorch.auto.strategy import Phase, Strategy
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.world import World
+from atorch.originals import Originals
 from atorch.profiler.copying import copy_structure, lazy_copy
 from atorch.profiler.tensors import map_tensors
 
@@ -40,7 +41,7 @@ def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, 
     job = replace(ctx, root=copied, parts=(copied,), world=world, mesh=None, make_loader=None, strategy=strategy)
     job = replace(job, sample_batch=map_tensors(_with_values, batch))
     learnt: dict[str, Any] = {}
-    with preserved_rng():
+    with preserved_rng(), Originals(ctx.root):
         for each in strategy:
             if each.needs_sample:
                 learnt.update(each.foresee(job, dict(mode.slices)))

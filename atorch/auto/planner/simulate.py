@@ -40,6 +40,7 @@ from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, CapabilityError
 from atorch.logs import logger
+from atorch.originals import Originals
 from atorch.profiler.copying import copy_structure
 from atorch.profiler.live_bytes import (
     BUFFERS,
@@ -209,15 +210,16 @@ def _simulate_here(make_ctx: Callable[[], Context], strategy: Strategy, batch: A
     return simulate(make_ctx(), strategy, batch, **more)
 
 
-def observe(ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending | None = None) -> Observed:
+def observe(
+    ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending | None = None, source: nn.Module | None = None
+) -> Observed:
     """What this process holds and sends in the last of a few steps; `ctx.root` is changed.
 
-    batch: this rank's own. pretending: None where tensors and processes are real.
+    batch: this rank's own. pretending: None where tensors and processes are real. source: what the model is a copy of.
     """
     live, sent = LiveBytes(), Messages()
     with nullcontext() if pretending is None else pretending:
-        applied = strategy.apply(ctx)
-        result = applied.build()
+        result = (applied := strategy.apply(ctx)).build()
         with sent, live, nullcontext() if pretending is None else pretending.stepping():
             watch = _Watch(result.model, applied.parts, live, sent, set(applied.on_host))
             for _ in range(STEPS):
@@ -226,23 +228,23 @@ def observe(ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending
                 _label(result, live)
                 live.forget()
                 sent.counts.clear()
-                _step(result, applied, batch, live)
-    by_axes = partial(_by_axes, mesh=applied.mesh)
-    return Observed(tuple(live.moments), by_axes(sent.counts), by_axes(watch.sent_between_starts()))
+                with nullcontext() if source is None else Originals(source):
+                    _step(result, applied, batch, live)
+    both = (_by_axes(each, applied.mesh) for each in (sent.counts, watch.sent_between_starts()))
+    return Observed(tuple(live.moments), *both)
 
 
 def _on_fakes(
     ctx: Context, strategy: Strategy, batch: Any, samples: int, world: World, repeats: int | None, until: float
 ) -> Observed:
-    pretending = Pretending(until)
-    with pretending:
+    with (pretending := Pretending(until)):
         copied = copy_structure(ctx.root, pretending.fake)
     if repeats is not None:
         shorten(copied, repeats)
     rows = -(-samples // batch_place(strategy, world.device.type)[1])
     own = map_tensors(partial(_rows, count=rows, of=batch_size(batch), pretending=pretending), batch)
     job = replace(ctx, root=copied, parts=(copied,), world=world, mesh=None, make_loader=None, sample_batch=own)
-    return observe(job, strategy, own, pretending)
+    return observe(job, strategy, own, pretending, source=ctx.root)
 
 
 def _rows(tensor: torch.Tensor, count: int, of: int, pretending: Pretending) -> torch.Tensor:
@@ -293,10 +295,8 @@ class _Watch:
         self._at_starts: list[Counts] = [{}, {}]
         for parameter in model.parameters():
             if parameter.requires_grad:
-                label = HOST if parameter in waiting else GRADIENTS
-                parameter.register_post_accumulate_grad_hook(
-                    lambda each, label=label: live.label(_gradient(each), label)
-                )
+                kept = partial(live.label, label=HOST if parameter in waiting else GRADIENTS)
+                parameter.register_post_accumulate_grad_hook(lambda each, kept=kept: kept(_gradient(each)))
         blocks = [block for part in parts for block in repeated_blocks(part).values()]
         for index, block in enumerate(blocks):
             if index == 0:

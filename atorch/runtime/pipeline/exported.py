@@ -101,7 +101,7 @@ class Exported:
         modes = tuple(each.training for _, each in zip(self._source.modules(), model.modules(), strict=False))
         key = (modes, spec, tuple(map(_kind, leaves)))
         if key not in self._programs:
-            self._programs[key] = self._make(modes, args, kwargs)
+            self._programs[key] = self._make(model, modes, args, kwargs)
         return self._programs[key]
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,11 +117,13 @@ class Exported:
         found = [values[each] if isinstance(each, _Name) else each for each in program.outputs]
         return tree_unflatten(found, program.out_spec)
 
-    def _make(self, modes: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    def _make(
+        self, model: nn.Module, modes: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program:
         for module, training in zip(self._source.modules(), modes, strict=True):
             module.training = training
         with _disable_current_modes(), torch.enable_grad():
-            graph = _Graph(_export(self._source, self._mode, args, kwargs))
+            graph = _Graph(_export(self._source, self._mode, args, kwargs), model)
             if not self._programs:
                 return graph.program(graph.boundaries(self._num_segments, self._speeds))
         first = next(iter(self._programs.values()))
@@ -195,8 +197,9 @@ def _kind(leaf: Any) -> Any:
 class _Graph:
     """An exported program, looked at."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Any, model: nn.Module) -> None:
         self._program, self._module = program, program.graph_module
+        self._learnt = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
         self._nodes = [node for node in self._module.graph.nodes if node.op == "call_function"]
         self._given = [node for node in self._module.graph.nodes if node.op == "placeholder"]
         self._specs = dict(zip(self._given, program.graph_signature.input_specs, strict=True))
@@ -296,6 +299,12 @@ class _Graph:
         value = self._program.constants[name]
         if isinstance(value, FakeTensor) or not isinstance(value, Tensor):
             raise StrategyError(f"the model uses {name}, a tensor that is no buffer; make it one by register_buffer")
+        learnt = self._learnt.get(value.untyped_storage()._cdata)
+        if learnt is not None:
+            raise StrategyError(
+                f"the model reaches {learnt} by a global variable or a class attribute, where a graph takes it for a "
+                "constant; keep it as an attribute of the module that uses it"
+            )
         return value
 
     def _piece(self, nodes: Iterable[fx.Node], gives: Sequence[fx.Node]) -> Piece:

@@ -17,6 +17,7 @@ from torch import nn
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
+from atorch.originals import Originals
 from atorch.runtime.tensor_parallel.apply import Cut, split_block
 from atorch.runtime.tensor_parallel.attention_heads import with_attributes
 from atorch.runtime.tensor_parallel.derive import derive
@@ -72,7 +73,8 @@ def tensor_parallel(
             f"the ranks of the tensor axis compute other outputs (sums {sums}); give all of them the same weights "
             "and the same batch before the model is split"
         )
-    layout = _derive(model, watched, ranks, plan, parameter_bytes)
+    with Originals(model):  # blocks are tried on copies
+        layout = _derive(model, watched, ranks, plan, parameter_bytes)
     apply_layout(model, layout, mesh, as_dtensors=as_dtensors, loss_parallel=loss_parallel)
     watched.check(model, run)
     return layout
@@ -89,7 +91,9 @@ def derive_layout(
     if plan is not None:
         check_names(model, plan)
     make_splittable(model)
-    return _derive(model, Watched(model, run), Ranks.alone(degree), plan, parameter_bytes)
+    watched = Watched(model, run)
+    with Originals(model):
+        return _derive(model, watched, Ranks.alone(degree), plan, parameter_bytes)
 
 
 def apply_layout(

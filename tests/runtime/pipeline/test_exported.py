@@ -163,3 +163,20 @@ def test_more_segments_than_operations_are_refused() -> None:
     model = Lengthy()
     with pytest.raises(StrategyError, match="too few operations"):
         exported(model, 9).program(model, (torch.ones(2, 4),), {})
+
+
+HELD: list[nn.Module] = []
+
+
+class ByName(Dropping):
+    """Reaches a parameter of its own by a global variable."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ HELD[0].weights[0]
+
+
+def test_a_parameter_that_is_reached_by_a_name_is_no_constant() -> None:
+    model = ByName()
+    HELD[:] = [model]
+    with pytest.raises(StrategyError, match=r"the model reaches weights.0 by a global variable"):
+        exported(model, 2).program(model, (torch.ones(2, 4),), {})

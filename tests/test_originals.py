@@ -9,9 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from atorch import auto_accelerate
+from atorch.auto.job import make_context
 from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.planner.simulate import simulate
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
+from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.profiler.trace import trace
+from atorch.runtime.tensor_parallel.split import derive_layout
 from tests.roads import BATCH, WIDTH, ByLambda, job
 
 HELD: dict[str, Any] = {}
@@ -124,3 +130,35 @@ def test_parameters_of_others_have_the_gradients_that_they_had() -> None:
 
 def judged(model: nn.Module, batch: Tensor) -> Tensor:
     return HELD["criterion"](model(batch)).sum()  # type: ignore[no-any-return]
+
+
+class Vision(nn.Module):
+    """Blocks of which all reach the first by a global variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Global() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_simulation_and_splits_refuse_it() -> None:
+    model = Vision()
+    ctx = make_context(
+        model,
+        optim_func=torch.optim.SGD,
+        loss_func=of_output,
+        world=ALONE,
+        cluster=ClusterSpec.detect(ALONE, measure=False),
+    )
+    with pytest.raises(ArgumentError, match=r"Global.through reaches blocks.2.mlp.fc.weight"):
+        simulate(ctx, Strategy.of(["ddp"]), torch.randn(BATCH, WIDTH), world_size=2)
+    with pytest.raises(ArgumentError, match=r"Global.through reaches blocks.2.mlp.fc.weight"):
+        derive_layout(model, lambda model: model(torch.randn(BATCH, WIDTH)), 2)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))

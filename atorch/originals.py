@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from atorch.errors import ArgumentError
-from atorch.profiler.tensors import tensors_of
 
 _DETACHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _NOT_THE_USERS = ("torch.", "atorch.")
@@ -59,7 +59,7 @@ class Originals(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in tensors_of((args, kwargs)):
+        for tensor in _tensors((args, kwargs)):
             if _has_storage(tensor):
                 self._look(func, tensor, args, kwargs)
         return func(*args, **kwargs)
@@ -103,7 +103,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from tensors_of(value)
+            yield from _tensors(value)
+
+
+def _tensors(data: Any) -> Iterator[Tensor]:
+    return (each for each in tree_iter(data) if isinstance(each, Tensor))
 
 
 def _has_storage(tensor: Tensor) -> bool:
