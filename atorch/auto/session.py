@@ -22,7 +22,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agree, agreed, from_rank_zero, synchronise, together
-from atorch.distributed.description import Facts, described
+from atorch.distributed.description import described_optimizer
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
@@ -111,7 +111,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
-        agreed("optim_func", dict, lambda: result.optim, _settings)
+        agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
     if expected is not None:
         _check(applied, result, expected)
     return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
@@ -132,15 +132,6 @@ def _kept(report: dict[str, Any]) -> dict[str, Any]:
     """What a strategy's file keeps of a plan: what was learnt; what was only estimated can be estimated again."""
     learnt = [each for each in report["rejected"] if each["why"] != "not run"][:MAX_KEPT]
     return {**report, "rejected": learnt}
-
-
-def _settings(optim: Any) -> dict[str, Facts]:
-    """What the optimizer is and how its groups are set, which code may have drawn from elsewhere than the arguments."""
-    facts = dict(described("the optimizer", type(optim)))
-    for index, group in enumerate(getattr(optim, "param_groups", ())):
-        own = {name: value for name, value in group.items() if name != "params"}
-        facts.update(described(f"the optimizer's group {index}", own))
-    return {"optimizer": facts}
 
 
 def _expected(ctx: Context, shares: int) -> PlainPass:

@@ -73,11 +73,11 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def from_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's `value`, on every rank."""
+    """The value of rank 0, or of the first rank of `group`, on every rank of it."""
     if not several() or nobody_else():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=group or everyone())
+    dist.broadcast_object_list(box, group=group or everyone(), group_src=0)
     return box[0]
 
 
@@ -131,6 +131,7 @@ def agreed(
     given: Callable[[], Mapping[str, Facts]],
     work: Callable[[], T],
     found: Callable[[T], Mapping[str, Facts]] = lambda made: {},
+    group: dist.ProcessGroup | None = None,
 ) -> T:
     """What `work` returns, where all processes make the same `call` and it raised on none; else an error on all.
 
@@ -143,6 +144,7 @@ def agreed(
         given: what must be equal, by argument.
         work: what this process does alone: reading and checking its arguments.
         found: more that must be equal, of what `work` returned.
+        group: the processes that make the call; None for all of them.
 
     Raises:
         ArgumentError: the calls or the arguments differ; the places and all values are named.
@@ -162,18 +164,19 @@ def agreed(
         error = error or raised
     failure = None if error is None else (_kind(error), _told(error))
     digests = {name: digest(each) for name, each in facts.items()}
-    with _naming_the_missing(call):
-        if _answers(lambda: _is_same((call, sorted(digests.items())), is_well=error is None), call):
+    ranks = _ranks(group)
+    with _naming_the_missing(call, group):
+        if _answers(lambda: _is_same((call, sorted(digests.items())), group, is_well=error is None), call):
             return made[0]
-        said = _answers(lambda: gather_objects((call, failure, digests)), call)
+        said = _answers(lambda: gather_objects((call, failure, digests), group), call)
     differing = _differing([digests for _, _, digests in said])
     told = ""
     if any(other != call for other, _, _ in said):
-        told = _told_apart("the call", [Fact(other) for other, _, _ in said])
+        told = _told_apart("the call", [Fact(other) for other, _, _ in said], ranks)
     elif differing:
         own = {place: fact for name in differing for place, fact in facts.get(name, {}).items()}
-        told = _answers(lambda: _first_differences(own), call)
-    failed = [(rank, *failure) for rank, (_, failure, _) in enumerate(said) if failure is not None]
+        told = _answers(lambda: _first_differences(own, group, ranks), call)
+    failed = [(rank, *failure) for rank, (_, failure, _) in zip(ranks, said, strict=True) if failure is not None]
     if failed and (told or error is None):
         rank, kind, message = failed[0]
         raise getattr(errors, kind)(f"rank {rank} failed: {message}{told and f'. Processes differ: {told}'}") from error
@@ -221,9 +224,9 @@ class _Arrivals:
 
 
 @contextmanager
-def _naming_the_missing(call: str) -> Iterator[None]:
+def _naming_the_missing(call: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Inside, who does not come to a front door is named once MEETING has passed, while this process waits."""
-    group = everyone()
+    group = group or everyone()
     if group is None or not several() or nobody_else():
         yield
         return
@@ -244,27 +247,36 @@ def _naming_the_missing(call: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _first_differences(own: Facts) -> str:
+def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
+    """The ranks of `group`, in its order; of all processes for None."""
+    group = group or everyone()
+    return dist.get_process_group_ranks(group) if group is not None and several() else [0]
+
+
+def _first_differences(own: Facts, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
     """As `differences`, of every rank's own facts, of which only those that are named travel from all to all.
 
     A model's are megabytes, and thousands of processes have them.
     """
-    first = from_rank_zero(own)
+    first = from_rank_zero(own, group)
     places = [place for place in {**first, **own} if first.get(place) != own.get(place)]
-    said = gather_objects((places[:MAX_DIFFERENCES], len(places)))
+    said = gather_objects((places[:MAX_DIFFERENCES], len(places)), group)
     order = {place: index for index, place in enumerate(first)}
     found = dict.fromkeys(place for few, _ in said for place in few)
     named = sorted(found, key=lambda place: order.get(place, len(order)))[:MAX_DIFFERENCES]
-    facts = gather_objects({place: own[place] for place in named if place in own})
+    facts = gather_objects({place: own[place] for place in named if place in own}, group)
     more = max(count for _, count in said) - len(named)
-    return differences(facts) + (f"; and {more} more" if more > 0 else "")
+    return differences(facts, ranks) + (f"; and {more} more" if more > 0 else "")
 
 
-def differences(facts: Sequence[Facts]) -> str:
-    """Where the ranks' facts differ, and what each rank has there; the first MAX_DIFFERENCES places."""
+def differences(facts: Sequence[Facts], ranks: Sequence[int] | None = None) -> str:
+    """Where the ranks' facts differ, and what each rank has there; the first MAX_DIFFERENCES places.
+
+    ranks: whose facts these are; None for those of 0, 1, ….
+    """
     places = dict.fromkeys(place for each in facts for place in each)
     told = [
-        _told_apart(place, [each.get(place, Fact("not given")) for each in facts])
+        _told_apart(place, [each.get(place, Fact("not given")) for each in facts], ranks or range(len(facts)))
         for place in places
         if len({each.get(place) for each in facts}) > 1
     ]
@@ -272,12 +284,12 @@ def differences(facts: Sequence[Facts]) -> str:
     return "; ".join(told[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _told_apart(place: str, facts: Sequence[Fact]) -> str:
+def _told_apart(place: str, facts: Sequence[Fact], ranks: Sequence[int]) -> str:
     """`place is 0.1 on rank 0 and 0.2 on ranks 1, 2`."""
-    ranks: dict[Fact, list[int]] = {}
-    for rank, fact in enumerate(facts):
-        ranks.setdefault(fact, []).append(rank)
-    told = [f"{fact} on rank{'s' * (len(on) > 1)} {_listed(on)}" for fact, on in ranks.items()]
+    having: dict[Fact, list[int]] = {}
+    for rank, fact in zip(ranks, facts, strict=True):
+        having.setdefault(fact, []).append(rank)
+    told = [f"{fact} on rank{'s' * (len(on) > 1)} {_listed(on)}" for fact, on in having.items()]
     return f"{place} is {' and '.join(told)}"
 
 
@@ -301,10 +313,10 @@ def _answers(exchange: Callable[[], T], call: str) -> T:
         ) from error
 
 
-def _is_same(value: Any, *, is_well: bool = True) -> bool:
+def _is_same(value: Any, group: dist.ProcessGroup | None = None, *, is_well: bool = True) -> bool:
     """Whether all ranks have the same plain data, by its text, and all are well."""
     number = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
-    high, low, is_ill = largest([number, -number, not is_well])
+    high, low, is_ill = largest([number, -number, not is_well], group)
     return high == -low and not is_ill
 
 

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import numbers
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -66,9 +66,8 @@ def described_model(model: nn.Module) -> Mapping[str, Facts]:
     parameters, buffers = {}, {}
     for index, (name, each) in enumerate(model.named_parameters(remove_duplicate=False)):
         tied = first.setdefault(id(each), name)
-        trains = "trains" if each.requires_grad else "is frozen (requires_grad=False)"
         also = "" if tied == name else f", is {tied!r}"
-        parameters[f"parameter {index} of the model"] = Fact(f"{name!r} {_shape(each)}, {trains}{also}")
+        parameters[f"parameter {index} of the model"] = Fact(f"{name!r} {_trained(each)}{also}")
     for index, (name, buffer) in enumerate(model.named_buffers(remove_duplicate=False)):
         buffers[f"buffer {index} of the model"] = Fact(f"{name!r} {_shape(buffer)}")
     modules = {
@@ -78,6 +77,26 @@ def described_model(model: nn.Module) -> Mapping[str, Facts]:
         for name, module in model.named_modules(remove_duplicate=False)
     }
     return {"modules": modules, "parameters": parameters, "buffers": buffers}
+
+
+def described_call(model: nn.Module, **arguments: Any) -> Mapping[str, Facts]:
+    """A call that is given a model and `arguments`."""
+    facts = {place: fact for name, value in arguments.items() for place, fact in described(name, value).items()}
+    return {"arguments": facts, **described_model(model)}
+
+
+def described_optimizer(optim: Any) -> Facts:
+    """What an optimizer is, and how its groups are set, which code may have drawn from elsewhere than its arguments."""
+    facts = dict(described("the optimizer", type(optim)))
+    for index, group in enumerate(getattr(optim, "param_groups", ())):
+        own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        facts.update(described(f"the optimizer's group {index}", own))
+    return facts
+
+
+def described_parameters(parameters: Iterable[torch.Tensor], whose: str) -> Facts:
+    """Parameters in their order, by shape."""
+    return {f"parameter {index} of {whose}": Fact(_trained(each)) for index, each in enumerate(parameters)}
 
 
 def described_dataset(dataset: Any) -> Facts:
@@ -94,6 +113,10 @@ def described_dataset(dataset: Any) -> Facts:
 def digest(facts: Facts) -> str:
     """A short text that is equal for equal facts, whatever their order."""
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:24]
+
+
+def _trained(parameter: torch.Tensor) -> str:
+    return f"{_shape(parameter)}, {'trains' if parameter.requires_grad else 'is frozen (requires_grad=False)'}"
 
 
 def _shape(tensor: torch.Tensor) -> str:

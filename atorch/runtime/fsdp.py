@@ -10,7 +10,8 @@ all-gather of the parameters in forward and again in backward, reduce-scatter of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atorch.distributed.collectives import agreed
+from atorch.distributed.description import Facts, described_call
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
@@ -48,6 +51,7 @@ def shard(
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     find_unused_parameters: bool = False,
+    is_agreed: bool = False,
 ) -> list[nn.Parameter]:
     """Shard `module` in place over `mesh`: one axis of shards, or two, replicas × shards.
 
@@ -70,13 +74,15 @@ def shard(
             without it the module's `reset_parameters`.
         find_unused_parameters: ranks may leave different parameters of a group unused. Off, that is refused, as are
             modules that not all ranks run, or not in one order, in any case (`fsdp_order`).
+        is_agreed: the ranks are known to call this alike; else they compare models and arguments.
 
     Returns:
         The parameters that wait in host memory.
 
     Raises:
         ArgumentError: a module on the meta device that nothing can fill, or a parameter with a hook on its gradient,
-            which torch's would never call; from the next forward pass, if it is registered later.
+            which torch's would never call; from the next forward pass, if it is registered later. The ranks gave
+            different models or arguments: on all of them, with the models as they were.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -85,8 +91,24 @@ def shard(
     from atorch.runtime.sharded_parameter import make_plain_tensors, refuse_replaced
 
     device = _device(mesh)
-    whole = {*ignored, *(each for each in module.parameters() if each.dim() == 0 or not each.numel())}
-    _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
+    whole = {*ignored, *(each for each in module.parameters() if not (each.dim() and each.numel()))}
+    if is_agreed:
+        _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
+    else:
+        _check_together(
+            module,
+            mesh,
+            groups,
+            whole,
+            mp_policy=mp_policy,
+            root_mp_policy=root_mp_policy,
+            reshard_after_forward=reshard_after_forward,
+            offload=offload,
+            forward_prefetch=forward_prefetch,
+            sync_module_states=sync_module_states,
+            param_init_fn=param_init_fn,
+            find_unused_parameters=find_unused_parameters,
+        )
     _make_contiguous(each for each in module.named_parameters() if each[1] not in whole)
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
     mp_policy = mp_policy or MixedPrecisionPolicy()
@@ -107,11 +129,7 @@ def shard(
         fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
     passes = keep_order(module, mesh, find_unused_parameters=find_unused_parameters)
     keep_methods(module, passes)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    for parameter in whole:
-        parameter.data = parameter.data.to(device)
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_averager(mesh, passes, names.get(parameter, "")))
+    _keep_whole(module, whole, device, mesh, passes)
     waiting = [place for places, is_away in zip(owned, away, strict=True) if is_away for place in places]
     on_host = {owner for owner, _ in waiting}
     _materialize(module, lambda each: torch.device("cpu") if each in on_host else device, param_init_fn)
@@ -123,6 +141,25 @@ def shard(
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
     module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
     return [owner.get_parameter(name) for owner, name in waiting]
+
+
+def _check_together(
+    module: nn.Module, mesh: DeviceMesh, groups: Sequence[Group], whole: Collection[Tensor], **options: Any
+) -> None:
+    """Raise on all ranks of the mesh where they call `shard` with other arguments, or gradients of one have hooks."""
+    name_of = {each: name for name, each in module.named_modules()}
+    names = [([name_of.get(each, "") for each in group.modules], group.keep) for group in groups]
+    ignored = [name for name, each in module.named_parameters() if each in whole]
+
+    def given() -> Mapping[str, Facts]:
+        return described_call(module, groups=names, ignored=ignored, **options)
+
+    def check() -> None:
+        _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
+
+    for axis in range(mesh.ndim):  # who fails along one axis fails along the next, and so all do
+        check = partial(agreed, "shard", given, check, group=mesh.get_group(axis))
+    check()
 
 
 def _make_contiguous(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -202,6 +239,17 @@ def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.devi
     for axis in range(mesh.ndim):
         if tensors and mesh.size(axis) > 1:
             broadcast([(0, tensors)], mesh.get_group(axis))
+
+
+def _keep_whole(
+    module: nn.Module, whole: Iterable[Tensor], device: torch.device, mesh: DeviceMesh, passes: Passes | None
+) -> None:
+    """Move to the device what is not sharded, and average its gradients."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_averager(mesh, passes, names.get(parameter, "")))
 
 
 def _averager(mesh: DeviceMesh, passes: Passes | None, name: str) -> Callable[[Tensor], None]:

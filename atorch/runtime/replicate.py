@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from atorch.distributed.collectives import agreed
+from atorch.distributed.description import described_call
 from atorch.runtime.buckets import average
 from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapper import Wrapper
@@ -129,6 +131,7 @@ def replicate(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     bucket_cap_mb: int = 25,
+    is_agreed: bool = False,
 ) -> nn.Module:
     """`module` on `device`, equal on all ranks of `group` (rank 0's values), its gradients averaged over them.
 
@@ -139,7 +142,18 @@ def replicate(
         find_unused_parameters: look for parameters that a forward pass did not use, for which backward must not wait.
         static_graph: every step uses the same parameters in the same way.
         bucket_cap_mb: size in MiB of the buckets that are reduced at once.
+        is_agreed: the ranks are known to call this alike; else they compare models and arguments.
+
+    Raises:
+        ArgumentError: the ranks gave different models or arguments; on all of them, with the models as they were.
     """
+    if not is_agreed:
+        given = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        agreed("replicate", lambda: described_call(module, **given), lambda: None, group=group)
     if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
         module.to(device)  # fakes that are on it already cannot all be moved
     if group.size() == 1 or not any(parameter.requires_grad for parameter in module.parameters()):

@@ -12,7 +12,7 @@ dtypes, sends tensor by tensor and the frozen ones too, and has no state dict be
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import meet
+from atorch.distributed.collectives import agreed, meet
+from atorch.distributed.description import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.nested import map_leaves
@@ -49,11 +50,33 @@ class ShardedOptimizer(WrappedOptimizer):
     Args:
         groups: parameters, named parameters or groups of either, of the whole model; the same on all ranks.
         make_optimizer: makes the inner optimizer from such.
-        group: the ranks to spread over.
+        group: the ranks to spread over, which all make it together.
+        is_agreed: the ranks are known to make it alike; else they compare parameters and settings.
+
+    Raises:
+        ArgumentError: the ranks differ, or it could not be made on one; on all of them.
     """
 
-    def __init__(self, groups: Iterable[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> None:
-        given = list(groups)
+    def __init__(
+        self,
+        groups: Iterable[Any],
+        make_optimizer: MakeOptimizer,
+        group: dist.ProcessGroup,
+        *,
+        is_agreed: bool = False,
+    ) -> None:
+        def made() -> Optimizer:
+            return self._inner_of(list(groups), make_optimizer, group)
+
+        super().__init__(made() if is_agreed else agreed("ShardedOptimizer", dict, made, self._facts, group))
+
+    def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
+        """What must be equal on all ranks."""
+        settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
+        return {"settings": settings, "parameters": params}
+
+    def _inner_of(self, given: list[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> Optimizer:
+        """The optimizer of this rank's share, which shows the whole."""
         grouped = bool(given) and isinstance(given[0], dict)
         whole = [{**part, "params": _listed(part["params"])} for part in (given if grouped else [{"params": given}])]
         self._group = group
@@ -75,7 +98,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._indices = [index_of[param] for part in inner.param_groups for param in part["params"]]
         _show(inner, self._whole)
         self._states: defaultdict[Tensor, Any] = defaultdict(dict)
-        super().__init__(inner)
+        return inner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only what the inner optimizer has: the parameters have been dealt out.

@@ -29,6 +29,7 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES, shard
+from atorch.distributed.collectives import largest
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, StrategyError
 from atorch.profiler.tensors import batch_size, tensors_of
@@ -141,10 +142,10 @@ class Chunk(Method):
         offload = None if ctx.strategy is None else ctx.strategy.get(Offload)
         if offload is not None:
             ctx = offload.move_activations(ctx)
-        (part,), budget = ctx.parts, self._budget(ctx)
-        mesh = ctx.need_mesh()
+        (part,), mesh = ctx.parts, ctx.need_mesh()
         axes, replicas = _axes(mesh)
         everyone = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
+        budget = -largest([-self._budget(ctx)], everyone)[0]  # the smallest machine's
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
         compiled = _compiled(ctx, part)

@@ -58,6 +58,7 @@ class Ddp(Method):
                 ctx.device,
                 find_unused_parameters=self.find_unused_parameters or ctx.find_unused_parameters,
                 static_graph=self.static_graph,
+                is_agreed=True,
                 bucket_cap_mb=self.bucket_cap_mb,
             )
             for part in ctx.parts

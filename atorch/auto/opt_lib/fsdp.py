@@ -240,6 +240,7 @@ class Fsdp(Method):
                 sync_module_states=self.sync_module_states,
                 param_init_fn=self.param_init_fn,
                 find_unused_parameters=ctx.find_unused_parameters,
+                is_agreed=True,
             )
         if ctx.compute_dtype is None and precision.param_dtype is not None:
             ctx = replace(ctx, compute_dtype=DTYPES[precision.param_dtype])

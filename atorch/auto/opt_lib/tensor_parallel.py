@@ -117,7 +117,9 @@ class TensorParallel(Method):
             apply_layout(model, layout, tensor, as_dtensors=spreads, loss_parallel=splits)
         else:
             run = on_few_tokens(ctx, self.name)
-            layout = tensor_parallel(model, run, tensor, **self._asked, as_dtensors=spreads, loss_parallel=splits)
+            layout = tensor_parallel(
+                model, run, tensor, **self._asked, as_dtensors=spreads, loss_parallel=splits, is_agreed=True
+            )
             _tell(model, layout)
         for each in strategy:
             if isinstance(each, SequenceParallel):

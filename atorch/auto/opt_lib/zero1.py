@@ -73,11 +73,14 @@ class Zero1(Method):
             return deepspeed(ctx, self.name, stage=1)
         group = ctx.need_mesh().group(*REPLICA_AXES)
         parts = tuple(
-            replicate(part, group, ctx.device, find_unused_parameters=ctx.find_unused_parameters) for part in ctx.parts
+            replicate(part, group, ctx.device, find_unused_parameters=ctx.find_unused_parameters, is_agreed=True)
+            for part in ctx.parts
         )
         if self.backend == "fairscale":
             return fairscale_states(replace(ctx, parts=parts), group)
         inner = ctx.make_optimizer
         if inner is None or group.size() == 1:
             return replace(ctx, parts=parts)
-        return replace(ctx, parts=parts, make_optimizer=lambda groups: ShardedOptimizer(groups, inner, group))
+        return replace(
+            ctx, parts=parts, make_optimizer=lambda groups: ShardedOptimizer(groups, inner, group, is_agreed=True)
+        )

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from atorch.distributed.collectives import agreed, meet
+from atorch.distributed.description import Facts, described
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.compiled import CompiledModules, outermost
 from atorch.runtime.chunk.course import Access, Course, Pass, moments
@@ -69,43 +72,60 @@ def chunk(
         prefetch: chunks that may be on their way before they are needed.
 
     Raises:
-        OutOfBudgetError: no order of fetching keeps the budget; the model is as it was.
+        OutOfBudgetError: no order of fetching keeps the budget; the model is as it was, on all processes of `group`.
+        ArgumentError: those have other models, passes or arguments; the models are as they were.
         StrategyError: the whole model will be compiled.
     """
     blocks = [model.get_submodule(name) for name in outermost(compiled)]
     parameters = {name: each for name, each in model.named_parameters() if name not in leave}
     shards = 1 if group is None else group.size()
-    if chunk_size is None:
-        most = None if state_bytes is None else sum(each.numel() for each in parameters.values()) // PINNED_PARTS
-        layout = lay_out(parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards, most=most)
+
+    def planned() -> _Planned:
+        if chunk_size is None:
+            most = None if state_bytes is None else sum(each.numel() for each in parameters.values()) // PINNED_PARTS
+            layout = lay_out(
+                parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards, most=most
+            )
+        else:
+            layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards, ALIGNED)
+        pinned, beside_bytes = _pinned(layout, foreseen, budget_bytes, state_bytes, shards)
+        staying = pinned if shards == 1 else frozenset()  # of what is shared a share stays, and is gathered
+
+        def course_of(foreseen: Pass) -> Course:
+            return course(layout, foreseen, budget_bytes - beside_bytes, prefetch, shards, staying)
+
+        return _Planned(layout, pinned, staying, beside_bytes, course_of, course_of(foreseen))
+
+    if group is None:
+        plan = planned()
     else:
-        layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards, ALIGNED)
-    pinned, beside_bytes = _pinned(layout, foreseen, budget_bytes, state_bytes, shards)
-    staying = pinned if shards == 1 else frozenset()  # of what is shared a share stays, and is gathered
-
-    def course_of(foreseen: Pass) -> Course:
-        return course(layout, foreseen, budget_bytes - beside_bytes, prefetch, shards, staying)
-
-    first = course_of(foreseen)
+        given: dict[str, Any] = {
+            "budget_bytes": budget_bytes,
+            "state_bytes": state_bytes,
+            "prefetch": prefetch,
+            "dtype": dtype,
+        }
+        given |= {"in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
+        plan = agreed("chunk", lambda: {"arguments": _facts(given)}, planned, _Planned.facts, group)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
-    managed = {name: parameters[name] for name in layout.chunk_of}
+    managed = {name: parameters[name] for name in plan.layout.chunk_of}
     chunks = ChunkSet(
-        layout,
+        plan.layout,
         managed,
         dtype=dtype,
         values=values,
         in_place=in_place,
         group=group,
         device=device,
-        on_device=pinned,
+        on_device=plan.pinned,
     )
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
     way = transfer or transfer_for(device)
     gradients = Gradients(chunks, slots, way) if group is None else SharedGradients(chunks, slots, way, names, replicas)
-    residency = Residency(chunks, managed, budget_bytes, first, way, staying, beside_bytes)
-    operations = Operations(chunks, slots, gradients, residency, course_of, CompiledModules.of(model, compiled))
+    residency = Residency(chunks, managed, budget_bytes, plan.first, way, plan.staying, plan.beside_bytes)
+    operations = Operations(chunks, slots, gradients, residency, plan.course_of, CompiledModules.of(model, compiled))
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
     bound = _Bound(operations)
@@ -114,6 +134,26 @@ def chunk(
     for block in blocks:
         override(block, "__call__", _compiled_code, bound)
     return operations
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """Where chunks lie, and what moves when in the first pass."""
+
+    layout: Layout
+    pinned: Collection[int]
+    staying: Collection[int]
+    beside_bytes: int
+    course_of: Callable[[Pass], Course]
+    first: Course
+
+    def facts(self) -> Mapping[str, Facts]:
+        """What must be equal on processes that share the chunks."""
+        return {"chunks": _facts({f"chunk {each.index}": each for each in self.layout.chunks})}
+
+
+def _facts(given: Mapping[str, Any]) -> Facts:
+    return {place: fact for name, value in given.items() for place, fact in described(name, value).items()}
 
 
 def lay_out(
@@ -247,7 +287,12 @@ def _in_a_pass(forward: Callable[..., Any], bound: _Bound) -> Callable[..., Any]
 
 def _gathering(state_dict: Callable[..., Any], bound: _Bound) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if bound.operations is None else bound.operations.gathering():
+        operations = bound.operations
+        if operations is None:
+            return state_dict(self, *args, **kwargs)
+        if operations.chunks.group is not None:
+            meet("model.state_dict()", operations.chunks.group)
+        with operations.gathering():
             return state_dict(self, *args, **kwargs)
 
     return run

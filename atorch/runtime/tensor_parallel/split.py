@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from atorch.distributed.collectives import agreed, together
+from atorch.distributed.description import described_call
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
 from atorch.originals import Originals
@@ -46,6 +48,7 @@ def tensor_parallel(
     parameter_bytes: float | None = None,
     as_dtensors: bool = True,
     loss_parallel: bool = True,
+    is_agreed: bool = False,
 ) -> ModelLayout:
     """Split `model` in place over `mesh`, of one axis; returns how.
 
@@ -54,19 +57,30 @@ def tensor_parallel(
         plan: what is split, by hand; None: as much as can be.
         parameter_bytes: the most that a rank may hold of the parameters; what is sent for that is as little as can be.
         as_dtensors, loss_parallel: as for `apply_layout`.
+        is_agreed: the ranks are known to call this alike; else they compare models and arguments.
 
     Raises:
         StrategyError: the number of ranks does not divide a layer's heads, or the plan names what is not there or
             cannot be split, or no layout leaves as little as `parameter_bytes`. Nothing has been changed then.
-        ArgumentError: the ranks have other weights, or were given other batches.
+        ArgumentError: the ranks have other models or weights, or were given other arguments or batches.
     """
-    if plan is not None:
-        check_names(model, plan)
+    options = {"parameter_bytes": parameter_bytes, "as_dtensors": as_dtensors, "loss_parallel": loss_parallel}
+
+    def check() -> None:
+        if plan is not None:
+            check_names(model, plan)
+
     if mesh.size() == 1:
+        check()
         return ModelLayout(1)
+    group = mesh.get_group()
+    if is_agreed:
+        check()
+    else:
+        agreed("tensor_parallel", lambda: described_call(model, plan=plan, **options), check, group=group)
     make_splittable(model)
     ranks = Ranks.of(mesh)
-    watched = Watched(model, run)
+    watched = together(lambda: Watched(model, run), group)
     sums = ranks.gather(watched.sums)
     if any(other != sums[0] for other in sums):
         raise ArgumentError(
