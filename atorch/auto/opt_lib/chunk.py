@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import Field, model_validator
 from torch import nn
 from typing_extensions import Self
@@ -24,7 +25,7 @@ from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.optimizers import need_listed, need_no_closure, replicas
-from atorch.auto.opt_lib.structure import need_dense_gradients, need_floating_parameters
+from atorch.auto.opt_lib.structure import need_dense_gradients, need_floating_parameters, need_own_storage
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -135,6 +136,7 @@ class Chunk(Method):
                 )
         need_dense_gradients(ctx, self.name)
         need_floating_parameters(ctx, self.name)
+        need_own_storage(ctx, self.name, torch.empty_like)
 
     def apply(self, ctx: Context) -> Context:
         """Put the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps on the chunks."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from torch import nn
@@ -24,7 +25,7 @@ from atorch.auto.opt_lib.offload import parameters_on_host
 from atorch.auto.opt_lib.optimizers import need_same
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
-from atorch.auto.opt_lib.structure import changes_modules, need_dense_gradients
+from atorch.auto.opt_lib.structure import changes_modules, need_dense_gradients, need_own_storage
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
 from atorch.cluster import ClusterSpec
@@ -209,9 +210,9 @@ class Fsdp(Method):
         named = ctx.strategy is not None and (changes_modules(ctx) or "pipeline_parallel" in ctx.strategy.names())
         for part in () if named else ctx.parts:  # else names may mean what is not there yet, or is of another stage
             self._groups(part)
-        need_dense_gradients(
-            ctx, self.name, () if named else [each for part in ctx.parts for each in self._ignored(part)]
-        )
+        ignored = () if named else [each for part in ctx.parts for each in self._ignored(part)]
+        need_dense_gradients(ctx, self.name, ignored)
+        need_own_storage(ctx, self.name, lambda values: torch.chunk(values, 2), ignored)
 
     def apply(self, ctx: Context) -> Context:
         """Shard every part in place."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from atorch.auto.context import Context
 from atorch.auto.strategy import Phase, Strategy
@@ -53,6 +56,23 @@ def need_floating_parameters(ctx: Context, name: str) -> None:
                     f"{name} keeps parameters of floating-point types alone, and {path} is of {parameter.dtype}; "
                     "make it a buffer, which nothing trains (register_buffer)"
                 )
+
+
+def need_own_storage(ctx: Context, name: str, func: Any, ignored: Iterable[nn.Parameter] = ()) -> None:
+    """Raise where `func`, which the method `name` does to parameters, is beyond one that is made of other tensors."""
+    whole = set(map(id, ignored))
+    for part in ctx.parts:
+        for path, parameter in part.named_parameters():
+            is_wrapper = is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
+            if is_wrapper and id(parameter) not in whole:
+                try:
+                    func(parameter.detach())
+                except NotImplementedError as error:
+                    kind = type(parameter).__name__
+                    raise StrategyError(
+                        f"{name} cannot take {path} apart, whose values are in other tensors, as those of quantized "
+                        f"weights are (it is of {kind}); quantize after training, or leave {name} out on one process"
+                    ) from error
 
 
 def need_real_parameters(ctx: Context, name: str) -> None:

@@ -456,3 +456,15 @@ def test_what_a_forward_makes_from_a_parameter_is_a_plain_tensor(pool: Pool, met
     for losses in pool.run(recurrent_losses, [method]):
         assert losses == pytest.approx(plain, rel=1e-5)
     assert recurrent_losses(0, 1, [method]) == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero2", "chunk"])
+def test_quantized_weights_are_named(name: str) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32))
+    quantize_(model[0], Int8WeightOnlyConfig())
+    with pytest.raises(
+        StrategyError, match=rf"{name} cannot take 0.weight apart, .*Int8Tensor.*quantize after training"
+    ):
+        auto_accelerate(model, torch.optim.SGD, [torch.ones(32)] * 4, lambda b, o: o.sum(), load_strategy=[name])
