@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -75,7 +75,7 @@ class Originals(TorchDispatchMode):
                 "the module that uses it, or give a load_strategy that runs nothing beforehand, such as ddp or fsdp"
             )
             raise self._fault
-        is_real_leaf = tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, FakeTensor)
+        is_real_leaf = tensor.requires_grad and tensor.is_leaf and not is_fake(tensor)
         if is_real_leaf and id(tensor) not in self._others:
             self._others[id(tensor)] = weakref.ref(tensor), tensor.grad
 

@@ -59,7 +59,11 @@ Counts = dict[tuple[str, str], tuple[int, float]]
 
 
 class Messages(TorchDispatchMode):
-    """The collectives that were called inside, in `counts`."""
+    """The collectives that were called inside, in `counts`.
+
+    Sums of whole numbers are left out: those are decisions of the processes, such as fsdp's on the order of its passes,
+    of a few bytes each.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,6 +81,10 @@ class Messages(TorchDispatchMode):
             return  # waiting, barriers
         kind, place = _OPERATIONS[name]
         payload = out if place == _RESULT else args[place]
+        if kind == "all_reduce" and not any(
+            each.is_floating_point() or each.is_complex() for each in tensors_of(payload)
+        ):
+            return
         num_bytes = sum(map(tensor_bytes, tensors_of(payload)))
         key = kind, _group_name(args, kwargs)
         calls, before = self.counts.get(key, (0, 0.0))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
+from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.strategy import Method, Phase, Recipe
@@ -74,6 +75,7 @@ class ToyContext:
 
     applied: tuple[str, ...] = ()
     strategy: Any = None
+    root: nn.Module = dataclasses.field(default_factory=nn.Identity, compare=False)
 
 
 class ToyRecipe(Recipe):
