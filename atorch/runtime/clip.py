@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from atorch.errors import ArgumentError, shown
 
 if TYPE_CHECKING:
     from atorch.distributed.mesh import Mesh
@@ -56,14 +59,17 @@ def clip_grad_norm(
 
     Args:
         model: as `auto_accelerate` returned it, or any module.
-        norm_type: p > 0, or infinity for the largest absolute value.
+        max_norm: above 0; infinity to have the norm and leave the gradients.
+        norm_type: p > 0, or infinity (also "inf") for the largest absolute value.
         optimizer: accepted for scripts that pass theirs; the model knows where its gradients are.
 
     Raises:
-        ValueError: a `norm_type` that is not positive.
+        ArgumentError: an argument that does not hold.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is {norm_type}; it must be positive, or infinity")
+    _check_model(model)
+    norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
+    _check_positive("max_norm", max_norm, "a number above 0; leave the call out to clip nothing")
+    _check_positive("norm_type", norm_type, "a number above 0, such as 2.0, or infinity")
     binding: Binding | None = getattr(model, "_atorch", None)
     scale = 1.0 if binding is None else binding.loss_scale()
     if isinstance(model, ClipsItself):
@@ -74,6 +80,25 @@ def clip_grad_norm(
     parts = _parts(model, binding)
     elsewhere: Collection[Tensor] = getattr(model, "counted_elsewhere", ())
     return clip_grads(model.parameters(), max_norm * scale, norm_type, stages, parts, elsewhere) / scale
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    if hasattr(model, "model"):  # what auto_accelerate returned
+        meant = "result.model"
+    elif isinstance(model, type):
+        meant = f"an instance of {model.__name__}"
+    else:
+        meant = "the model itself, whose gradients may be spread over processes"
+    raise ArgumentError(f"clip_grad_norm was given a {type(model).__name__}, which is no torch.nn.Module; give {meant}")
+
+
+def _check_positive(name: str, given: Any, what: str) -> None:
+    if isinstance(given, Tensor):  # reading its value would wait for the device
+        return
+    if not isinstance(given, Real) or isinstance(given, bool) or not float(given) > 0:
+        raise ArgumentError(f"clip_grad_norm was given {shown(given)} as {name}; it is {what}")
 
 
 def add_clipping(model: nn.Module) -> None:

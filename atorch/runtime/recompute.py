@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field, is_dataclass
@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, shown
 from atorch.runtime.selective import selective_contexts
 
 M = TypeVar("M", bound=nn.Module)
@@ -102,9 +102,13 @@ def checkpoint_wrapper(
     Under `torch.compile` the plain form and the selective one become part of the graph. Each of the other three options
     needs Python in backward: such a module runs uncompiled, and `fullgraph=True` refuses it.
 
-    Raises ArgumentError if the module is wrapped already: its forward would be recomputed twice; or for `selective`
-    beside `reentrant`, which recomputes everything, or beside `offload_to_cpu`, which would move the least part.
+    Raises ArgumentError for what is no module with a forward; if it is wrapped already: its forward would be recomputed
+    twice; or for `selective` beside `reentrant`, which recomputes everything, or beside `offload_to_cpu`, which would
+    move the least part.
     """
+    options = _Options(offload_to_cpu, maintain_forward_counter, reentrant, selective)
+    _check_module(module)
+    _check_switches("checkpoint_wrapper", **options._asdict())
     forward = vars(module).get("forward")
     if isinstance(forward, _CheckpointedForward):
         raise ArgumentError(
@@ -122,7 +126,6 @@ def checkpoint_wrapper(
             vars(inner).setdefault(COUNTER, 0)
             if inner is not module and _count not in inner._forward_pre_hooks.values():
                 inner.register_forward_pre_hook(_count)
-    options = _Options(offload_to_cpu, maintain_forward_counter, reentrant, selective)
     module.forward = _CheckpointedForward(module, forward, options)
     return module
 
@@ -133,9 +136,16 @@ def checkpoint_sequential(
     """The output of `functions` called one after the other on `input`, checkpointed in `segments` even runs of them.
 
     The last run is a plain one: backward starts there and would recompute it at once. `functions` is an
-    `nn.Sequential`, or any callables of one argument. Raises ArgumentError unless 1 ≤ segments ≤ number of functions.
+    `nn.Sequential`, or any callables of one argument. Raises ArgumentError for what is no sequence of these, and unless
+    1 ≤ segments ≤ number of functions.
     """
-    steps = list(functions)
+    steps = _steps(functions)
+    _check_switches("checkpoint_sequential", offload_to_cpu=offload_to_cpu, reentrant=reentrant)
+    if not isinstance(segments, int) or isinstance(segments, bool):
+        raise ArgumentError(
+            f"checkpoint_sequential was given {shown(segments)} as segments; it is a whole number, as in "
+            f"checkpoint_sequential(model, {len(steps)}, input)"
+        )
     if not 1 <= segments <= len(steps):
         raise ArgumentError(
             f"checkpoint_sequential was asked for {segments} segments of {len(steps)} functions. "
@@ -147,6 +157,46 @@ def checkpoint_sequential(
         owners = [step for step in steps[start:stop] if isinstance(step, nn.Module)]
         input = run(functools.partial(_chain, steps[start:stop]), owners, (input,), {})
     return _chain(steps[bounds[-2] :], input)
+
+
+def _check_module(module: object) -> None:
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise ArgumentError(
+            f"checkpoint_wrapper was given the class {module.__name__}; give an instance, or each: for module in "
+            f"model.modules(): if isinstance(module, {module.__name__}): checkpoint_wrapper(module)"
+        )
+    if not isinstance(module, nn.Module):
+        each = "; call it for each of them" if isinstance(module, (list, tuple, dict)) else ""
+        raise ArgumentError(f"checkpoint_wrapper was given {shown(module)}; it takes a torch.nn.Module{each}")
+    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
+        raise ArgumentError(
+            f"checkpoint_wrapper was given a {type(module).__name__}, which has no forward that could run again; call "
+            "it for each of the modules inside: for block in blocks: checkpoint_wrapper(block)"
+        )
+
+
+def _check_switches(door: str, **switches: object) -> None:
+    for name, given in switches.items():
+        if not isinstance(given, int):  # True, False, 1 and 0
+            raise ArgumentError(f"{door} was given {shown(given)} as {name}; it is True or False")
+
+
+def _steps(functions: object) -> list[_Function]:
+    """The callables of a sequence; raises ArgumentError for what is none."""
+    if not isinstance(functions, Iterable) or isinstance(functions, (Tensor, Mapping, nn.ModuleDict, str)):
+        what = f"the module {type(functions).__name__}" if isinstance(functions, nn.Module) else shown(functions)
+        raise ArgumentError(
+            f"checkpoint_sequential was given {what}, which is no sequence; give an nn.Sequential or a list of "
+            "callables of one argument. checkpoint_wrapper(module) checkpoints any one module"
+        )
+    steps = list(functions)
+    for step in steps:
+        if not callable(step) or isinstance(step, type):
+            raise ArgumentError(
+                f"checkpoint_sequential was given {shown(step)} in its sequence; each is called with the output of "
+                "the one before: give modules, or functions of one argument"
+            )
+    return steps
 
 
 def _chain(functions: Iterable[_Function], value: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 
 from atorch.distributed.mesh import Mesh
+from atorch.errors import ArgumentError
 from atorch.runtime.clip import clip_grad_norm, clip_grads
 from atorch.runtime.fsdp import shard
 from atorch.runtime.fsdp_groups import arrange, by_block
@@ -138,10 +141,30 @@ def test_no_gradient_is_norm_zero(norm_type: float) -> None:
     assert float(clip_grad_norm(nn.Linear(2, 2), 1.0, norm_type)) == 0.0
 
 
-@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
-def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        clip_grad_norm(nn.Linear(2, 2), 1.0, norm_type)
+NET = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *[((NET, 1.0, norm), "norm_type; it is a number above 0") for norm in (0.0, -1.0, math.nan, "2")],
+        *[((NET, norm), "max_norm; it is a number above 0") for norm in (0.0, -1.0, math.nan, "1", None, True)],
+        ((NET, torch.optim.SGD(NET.parameters(), 0.1)), "given SGD .* as max_norm"),
+        ((NET, 1.0, torch.optim.SGD(NET.parameters(), 0.1)), "given SGD .* as norm_type"),
+        ((NET.parameters(), 1.0), "a generator, .* give the model itself"),
+        ((nn.Linear, 1.0), "an instance of Linear"),
+        ((mock.Mock(model=NET), 1.0), "give result.model"),
+    ],
+)
+def test_what_does_not_hold_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"(?s){message}"):
+        clip_grad_norm(*given)
+
+
+@pytest.mark.parametrize("max_norm", [1, np.float32(1.0), torch.tensor(1.0), math.inf])
+@pytest.mark.parametrize("norm_type", ["inf", 2])
+def test_numbers_of_any_kind_hold(max_norm: Any, norm_type: Any) -> None:
+    assert float(clip_grad_norm(NET, max_norm, norm_type)) == 0.0
 
 
 def over_stages(rank: int, size: int, norm_type: float) -> tuple[float, list[float]]:

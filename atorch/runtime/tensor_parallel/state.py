@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import everyone, meet, nobody_else
+from atorch.errors import ArgumentError
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 
@@ -29,8 +30,13 @@ def whole_state(
         group: the ranks that it is split over, where their parts are plain tensors.
 
     Raises:
-        ArgumentError: some ranks did not call it, and are named.
+        ArgumentError: what is given is no module; some ranks did not call it, and are named.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"whole_state was given a {type(model).__name__}; give the model that auto_accelerate returned: "
+            "result.model. What is saved of an optimizer comes from torch.distributed.checkpoint.state_dict"
+        )
     binding = getattr(model, "_atorch", None)
     mesh: Any = getattr(binding, "mesh", None)
     layout = layout or getattr(binding, "layout", None)

@@ -311,3 +311,9 @@ def test_what_computes_something_else_stays_whole_and_is_reported(pool: Pool) ->
         assert "differs from the whole block's" in seen["kept"]["0.wide.weight"]
         assert "differs from the whole block's" in seen["kept"]["1.wide.weight"]
         assert "unflatten" in seen["kept"]["0.out.weight"], "tried when the other, which shares a layer, had failed"
+
+
+@pytest.mark.parametrize("given", [nn.Linear, nn.Linear(2, 2).state_dict(), None])
+def test_the_state_of_what_is_no_module_is_refused(given: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"whole_state was given a {type(given).__name__}; give the model"):
+        whole_state(given)
