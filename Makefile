@@ -5,8 +5,11 @@
 #   make test-all   the tests, with every matrix complete
 #   make test-torch VERSION=2.15.0
 #                   the tests on another version of torch, in an environment of its own; ARGS chooses some of them
-#   make gpu        the tests that need a CUDA GPU, then a table of methods on it; run again, the table goes on where it
-#                   was left; ARGS='--only "amp + fsdp"' chooses rows, ARGS=--tiny runs through without a GPU
+#   make gpu        the tests that need a CUDA GPU, then a table of methods on it, in steps of at most nine minutes; run
+#                   again, it goes on where it was left, and -k goes on behind a step that failed. STEPS="probes chunk"
+#                   chooses steps, ARGS='--only "amp + fsdp"' rows; ARGS=--tiny runs through without a GPU. SYSTEM=1
+#                   takes the torch that $(PYTHON) has and no virtual environment, with what is in wheels/
+#   make wheels     gathers what such a machine lacks in wheels/, where it has no package index of its own
 #   make check      style and types
 #   make bench      the table that the README quotes
 #   make format     rewrite the sources in the house style
@@ -19,7 +22,7 @@ ARGS ?=
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 VERSION ?= $(PINNED)
 BIN := .venv/bin
-PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+PIP := -m pip --quiet --disable-pip-version-check
 
 # Tests and the demo run two processes side by side: one thread each, or they slow each other down.
 export OMP_NUM_THREADS ?= 1
@@ -27,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 # Two tests at a time, and a file's tests one after another, as they share what is made once for a file.
 TESTS := -m pytest -n 2 --dist loadfile
 
-.PHONY: .venv demo test test-all test-torch gpu check bench format
+.PHONY: .venv demo test test-all test-torch gpu wheels check bench format
 .DELETE_ON_ERROR:
 
 .venv: .venv/installed
@@ -36,8 +39,8 @@ TESTS := -m pytest -n 2 --dist loadfile
 # is built from source and asks for torch to do so, finds this one only without an isolated build environment.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP) -c constraints.txt setuptools wheel numpy torch==$(PINNED)
-	$(BIN)/python $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python $(PIP) install $(PIP_ARGS) -c constraints.txt setuptools wheel numpy torch==$(PINNED)
+	$(BIN)/python $(PIP) install $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 # The pinned packages but for torch, and setuptools, of which each torch takes its own. From PyPI it comes with CUDA's
@@ -45,8 +48,8 @@ TESTS := -m pytest -n 2 --dist loadfile
 .venv-torch-%/installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	sed -e '/^setuptools==/d' -e 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt 'setuptools>=77' wheel numpy torch==$*
-	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt --no-build-isolation -e '.[dev]'
+	$(@D)/bin/python $(PIP) install $(PIP_ARGS) -c $(@D)/constraints.txt 'setuptools>=77' wheel numpy torch==$*
+	$(@D)/bin/python $(PIP) install $(PIP_ARGS) -c $(@D)/constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 demo: .venv/installed
@@ -62,9 +65,48 @@ test-all: .venv/installed
 test-torch: .venv-torch-$(VERSION)/installed
 	$(<D)/bin/python $(TESTS) -m 'not matrix' $(if $(filter $(PINNED),$(VERSION)),,-o filterwarnings=default) $(ARGS)
 
-gpu: .venv/installed
-	$(BIN)/python -m pytest tests/gpu
-	$(BIN)/python benchmarks/gpu_methods.py --json $(if $(findstring --tiny,$(ARGS)),runs/gpu_tiny.jsonl,runs/gpu_methods.jsonl) $(ARGS)
+# The probes come first: what they show is what no other machine can.
+STEPS ?= probes $(filter-out probes,$(patsubst tests/gpu/test_%.py,%,$(wildcard tests/gpu/test_*.py))) table
+TINY := $(findstring --tiny,$(ARGS))
+DONE := runs/gpu$(if $(TINY),_tiny)
+IN_STEP := timeout 530
+SITE := wheels/site
+
+ifdef SYSTEM
+GPU_PYTHON := env PYTHONPATH=$(CURDIR):$(abspath $(SITE)) $(PYTHON)
+GPU_PACKAGES := $(SITE)/installed
+else
+GPU_PYTHON := $(BIN)/python
+GPU_PACKAGES := .venv/installed
+endif
+
+gpu: $(STEPS:%=$(DONE)/%.passed)
+
+$(DONE)/started: $(GPU_PACKAGES)
+	$(GPU_PYTHON) -c 'import torch; "$(TINY)" or torch.cuda.is_available() or exit("no CUDA GPU here; ARGS=--tiny runs through")'
+	mkdir -p $(@D)
+	touch $@
+
+$(DONE)/table.passed: | $(DONE)/started
+	$(IN_STEP) $(GPU_PYTHON) benchmarks/gpu_methods.py --json $(@D)/methods.jsonl $(ARGS)
+	touch $@
+
+$(DONE)/%.passed: tests/gpu/test_%.py | $(DONE)/started
+	$(IN_STEP) $(GPU_PYTHON) -m pytest $<
+	touch $@
+
+# What a machine for PyTorch with transformers and scipy lacks; more by name: make wheels WHEELS="scipy peft".
+WHEELS ?= pydantic pydantic-core annotated-types typing-inspection platformdirs torchao
+WHEELS_FOR := --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64
+
+wheels:
+	$(PYTHON) $(PIP) download $(PIP_ARGS) --no-deps --only-binary=:all: $(WHEELS_FOR) -c constraints.txt -d wheels $(WHEELS)
+	du -ch wheels/*.whl
+
+$(SITE)/installed: $(wildcard wheels/*.whl)
+	mkdir -p $(@D)
+	$(if $^,$(PYTHON) $(PIP) install --no-index --no-deps --no-compile --upgrade --target $(@D) $^)
+	touch $@
 
 check: .venv/installed
 	$(BIN)/ruff check

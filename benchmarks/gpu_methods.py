@@ -1,9 +1,13 @@
 """Absolute step times and peak memory of each method on a 1B-parameter Llama, beside torch as written by hand.
 
 Needs a CUDA GPU; without one it says so and measures nothing. Each variant runs in a process of its own, so that its
-peak memory is its own, for at most eight minutes, and its row is printed at once. With --json the rows are also added
-to a file, and those that it has are not measured again. --only takes variants by name. --tiny runs everything through
-with a model of a few thousand parameters, on the CPU too: that it runs, not a result.
+peak memory is its own, for at most eight minutes, and its row is printed at once: tokens a second, MFU, memory of the
+device and of the host, what the planner estimated, and, of what moves bytes to the host and back, the step over the
+longer one of its kernels and its copies (1.0: all of the shorter one is hidden). fp8 is measured on wide blocks.
+
+With --json the rows are also added to a file, and those that it has are not measured again. --only takes variants by
+name. --tiny runs everything through with a model of a few thousand parameters, on the CPU too: that it runs, not a
+result.
 
     python benchmarks/gpu_methods.py --json runs/gpu_methods.jsonl
     python benchmarks/gpu_methods.py --only "amp + fsdp" "by hand, amp"
@@ -13,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,11 +34,14 @@ from command import answer_of, main
 from compare import Row
 
 STEPS, WARMUP, TIMEOUT_S = 12, 4, 480.0
-BY_HAND = "by hand"
+FUSED = {"lr": 1e-5, "fused": True}
+BY_HAND, WIDE = "by hand", "wide"
+MOVED = ("offload", "chunk")  # what goes to the host and comes back
 VARIANTS: dict[str, list[Any] | None] = {
     "by hand, fp32": None,
     "by hand, amp": None,
     "by hand, amp + compile": None,
+    "by hand, amp + checkpoint": None,
     "plain": [],
     "amp_native bf16": [("amp_native", "bf16")],
     "half bf16": [("half", "bf16")],
@@ -43,18 +52,19 @@ VARIANTS: dict[str, list[Any] | None] = {
     "amp + fsdp": [("amp_native", "bf16"), "fsdp"],
     "amp + zero2": [("amp_native", "bf16"), "zero2"],
     "amp + zero1": [("amp_native", "bf16"), "zero1"],
-    "amp + fp8": [("amp_native", "bf16"), ("fp8", {"exclude": ["lm_head"]}), "compile"],
     "amp + offload": [("amp_native", "bf16"), "offload"],
     "amp + chunk": [("amp_native", "bf16"), "chunk"],
+    "wide, amp + compile": [("amp_native", "bf16"), "compile"],
+    "wide, amp + fp8 + compile": [("amp_native", "bf16"), ("fp8", {"exclude": ["lm_head"]}), "compile"],
     "by hand, amp, again": None,
 }
 
 
-def make_model(tiny: bool) -> torch.nn.Module:
+def make_model(tiny: bool, wide: bool) -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    width, layers, heads = (32, 2, 4) if tiny else (2048, 22, 32)
+    width, layers, heads = (32, 2, 4) if tiny else (4096, 5, 32) if wide else (2048, 22, 32)
     config = transformers.LlamaConfig(
         vocab_size=32000 // (500 if tiny else 1), hidden_size=width, intermediate_size=11 * width // 4,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=4, max_position_embeddings=2048,
@@ -68,54 +78,114 @@ def loss_func(batch: Any, output: Any) -> torch.Tensor:
 
 
 def in_process(name: str, tiny: bool) -> dict[str, float]:
-    """One variant's median step and peak memory."""
+    """One variant's median step, what it held, and what was estimated."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, (rows, seq) = make_model(tiny), (2, 16) if tiny else (4, 2048)
+    model, (rows, seq) = make_model(tiny, name.startswith(WIDE)), (2, 16) if tiny else (4, 2048)
     tokens = torch.randint(0, model.config.vocab_size, (rows, seq), device=device)
     batch, numel = {"input_ids": tokens, "labels": tokens}, sum(each.numel() for each in model.parameters())
     flops = (
         6.0 * numel * tokens.numel() + 12.0 * model.config.num_hidden_layers * model.config.hidden_size * rows * seq**2
     )
-    strategy, loss = VARIANTS[name], loss_func
-    fused = {"lr": 1e-5, "fused": True}
+    strategy, loss, estimated = VARIANTS[name], loss_func, {}
     if strategy is None:
-        model = model.to(device)
-        if "compile" in name and not tiny:
-            model.compile()
-        optim: Any = torch.optim.AdamW(model.parameters(), **fused)
+        model, optim = by_hand(model.to(device), name, tiny)
     else:
-        from atorch import auto_accelerate
-
-        _, result, _ = auto_accelerate(
-            model, torch.optim.AdamW, loss_func=loss_func, optim_args=fused, model_input_format="unpack_dict",
-            load_strategy=[each for each in strategy if each != "compile" or not tiny], sample_batch=batch,
-        )  # fmt: skip
-        assert result is not None
-        model, optim, loss = result.model, result.optim, result.loss_func
+        strategy = [each for each in strategy if each != "compile" or not tiny]
+        estimated = estimate(model, strategy, batch)
+        model, optim, loss = accelerated(model, strategy, batch)
     amp = torch.autocast(device.type, torch.bfloat16) if name.startswith(f"{BY_HAND}, amp") else nullcontext()
-    times = []
-    for _ in range(WARMUP + STEPS if not tiny else 2):
-        begin = time.perf_counter()
+
+    def step() -> None:
         with amp:
             value = loss(batch, model(**batch))
         value.backward()
         optim.step()
         optim.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    steady = sorted(times[WARMUP if not tiny else 1 :])
-    step_s = steady[len(steady) // 2]
-    answer = {"ms": 1e3 * step_s, "tokens_per_s": tokens.numel() / step_s}
-    if device.type == "cuda":
-        from atorch.cluster import ClusterSpec
-        from atorch.distributed.world import init
 
-        peak = ClusterSpec.detect(init(), measure=False).device.peak_flops
+    step_s = median_step_s(step, device, (1, 1) if tiny else (WARMUP, STEPS))
+    answer = {"ms": 1e3 * step_s, "tokens_per_s": tokens.numel() / step_s, **estimated}
+    answer["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if device.type == "cuda":
+        peak = here().device.peak_flops
         answer["mfu"] = flops / step_s / peak["float32" if "fp32" in name or name == "plain" else "bfloat16"]
         answer["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         answer["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        if any(each in name for each in MOVED):
+            answer["over_longest"] = step_s / longest_s(step)
     return answer
+
+
+def by_hand(model: Any, name: str, tiny: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model and a fused AdamW as one writes them without this project."""
+    if "checkpoint" in name:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "compile" in name and not tiny:
+        model.compile()
+    return model, torch.optim.AdamW(model.parameters(), **FUSED)
+
+
+def accelerated(model: torch.nn.Module, strategy: list[Any], batch: Any) -> tuple[Any, Any, Any]:
+    """The model, the optimizer and the loss under a strategy."""
+    from atorch import auto_accelerate
+
+    _, result, _ = auto_accelerate(
+        model, torch.optim.AdamW, loss_func=loss_func, optim_args=FUSED, model_input_format="unpack_dict",
+        load_strategy=strategy, sample_batch=batch,
+    )  # fmt: skip
+    assert result is not None
+    return result.model, result.optim, result.loss_func
+
+
+def here() -> Any:
+    """This machine, by its data sheet."""
+    from atorch.cluster import ClusterSpec
+    from atorch.distributed.world import init
+
+    return ClusterSpec.detect(init(), measure=False)
+
+
+def estimate(model: torch.nn.Module, strategy: list[Any], batch: Any) -> dict[str, float]:
+    """The step and the memory that the planner expects; nothing where it has no estimate."""
+    from atorch import plan
+    from atorch.errors import AtorchError
+
+    try:
+        found = plan(
+            model, batch, cluster=here(), fixed=strategy, loss_func=loss_func, optim_func=torch.optim.AdamW,
+            model_input_format="unpack_dict", precision="fp8", host_memory=True, verify=0,
+        )  # fmt: skip
+    except AtorchError:
+        return {}
+    return {"estimated_ms": 1e3 * found.estimate.step_s, "estimated_gib": found.estimate.peak_bytes / 2**30}
+
+
+def median_step_s(step: Callable[[], None], device: torch.device, counts: tuple[int, int]) -> float:
+    """Of the steps after the first few."""
+    times = []
+    for _ in range(sum(counts)):
+        begin = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[counts[0] :])
+
+
+def longest_s(step: Callable[[], None]) -> float:
+    """What one step cannot be shorter than: its kernels, its copies to the device, or those to the host."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    return max(by_engine({each.key: 1e-6 * each.self_device_time_total for each in profiled.key_averages()}).values())
+
+
+def by_engine(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of what a GPU does at the same time, from those of each kernel or copy."""
+    found = dict.fromkeys(("kernels", "HtoD", "DtoH"), 0.0)
+    for name, spent in seconds.items():
+        engine = next((each for each in ("HtoD", "DtoH") if f"Memcpy {each}" in name), "kernels")
+        found[engine] += spent
+    return found
 
 
 def measured(only: Sequence[str], tiny: bool, kept: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -147,6 +217,12 @@ def row(name: str, figures: dict[str, Any]) -> Row:
             f"MFU {figures['mfu']:.1%}",
             f"{figures['allocated_gib']:.2f} GiB ({figures['reserved_gib']:.2f} reserved)",
         ]
+    if "host_gib" in figures:
+        told.append(f"{figures['host_gib']:.1f} GiB of the host's")
+    if "estimated_ms" in figures:
+        told.append(f"estimated {figures['estimated_ms']:.1f} ms and {figures['estimated_gib']:.2f} GiB")
+    if "over_longest" in figures:
+        told.append(f"{figures['over_longest']:.2f} × the longer of kernels and copies")
     return Row(f"1B Llama, {name}", ", ".join(told), "")
 
 

@@ -61,11 +61,13 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return found
 
 
-def in_chunks(share: float, is_compiled: bool = False, **how: Any) -> tuple[nn.Module, ChunkOptimizer, int]:
+def in_chunks(
+    share: float, is_compiled: bool = False, batch: Tensor | None = None, **how: Any
+) -> tuple[nn.Module, ChunkOptimizer, int]:
     """A model with room for a share of its parameters; its budget."""
     model = network()
     compiled = list(repeated_blocks(model)) if is_compiled else []
-    accesses = foreseen(model, rows(), loss_of, device_type="cuda", compiled=compiled)
+    accesses = foreseen(model, rows() if batch is None else batch, loss_of, device_type="cuda", compiled=compiled)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     budget = max(access.other_bytes for access in accesses.accesses) + int(share * parameters)
     operations = chunk(model, accesses, budget, device=torch.device("cuda"), compiled=compiled, **how)

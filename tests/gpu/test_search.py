@@ -18,7 +18,7 @@ from atorch.distributed import world as worlds
 pytestmark = pytest.mark.gpu
 
 
-def context(model_device="cpu"):
+def context(model_device="cpu", **optim_args):
     world = worlds.init("cuda")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 16)).to(model_device)
@@ -28,6 +28,7 @@ def context(model_device="cpu"):
         TensorDataset(torch.randn(256, 256), torch.randn(256, 16)),
         lambda batch, output: nn.functional.mse_loss(output, batch[1]),
         dataloader_args={"batch_size": 64},
+        optim_args=optim_args,
         world=world,
         cluster=ClusterSpec.detect(world),
     )

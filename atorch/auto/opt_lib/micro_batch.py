@@ -19,7 +19,6 @@ from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
-from atorch.auto.opt_lib.precision import Precision
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory
@@ -84,8 +83,6 @@ class MicroBatch(Method):
             return cost
         count = float(math.ceil(cost.batch_size / rows))
         cost = cost.but(num_micro_batches=count, batch_size=count * rows)
-        if count > 1 and cost.stages == 1 and self.loss_weight == "auto":
-            cost = Precision.agree(cost)  # on what the losses are weighted by, where several rules explain them
         beside = cost.grads_persist and cost.grad_shards == 1 and not cost.gathered_itemsize
         if count > 1 and cost.stages == 1 and beside:
             # They are added up beside the buckets that ddp reduces them in.
