@@ -20,6 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, near_miss
 
+LARGE = 2**24  # samples of a dataset whose indices torch's samplers would list, at 36 bytes each on every rank
+AT_ONCE = 2**16  # indices that are drawn, or computed, at once
 _LOADER_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
 
 
@@ -39,6 +41,53 @@ class Loader(DataLoader[Any]):
         for drawer in drawers:
             if hasattr(drawer, "set_epoch"):
                 drawer.set_epoch(epoch)
+
+
+class LargeSampler(DistributedSampler[Any]):
+    """DistributedSampler for datasets whose indices are too many to list: the order is computed, not stored."""
+
+    def __iter__(self) -> Iterator[int]:
+        num_all: int = len(self.dataset)  # type: ignore[arg-type]
+        order = Permutation(num_all, self.seed + self.epoch) if self.shuffle else None
+        for start in range(0, self.num_samples, AT_ONCE):
+            turns = np.arange(start, min(start + AT_ONCE, self.num_samples), dtype=np.int64)
+            places = (self.rank + self.num_replicas * turns) % num_all  # a rest starts again from the first
+            yield from (places if order is None else order(places)).tolist()
+
+
+class Permutation:
+    """A random order of `num` numbers, of which any part can be computed alone.
+
+    A Feistel network over the next even power of two, applied again where it leads out of the range (Black and Rogaway
+    2002, "Ciphers with Arbitrary Finite Domains"). Its rounds hash with the end of splitmix64 (Steele et al. 2014).
+    """
+
+    ROUNDS = 6
+
+    def __init__(self, num: int, seed: int) -> None:
+        self._num, self._half = num, np.uint64(max(1, -(-(num - 1).bit_length() // 2)))
+        self._keys = np.random.SeedSequence(seed).generate_state(self.ROUNDS, np.uint64)
+
+    def __call__(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """What stands at each of `places`."""
+        found = self._through(places.astype(np.uint64))
+        while len(outside := np.flatnonzero(found >= self._num)):
+            found[outside] = self._through(found[outside])
+        return found.astype(np.int64)
+
+    def _through(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        mask = (np.uint64(1) << self._half) - np.uint64(1)
+        left, right = numbers >> self._half, numbers & mask
+        for key in self._keys:
+            left, right = right, left ^ (_hashed(right ^ key) & mask)
+        return (left << self._half) | right
+
+
+def _hashed(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    hashed: np.ndarray[Any, Any] = numbers ^ (numbers >> np.uint64(31))
+    return hashed
 
 
 class RankSampler(Sampler[Any]):
@@ -97,9 +146,9 @@ class RankBatches(Sampler[list[Any]]):
 def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
     """What `sampler` draws, from random numbers of Python, numpy or torch that are the same on every rank.
 
-    All at once where it says how much that is; one that does not may have no end, and is drawn from as it is used.
+    Many at once where it says how much that is; one that does not may have no end, and is drawn from as it is used.
     """
-    at_once = None if _is_sized(sampler) else 1024
+    at_once = AT_ONCE if _is_sized(sampler) else 1024
     state, draws = None, iter(())
     while True:
         with preserved_rng():
@@ -267,9 +316,8 @@ def _sampler(
         if sampler_cls is not None:
             return sampler_cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)
         # Padded to fill all ranks, samples that no full batch takes might make one more.
-        return DistributedSampler(
-            dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
+        kind = LargeSampler if len(dataset) > LARGE else DistributedSampler  # type: ignore[arg-type]
+        return kind(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
     shares = getattr(given, "num_replicas", None)
     if shares is None:
         return given if size == 1 else RankSampler(given, rank, size, seed, drop_last)

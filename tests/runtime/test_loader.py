@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,7 +24,7 @@ from torch.utils.data import (
 )
 
 from atorch.errors import ArgumentError
-from atorch.runtime.loader import make_loader, to_device
+from atorch.runtime.loader import LargeSampler, Permutation, make_loader, to_device
 from tests.runtime.sharing import CopiesToHost
 
 DATA = list(range(24))
@@ -48,6 +50,47 @@ def test_shuffling_is_reproducible_and_changes_with_the_epoch() -> None:
     assert batches(arguments, 2) == batches(arguments, 2)
     assert batches(arguments, 2, epoch=1) != batches(arguments, 2)
     assert batches(arguments, 2, seed=5) != batches(arguments, 2)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 1000, 4097])
+def test_a_computed_order_has_every_sample_once(num: int) -> None:
+    order = Permutation(num, seed=3)(np.arange(num))
+    assert sorted(order.tolist()) == list(range(num))
+    if num >= 1000:
+        assert order.tolist() != Permutation(num, seed=4)(np.arange(num)).tolist()
+        assert abs(np.corrcoef(np.arange(num), order)[0, 1]) < 0.1
+        steps = np.abs(np.diff(order))
+        assert np.mean(steps) == pytest.approx(num / 3, rel=0.1)  # as of two random numbers
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_computed_order_is_shared_out_as_torchs(shuffle: bool, drop_last: bool) -> None:
+    def drawn(kind: type[DistributedSampler[Any]]) -> list[list[int]]:
+        samplers = [kind(range(1003), 4, rank, shuffle=shuffle, drop_last=drop_last) for rank in range(4)]
+        for sampler in samplers:
+            sampler.set_epoch(2)
+        return [list(sampler) for sampler in samplers]
+
+    computed, torchs = drawn(LargeSampler), drawn(DistributedSampler)
+    assert [len(each) for each in computed] == [len(each) for each in torchs]
+    whole = [index for turn in zip(*computed, strict=True) for index in turn]
+    assert len(set(whole)) == min(1003, len(whole))
+    assert whole[1003:] == whole[: max(0, len(whole) - 1003)]
+    if not shuffle:
+        assert computed == torchs
+
+
+def test_a_thousand_million_samples_take_little_memory_and_no_wait() -> None:
+    loader = make_loader(range(10**9), {"batch_size": 64, "shuffle": True}, rank=3, size=8)
+    tracemalloc.start()
+    try:
+        first = next(iter(loader))
+        assert tracemalloc.get_traced_memory()[1] < 30 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert len(set(first.tolist())) == 8
+    assert len(loader) == 10**9 // 64
 
 
 @pytest.mark.parametrize("make", [SequentialSampler, RandomSampler, lambda data: WeightedRandomSampler([1.0] * 24, 24)])
