@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from atorch.auto.context import Context
 from atorch.distributed.collectives import first_told, from_rank_zero
+from atorch.distributed.dense_parts import same_values
 from atorch.distributed.rng import preserved_rng
 from atorch.runtime.gradient_sample import Sample, sample_of
 from atorch.runtime.losses import value_of
@@ -280,6 +281,4 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) == len(after) and all(
-        one.shape == other.shape and torch.equal(one, other) for one, other in zip(before, after, strict=True)
-    )
+    return len(before) == len(after) and all(map(same_values, before, after))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from atorch import errors
+from atorch.distributed.dense_parts import dense_parts
 from atorch.distributed.description import Fact, Facts, digest
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import ArgumentError, AtorchError, shown
@@ -357,7 +358,7 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
     """
     if not several():
         return
-    known = [tensor.detach() for tensor in tensors if not tensor.is_meta]
+    known = [part for tensor in tensors if not tensor.is_meta for part in dense_parts(tensor.detach())]
     shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in known]
     if _is_same((shapes, [_sum_of_bits(tensor) for tensor in known])):
         return

@@ -123,7 +123,15 @@ def _shape(tensor: torch.Tensor) -> str:
     if nn.parameter.is_lazy(tensor):
         return "without a shape yet"
     where = ", on the meta device" if tensor.is_meta else ""
-    return f"{tuple(tensor.shape)} {_name(tensor.dtype)}{where}"
+    return f"{_sizes(tensor)} {_name(tensor.dtype)}{where}"
+
+
+def _sizes(tensor: torch.Tensor) -> str:
+    """A tensor's shape; of rows of unequal lengths their number and width, as torch counts such lengths by process."""
+    if not tensor.is_nested:
+        return str(tuple(tensor.shape))
+    sizes = (tensor.size(dim) if dim == 0 else "*" for dim in range(tensor.dim()))
+    return f"({', '.join(map(str, sizes))})"
 
 
 def _parts(name: str, value: Any, depth: int, bound: bool) -> Iterator[tuple[str, Fact]]:

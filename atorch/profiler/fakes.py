@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.errors import ArgumentError
 from atorch.profiler.tensors import local_part, tensors_of
 
 _MOST = 2**26  # elements that an operation on known values may make
@@ -29,8 +30,14 @@ class Fakes:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape and no memory: of a DTensor, of the part that this process has."""
+        """A tensor of the same shape and no memory: of a DTensor, of the part that this process has.
+
+        Raises:
+            ArgumentError: it is sparse or ragged.
+        """
         tensor = local_part(tensor)
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise ArgumentError(f"there are no fakes of tensors of layout {tensor.layout}")
         with self._mode:
             made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.distributed.dense_parts import dense_parts
 from atorch.profiler.tensors import tensors_of
 
 HOST = "host"
@@ -192,9 +193,9 @@ class LiveBytes(TorchDispatchMode):
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory of a tensor, of the parts of one that is made of others, and of a sparse one's entries."""
-    if tensor.layout is torch.sparse_coo:
-        yield from _storages(tensor._indices())
-        yield from _storages(tensor._values())
+    if tensor.layout is not torch.strided:
+        for part in dense_parts(tensor):
+            yield from _storages(part)
     elif hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "fake_device"):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in parts:

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.distributed.dense_parts import dense_parts
 from atorch.profiler.dataflow import Node, Value
 from atorch.profiler.operations import Attention, Product, attention_of, kind_of, product_of
 from atorch.profiler.tensors import tensor_bytes, tensors_of
@@ -100,7 +101,7 @@ class Recorder:
 
     def value(self, tensor: torch.Tensor) -> Value:
         """What stands for the tensor's storage."""
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         value = int(storage._cdata)
         if value not in self._known:
             self._known[value] = StorageWeakRef(storage)
@@ -114,7 +115,7 @@ class Recorder:
                 here.needed.add(value)
             if value not in self.all_saved:
                 self.all_saved.add(value)
-                here.saved[value] = tensor.untyped_storage().nbytes()
+                here.saved[value] = _storage(tensor).nbytes()
         return tensor
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -220,4 +221,9 @@ class _Operations(TorchDispatchMode):
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
     """What an operation has to read or write of a tensor; what is expanded is there once."""
-    return min(tensor_bytes(tensor), tensor.untyped_storage().nbytes())
+    return min(tensor_bytes(tensor), _storage(tensor).nbytes())
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor's values."""
+    return dense_parts(tensor)[0].untyped_storage()

@@ -14,7 +14,7 @@ from atorch.duplicates import lazy_clone
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The memory of a plain tensor; None where values lie otherwise: sparse tensors, tensors that wrap others."""
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided or tensor.is_nested:
         return None
     return None if tensor.is_meta or tensor.is_conj() or tensor.is_neg() else tensor.untyped_storage()
 

@@ -12,8 +12,8 @@ pass ends, in calls of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from atorch.distributed.collectives import agreed
+from atorch.distributed.dense_parts import dense_parts, is_dense
 from atorch.distributed.description import described_call
-from atorch.runtime.buckets import average
+from atorch.runtime.buckets import average, broadcast
 from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapper import Wrapper
 
@@ -136,7 +137,8 @@ def replicate(
     """`module` on `device`, equal on all ranks of `group` (rank 0's values), its gradients averaged over them.
 
     A group of one rank and a module with nothing to train come back as they are: there is nothing to average.
-    Buffers stay local except that each forward pass starts from rank 0's.
+    Buffers stay local except that each forward pass starts from rank 0's; those that are sparse, ragged or quantized do
+    so once.
 
     Args:
         find_unused_parameters: look for parameters that a forward pass did not use, for which backward must not wait.
@@ -158,8 +160,8 @@ def replicate(
         module.to(device)  # fakes that are on it already cannot all be moved
     if group.size() == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
         return module
-    return Replicated(
-        DistributedDataParallel(
+    with _left_out(module, group):
+        replicas = DistributedDataParallel(
             module,
             process_group=group,
             find_unused_parameters=find_unused_parameters,
@@ -167,4 +169,22 @@ def replicate(
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,  # else gradients exist twice, in the bucket and beside it
         )
-    )
+    return Replicated(replicas)
+
+
+@contextmanager
+def _left_out(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, torch's leaves out the frozen parameters and the buffers that it cannot send, which are sent here."""
+    frozen = ((name, each) for name, each in module.named_parameters() if not each.requires_grad)
+    others = {name: each for name, each in (*frozen, *module.named_buffers()) if not is_dense(each)}
+    before = dict(vars(module))
+    if others:
+        broadcast([(0, [part for each in others.values() for part in dense_parts(each.detach())])], group)
+        known = before.get("_ddp_params_and_buffers_to_ignore", ())
+        vars(module)["_ddp_params_and_buffers_to_ignore"] = [*known, *others]
+    try:
+        yield
+    finally:
+        if others:
+            vars(module).pop("_ddp_params_and_buffers_to_ignore")
+            vars(module).update(before)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from atorch.distributed.dense_parts import same_values
 from atorch.runtime.wrapper import Wrapper
 
 
@@ -38,7 +39,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
-                if not torch.equal(buffer, before):  # writing what is there would count as a change for backward
+                if not same_values(buffer, before):  # writing what is there would count as a change for backward
                     buffer.copy_(before)
 
 

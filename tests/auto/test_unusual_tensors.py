@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
@@ -56,9 +58,17 @@ def dict_of_parameters(model: Net) -> None:
     model.after = lambda model, x: x * model.terms["factor"] + model.terms["rows"].mean(0)
 
 
+def sparse_buffer(model: Net) -> None:
+    model.register_buffer("edges", torch.linspace(0, 1, WIDTH).diag().to_sparse())
+    model.after = lambda model, x: (model.edges @ x.t()).t()
+
+
 CASES: Mapping[str, Callable[[Net], None]] = {
     each.__name__: each
-    for each in (expanded_buffer, expanded_parameter, empty_parameter, transposed_parameter, dict_of_parameters)
+    for each in (
+        *(expanded_buffer, expanded_parameter, empty_parameter, transposed_parameter, dict_of_parameters),
+        sparse_buffer,
+    )
 }
 
 
@@ -108,3 +118,51 @@ def plainly(case: str) -> list[float]:
 def test_what_lies_in_memory_in_unusual_ways_trains_as_plainly(pool: Pool, case: str) -> None:
     for method, found in zip(METHODS, pool.run(all_losses, case)[0], strict=True):
         assert found == pytest.approx(plainly(case), rel=1e-5), method
+
+
+class Scaled(Tensor):
+    """A weight of whole numbers and a scale, as quantized ones are."""
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, scale: Tensor) -> Scaled:
+        return Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
+
+    def __init__(self, whole: Tensor, scale: Tensor) -> None:
+        self.whole, self.scale = whole, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Scaled:
+        return Scaled(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(func(args[0].whole), func(args[0].scale))
+        if func is torch.ops.aten.view.default:
+            raise NotImplementedError("view")
+        args = tree_map(lambda each: each.whole * each.scale if isinstance(each, Scaled) else each, args)
+        return func(*args, **(kwargs or {}))
+
+
+def adapter_losses(rank: int, size: int) -> dict[str, list[float]]:
+    """Of a trained layer beside a quantized one and a ragged buffer, which differ between processes at first."""
+    found = {}
+    for method in ("ddp", "zero1"):
+        torch.manual_seed(0)
+        model = Net(lambda model: None)
+        whole = torch.randint(1, 9, (WIDTH, WIDTH), dtype=torch.int8) + rank
+        model.first.weight = nn.Parameter(Scaled(whole, torch.tensor(0.05 + rank)), requires_grad=False)
+        rows = [torch.linspace(0, 1 + rank, each * WIDTH).view(each, WIDTH) for each in (1, 2)]
+        model.register_buffer("rows", torch.nested.nested_tensor(rows, layout=torch.jagged))
+        model.after = lambda model, x: x * model.rows.unbind()[1][0]
+        found[method] = losses(rank, size, model, method)
+    return found
+
+
+def test_adapters_beside_quantized_weights_train_as_on_one_process(pool: Pool) -> None:
+    alone = adapter_losses(0, 1)["ddp"]
+    for each in pool.run(adapter_losses):
+        assert each == {"ddp": pytest.approx(alone, rel=1e-5), "zero1": pytest.approx(alone, rel=1e-5)}

@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from atorch.errors import ArgumentError
 from atorch.profiler.fakes import Fakes
 
 
@@ -21,6 +22,8 @@ def test_fakes_are_like_what_they_stand_for(fakes):
             real.shape, real.stride(), real.dtype, "cpu",
         )  # fmt: skip
     assert fakes.fake(torch.ones(2, requires_grad=True)).requires_grad
+    with pytest.raises(ArgumentError, match="no fakes of tensors of layout torch.jagged"):
+        fakes.fake(torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged))
 
 
 def test_integers_of_a_batch_keep_their_values(fakes):

@@ -1,0 +1,40 @@
+"""The plain tensors that hold a tensor's values: quantized and ragged tensors wrap some, sparse ones have indices.
+
+Collectives and comparisons take plain tensors alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """What `tensor` is made of, in memory that is its own, values first; itself where it is plain or a DTensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        from torch.distributed.tensor import DTensor  # slow to import, and there already where one is
+
+        if isinstance(tensor, DTensor):
+            return [tensor]
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for each in inner for part in dense_parts(each)]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return [tensor.values(), tensor._nested_tensor_size()] if tensor.is_nested else [tensor]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's values are its own elements, which collectives can send."""
+    parts = dense_parts(tensor)
+    return len(parts) == 1 and parts[0] is tensor
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one kind are equal."""
+    ours, theirs = dense_parts(one), dense_parts(other)
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
