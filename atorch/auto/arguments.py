@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from atorch.auto.checks import check_job
-from atorch.auto.strategy import EXACTNESS, Exactness, Strategy
+from atorch.auto.strategy import EXACTNESS, METHODS, RECIPES, Exactness, Strategy
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agreed
 from atorch.distributed.description import Fact, Facts, described, described_dataset, described_model, structure
-from atorch.errors import ArgumentError, near_miss
+from atorch.errors import ArgumentError, near_miss, shown
 from atorch.files import FileKind, check_target
 
 if TYPE_CHECKING:
@@ -43,12 +43,38 @@ INSTEAD: Mapping[str, str] = {
     r"(lr_?)?scheduler(_cls|_class|_fn)?": "lr_scheduler_cls, such as torch.optim.lr_scheduler.StepLR",
     r"(lr_?)?scheduler_(args|kwargs|params)|lr_scheduler_kwargs": "lr_scheduler_args, as {'step_size': 10}",
     r"strategy|strategies|methods": "load_strategy",
-    r"save_path|save_strategy(_path)?|strategy_file": "save_strategy_to_file",
+    r"save_path|save_strategy(_path)?": "save_strategy_to_file",
     r"exclude|excludes": "excluded",
     r"include|includes": "included",
     r"input_format|unpack": "model_input_format",
+    r"(distributed_)?sampler(_cls|_class)?|distributed_sampler_(args|kwargs)": (
+        "distributed_sampler_cls, a class or a functools.partial of one and its arguments; or any sampler as "
+        "dataloader_args={'sampler': sampler}"
+    ),
+    r"strategy_(file|path)": "load_strategy to read one, or save_strategy_to_file to write it",
+    r"input_func(tion)?|batch_func(tion)?": "prepare_input, a function (data, device) -> input",
+    r"amp|autocast|dtype|fp16|bf16|float16|bfloat16|mixed_precision": (
+        "it as a method, load_strategy=[('amp_native', 'bf16')], or to a search as precision='autocast'"
+    ),
+    r"(grad(ient)?_)?accumulat(e|ion)(_grad_batches|_steps)?|micro_batch_size": (
+        "it as a method, load_strategy=[('micro_batch', {'count': 4})], or accumulate in the loop"
+    ),
+    r"cluster|global_batch": "it to atorch.plan(model, sample_batch, cluster='8xH100-80GB')",
+    r"(random_)?seed": "sampler_seed for the order of samples, and call torch.manual_seed(0) for the rest",
+    r"dry_?run": "ignore_dryrun_on_load_strategy=False",
+    r"search_time|max_time|(time|search)_budget": "time_limit, in seconds",
 }
 """What to give in place of arguments that there are not, by how these are often called."""
+
+ELSEWHERE: Mapping[str, str] = {
+    r"(eval|test|val(id(ation)?)?)_(data_?)?(set|loader)": "what is not trained on is yours to load",
+    r"(num_|max_)?(train_)?(epochs|steps)": "the loop over result.dataloader is yours",
+    r"device|(local_)?rank|world_size|num_processes|gpus": "torchrun tells each process its rank and device",
+    r"(max_)?grad(ient)?_(norm|clip(ping)?)(_val)?|clip(_grad)?(_norm)?": (
+        "call atorch.clip_grad_norm(result.model, 1.0) before result.optim.step()"
+    ),
+}
+"""Who does what no argument asks for."""
 
 OPTIONAL = ("optim_args", "dataloader_args", "lr_scheduler_args", "excluded", "included")
 """Arguments of which None means none."""
@@ -86,12 +112,15 @@ class Options:
                 raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, (*known, *others))}")
         options = cls(**keywords)
         limit = options.time_limit
-        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+        if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
             raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
         if not _is_timeout(options.timeout):
             raise ArgumentError(f"timeout is {options.timeout!r}; it is a finite number of seconds above 0")
-        if not isinstance(options.verify, bool):
-            raise ArgumentError(f"verify is {options.verify!r}; it is True or False")
+        for name in ("ignore_dryrun_on_load_strategy", "verbose", "find_unused_parameters", "verify"):
+            need_bool(name, getattr(options, name))
+        seed = options.sampler_seed
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            raise ArgumentError(f"sampler_seed is {seed!r}; it is a whole number from 0 on")
         if options.precision is not None and options.precision not in EXACTNESS:
             raise ArgumentError(
                 f"precision is {options.precision!r}; it is the least exact that you allow: one of "
@@ -110,6 +139,12 @@ class Options:
                 "mask or of labels in the batch, or a function of the batch that counts what its loss is a mean over"
             )
         return options
+
+
+def need_bool(name: str, given: object) -> None:
+    """Raise ArgumentError for what is neither True nor False, such as 'no', which would count as true."""
+    if not isinstance(given, int) or given not in (0, 1):
+        raise ArgumentError(f"{name} is {shown(given)}; it is True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +176,15 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
     def read() -> Call:
         options = Options.of(keywords, list(given))
         check_job(**job)
+        need_bool("finetune_strategy", given["finetune_strategy"])
         source, target = given["load_strategy"], given["save_strategy_to_file"]
         call = Call(
             job=job,
             options=options,
             strategy=None if source is None else Strategy.of(source).settled(job["model"]),
             finetune=given["finetune_strategy"],
-            excluded=given["excluded"],
-            included=given["included"],
+            excluded=_names(given["excluded"], "excluded"),
+            included=_names(given["included"], "included"),
             target=target,
         )
         if call.searches or not options.ignore_dryrun_on_load_strategy:
@@ -173,7 +209,7 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
 
     def read() -> Call:
         wanted, options = _split({**keywords, **positioned(given, names, keywords)})
-        excluded, included = wanted.pop("excluded", None), wanted.pop("included", None)
+        excluded, included = (_names(wanted.pop(name, None), name) for name in ("excluded", "included"))
         job = {"model": model, **wanted}
         call = Call(job=job, options=Options.of(options), excluded=excluded, included=included)
         check_job(**job)
@@ -183,6 +219,12 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
     worlds.init(timeout=_timeout_of(keywords))
     arguments = {"model": model, **keywords, **dict(zip(names, given, strict=False))}
     return agreed("plan", lambda: _given(arguments), read, _found)
+
+
+def _names(given: Any, argument: str) -> tuple[str, ...] | None:
+    from atorch.auto.planner.space import names_in
+
+    return None if given is None else names_in(given, argument)
 
 
 def _timeout_of(keywords: Mapping[str, Any]) -> timedelta:
@@ -213,6 +255,11 @@ def meant(name: str, known: Collection[str]) -> str:
     for wrong, instead in INSTEAD.items():
         if re.fullmatch(wrong, name.lower()):
             return f"give {instead}"
+    for wrong, instead in ELSEWHERE.items():
+        if re.fullmatch(wrong, name.lower()):
+            return instead
+    if name in METHODS or name in RECIPES:
+        return f"it is a method: give load_strategy=[{name!r}], or to a search included=[{name!r}]"
     return near_miss(name, known)
 
 

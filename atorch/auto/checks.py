@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError, near_miss, shown
 
 SYMMETRIC = (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss)
 """torch's losses that are the same whichever of the two comes first."""
+SYMMETRIC_FUNCTIONS = ("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss")
+SAMPLING: Mapping[str, Any] = dict.fromkeys(("num_replicas", "rank", "shuffle", "seed"))
+"""What a sampler's class is called with beside the dataset."""
 
 
 def check_job(
@@ -40,11 +45,11 @@ def check_job(
     _check_trainable(model, optim_func)
     _check_dataset(dataset)
     _check_loss(loss_func)
-    _check_class("lr_scheduler_cls", lr_scheduler_cls, "lr_scheduler_args", torch.optim.lr_scheduler.LRScheduler)
-    _check_class("distributed_sampler_cls", distributed_sampler_cls, None, torch.utils.data.Sampler)
+    _check_class("lr_scheduler_cls", lr_scheduler_cls, "lr_scheduler_args", torch.optim.lr_scheduler)
+    _check_class("distributed_sampler_cls", distributed_sampler_cls, None, torch.utils.data)
     for name, value in (("prepare_input", prepare_input), ("optim_param_func", optim_param_func)):
         if value is not None and not callable(value):
-            raise ArgumentError(f"{name} is {shown(value)}, which cannot be called")
+            raise ArgumentError(f"{name} is {shown(value)}, which cannot be called; give a function, or leave it out")
     for name, given in (
         ("optim_args", optim_args),
         ("dataloader_args", dataloader_args),
@@ -59,6 +64,50 @@ def check_job(
         )
     if lr_scheduler_cls is not None and optim_func is None:
         raise ArgumentError("lr_scheduler_cls needs an optimizer; give optim_func too")
+    if lr_scheduler_args and lr_scheduler_cls is None:
+        raise ArgumentError(
+            f"lr_scheduler_args is {shown(lr_scheduler_args)}, of no scheduler; give its class too, such as "
+            "lr_scheduler_cls=torch.optim.lr_scheduler.StepLR, or leave it out"
+        )
+    _check_call("optim_func", optim_func, "parameters", optim_args, "optim_args")
+    _check_call("optim_param_func", optim_param_func, "model")
+    _check_call("loss_func", loss_func, "input, output")
+    _check_call("prepare_input", prepare_input, "data, device")
+    _check_call("lr_scheduler_cls", lr_scheduler_cls, "optimizer", lr_scheduler_args, "lr_scheduler_args")
+    _check_call("distributed_sampler_cls", distributed_sampler_cls, "dataset", SAMPLING)
+
+
+def _check_call(
+    name: str, function: Any, by_place: str, keywords: Mapping[str, Any] | None = None, source: str = ""
+) -> None:
+    """That a function or class takes what it will be called with, as far as its signature tells.
+
+    source: the argument that `keywords` were given as.
+    """
+    try:
+        if function is None:
+            return
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments
+    except (TypeError, ValueError):  # it is built in
+        return
+    keywords, parameters = keywords or {}, signature.parameters.values()
+    called = getattr(function, "__name__", None) or type(function).__name__
+    known = [each.name for each in parameters][1:]
+    for key in () if any(each.kind is each.VAR_KEYWORD for each in parameters) else keywords:
+        if key not in known and source:
+            raise ArgumentError(f"{source} has {key!r}, which {called} does not take; {near_miss(key, known)}")
+        if key not in known:
+            raise ArgumentError(
+                f"{name} is {called}, which does not take {key}; it has DistributedSampler's interface. A sampler of "
+                "another kind goes into dataloader_args, as {'sampler': sampler}, and is shared out"
+            )
+    try:
+        signature.bind(*by_place.split(", "), **keywords)
+    except TypeError as error:
+        lacks = re.search("missing a required .*'(.+)'", str(error))
+        place = f"; give it in {source}, as {{{lacks[1]!r}: …}}" if lacks and source else ""
+        call = f"({', '.join([by_place, *keywords])})"
+        raise ArgumentError(f"{name} is {called}, which is called with {call}: {error}{place}") from None
 
 
 def _check_mode() -> None:
@@ -79,7 +128,9 @@ def _check_model(model: object) -> None:
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ArgumentError(f"model is the class {model.__name__}; give an instance, such as {model.__name__}()")
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is {type(model).__name__}; auto_accelerate takes a torch.nn.Module")
+        meant = ", which is what it returns, called" if inspect.isfunction(model) else ""
+        meant = ", as nn.Sequential(*modules)" if isinstance(model, (list, tuple)) else meant
+        raise ArgumentError(f"model is {type(model).__name__}; auto_accelerate takes a torch.nn.Module{meant}")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ArgumentError(f"model is wrapped in {type(model).__name__} already; give the plain module")
     for name, module in _modules(model, ""):
@@ -121,6 +172,11 @@ def _check_trainable(model: nn.Module, optim_func: object) -> None:
 
 
 def _check_optimizer(optim_func: object) -> None:
+    if isinstance(optim_func, (DataLoader, Dataset, list, tuple)):
+        raise ArgumentError(
+            f"optim_func is a {type(optim_func).__name__}; the order is (model, optim_func, dataset, loss_func), as in "
+            "(model, torch.optim.AdamW, dataset, loss_func)"
+        )
     if isinstance(optim_func, torch.optim.Optimizer):
         name = type(optim_func).__name__
         known = {key: value for key, value in optim_func.defaults.items() if key in ("lr", "momentum", "weight_decay")}
@@ -134,9 +190,12 @@ def _check_optimizer(optim_func: object) -> None:
     if isinstance(optim_func, str):
         found = next((name for name in dir(torch.optim) if name.lower() == optim_func.lower()), "AdamW")
         raise ArgumentError(f"optim_func is {optim_func!r}; give the class itself, torch.optim.{found}")
-    if optim_func is not None and not callable(optim_func):
+    is_other = isinstance(optim_func, type) and issubclass(
+        optim_func, (nn.Module, torch.optim.lr_scheduler.LRScheduler)
+    )
+    if optim_func is not None and (is_other or not callable(optim_func)):
         raise ArgumentError(
-            f"optim_func is {shown(optim_func)}, which cannot be called; give torch.optim.AdamW or such"
+            f"optim_func is {shown(optim_func)}, which makes no optimizer; give torch.optim.AdamW or such"
         )
 
 
@@ -154,10 +213,33 @@ def _check_dataset(dataset: object) -> None:
         )
     if isinstance(dataset, (str, bytes, type)):
         raise ArgumentError(f"dataset is {shown(dataset)}; give the dataset itself, a torch.utils.data.Dataset")
-    if dataset is not None and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+    if dataset is not None and not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
         raise ArgumentError(
             f"dataset is a {type(dataset).__name__}; it needs __getitem__ and __len__, or to be an IterableDataset"
+            f"{_instead_of(dataset)}"
         )
+    if isinstance(dataset, (tuple, list)) and _are_columns(dataset):
+        raise ArgumentError(
+            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors of {len(dataset[0])} rows each, which "
+            "would be its samples; give torch.utils.data.TensorDataset(*dataset), whose samples are the rows"
+        )
+
+
+def _instead_of(dataset: object) -> str:
+    if inspect.isroutine(dataset):
+        return "; give what it returns"
+    if isinstance(dataset, Iterator):
+        return "; what can be read once alone has no epochs: give list(dataset), or an IterableDataset that begins anew"
+    if isinstance(dataset, Iterable):
+        return "; give list(dataset)"
+    return ""
+
+
+def _are_columns(dataset: Sequence[Any]) -> bool:
+    """Whether tensors are inputs, labels, … rather than samples, which a loader would stack."""
+    if not 2 <= len(dataset) <= 8 or not all(isinstance(each, torch.Tensor) and each.dim() for each in dataset):
+        return False
+    return len({each.shape for each in dataset}) > 1 and len({len(each) for each in dataset}) == 1
 
 
 def _check_loss(loss_func: object) -> None:
@@ -168,19 +250,30 @@ def _check_loss(loss_func: object) -> None:
             f"loss_func is {loss_func}, which takes (output, target), and loss_func is called with (input, output); "
             "give `lambda batch, output: criterion(output, batch[1])`, where batch[1] is the target"
         )
+    name = getattr(loss_func, "__name__", "")
+    if getattr(loss_func, "__module__", "") == "torch.nn.functional" and name not in SYMMETRIC_FUNCTIONS:
+        raise ArgumentError(
+            f"loss_func is torch.nn.functional.{name}, which takes (output, target), and loss_func is called with "
+            f"(input, output); give `lambda batch, output: {name}(output, batch[1])`, where batch[1] is the target"
+        )
     if loss_func is not None and not callable(loss_func):
         raise ArgumentError(f"loss_func is {shown(loss_func)}, which cannot be called")
 
 
-def _check_class(name: str, given: object, arguments: str | None, kind: type) -> None:
-    if isinstance(given, kind):
-        rest = f" and its arguments as {arguments}" if arguments else ""
+def _check_class(name: str, given: Any, arguments: str | None, home: Any) -> None:
+    """That it can be called, and is not what a class of `home`, a module of torch, has made."""
+    if isinstance(given, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
+        rest = f", and its arguments as {arguments}" if arguments else ""
         raise ArgumentError(
             f"{name} is a {type(given).__name__} that was made already; give its class, {name}="
-            f"{type(given).__name__},{rest}: it is made for what the strategy makes"
+            f"{type(given).__name__}{rest}: it is made for what the strategy makes"
         )
+    if isinstance(given, str) and hasattr(home, given):
+        raise ArgumentError(f"{name} is {given!r}; give the class itself, {home.__name__}.{given}")
     if given is not None and not callable(given):
-        raise ArgumentError(f"{name} is {shown(given)}, which cannot be called")
+        raise ArgumentError(f"{name} is {shown(given)}, which cannot be called; give a class, or leave it out")
+    if isinstance(given, type) and issubclass(given, (torch.optim.Optimizer, nn.Module)):
+        raise ArgumentError(f"{name} is {given.__name__}; give a class of {home.__name__}")
 
 
 def _check_keywords(name: str, given: object) -> None:

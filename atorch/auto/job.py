@@ -14,16 +14,37 @@ from atorch.auto.checks import check_job
 from atorch.auto.context import Context, LossFunc, ParamGroups
 from atorch.cluster import ClusterSpec
 from atorch.distributed.world import World
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError, AtorchError, shown
 from atorch.runtime.loader import make_loader, to_device
+from atorch.runtime.optimizer_probe import small
 
 InputFormat = Literal["unpack_sequence", "unpack_dict"]
 
 _OF_OPTIMIZERS = ("step", "zero_grad", "param_groups", "state_dict")
+
+
+def _call_by_name(model: nn.Module, batch: Any) -> Any:
+    if not hasattr(batch, "keys"):
+        raise ArgumentError(
+            f"model_input_format is 'unpack_dict' and the batch is a {type(batch).__name__}, which has no names; give "
+            "'unpack_sequence' for model(*batch), None for model(batch), or a prepare_input that makes a dict of it"
+        )
+    return model(**batch)
+
+
+def _call_in_order(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        raise ArgumentError(
+            f"model_input_format is 'unpack_sequence' and the batch is a {type(batch).__name__} of "
+            f"{shown(list(batch))}; give 'unpack_dict' for model(**batch), or None for model(batch)"
+        )
+    return model(*batch)
+
+
 _CALLS: Mapping[str | None, Callable[[nn.Module, Any], Any]] = {
     None: lambda model, batch: model(batch),
-    "unpack_sequence": lambda model, batch: model(*batch),
-    "unpack_dict": lambda model, batch: model(**batch),
+    "unpack_sequence": _call_in_order,
+    "unpack_dict": _call_by_name,
 }
 
 
@@ -69,29 +90,49 @@ def make_context(
             device_type=world.device.type,
         )
 
-    return Context(
+    ctx = Context(
         root=model,
         parts=(model,),
         world=world,
         cluster=cluster,
         find_unused_parameters=find_unused_parameters,
-        make_param_groups=_param_groups(optim_param_func),
+        make_param_groups=_param_groups(optim_param_func, model),
         make_optimizer=None if optim_func is None else _optimizer(optim_func, optim_args),
         make_loader=None if dataset is None else loader,
-        make_scheduler=None if lr_scheduler_cls is None else lambda optim: lr_scheduler_cls(optim, **scheduler_args),
+        make_scheduler=None if lr_scheduler_cls is None else _scheduler(lr_scheduler_cls, scheduler_args),
         loss_func=None if loss_func is None else scalar_loss(loss_func),
         prepare_input=prepare_input or to_device,
         call_model=_CALLS[model_input_format],
     )
+    _rehearse(ctx, optim_func, lr_scheduler_cls)
+    return ctx
 
 
 def _copied(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
+def _rehearse(ctx: Context, optim_func: object, lr_scheduler_cls: object) -> None:
+    """Raise what making optimizer and scheduler would; torch's are made, of small parameters, to see it now."""
+    groups = list(ctx.make_param_groups(ctx.parts))
+    if ctx.make_optimizer is None:
+        return
+    few = small(groups)
+    if not few or not _is_torchs(optim_func):
+        return
+    optim = ctx.make_optimizer(few)
+    if ctx.make_scheduler is not None and _is_torchs(lr_scheduler_cls) and len(few) == len(optim.param_groups):
+        ctx.make_scheduler(optim)
+
+
+def _is_torchs(given: object) -> bool:
+    cls = given.func if isinstance(given, functools.partial) else given
+    return isinstance(cls, type) and cls.__module__.startswith("torch.optim.")
+
+
 def _optimizer(optim_func: Callable[..., Any], optim_args: Mapping[str, Any]) -> Callable[[ParamGroups], Any]:
     def make(groups: ParamGroups) -> Any:
-        made = optim_func(groups, **optim_args)
+        made = _made(optim_func, groups, _own_tensors(optim_args), "optim_args")
         lacks = [name for name in _OF_OPTIMIZERS if not hasattr(made, name)]
         if lacks:
             raise ArgumentError(
@@ -101,6 +142,36 @@ def _optimizer(optim_func: Callable[..., Any], optim_args: Mapping[str, Any]) ->
         return made
 
     return make
+
+
+def _scheduler(lr_scheduler_cls: Callable[..., Any], scheduler_args: Mapping[str, Any]) -> Callable[[Any], Any]:
+    def make(optim: Any) -> Any:
+        made = _made(lr_scheduler_cls, optim, scheduler_args, "lr_scheduler_args")
+        if not hasattr(made, "step"):
+            raise ArgumentError(
+                f"lr_scheduler_cls returned {shown(made)}, which has no step; it returns a scheduler of the optimizer "
+                "that it is given"
+            )
+        return made
+
+    return make
+
+
+def _made(make: Callable[..., Any], of: Any, arguments: Mapping[str, Any], source: str) -> Any:
+    """What a class or function makes; what a class says against its arguments is told under their name."""
+    try:
+        return make(of, **arguments)
+    except AtorchError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if not isinstance(make, type):
+            raise
+        raise ArgumentError(f"{make.__name__} cannot be made with {source} {shown(arguments)}: {error}") from error
+
+
+def _own_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of tensors among arguments: a scheduler changes a learning rate that is one in place."""
+    return {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in arguments.items()}
 
 
 def scalar_loss(loss_func: LossFunc) -> LossFunc:
@@ -121,38 +192,76 @@ def scalar_loss(loss_func: LossFunc) -> LossFunc:
     return checked
 
 
-def _param_groups(func: Callable[[nn.Module], ParamGroups] | None) -> Callable[[tuple[nn.Module, ...]], ParamGroups]:
+def _param_groups(
+    func: Callable[[nn.Module], ParamGroups] | None, model: nn.Module
+) -> Callable[[tuple[nn.Module, ...]], ParamGroups]:
     def groups(parts: tuple[nn.Module, ...]) -> ParamGroups:
         known = _unique(p for part in parts for p in part.parameters())
         if func is None:
             return known
-        made = [_listed(entry) for part in parts for entry in func(part)]
+        made = [_listed(entry) for part in parts for entry in _entries(func(part))]
         _check_own(made, known)
+        if parts[0] is model and not any(map(_in_group, made)):
+            raise ArgumentError(
+                "optim_param_func gave no parameters, so nothing would be trained; give those of the model that it is "
+                "called with, anew in each call"
+            )
         return made
 
     return groups
 
 
+def _entries(given: Any) -> Iterable[Any]:
+    if not isinstance(given, Iterable) or isinstance(given, (torch.Tensor, nn.Module, Mapping, str)):
+        meant = f"; give [{{'params': …}}], a list of groups, for {shown(given, 40)}" if _is_group(given) else ""
+        raise ArgumentError(
+            f"optim_param_func returned {shown(given)}; it returns an iterable of the model's parameters, or of groups "
+            f"such as {{'params': [weight], 'lr': 1e-4}}{meant}"
+        )
+    return given
+
+
+def _is_group(entry: object) -> bool:
+    return isinstance(entry, Mapping) and "params" in entry
+
+
 def _listed(entry: Any) -> Any:
     """An entry of parameter groups, the user's dicts and generators copied so that they can be read twice."""
-    if not isinstance(entry, Mapping):
+    if not _is_group(entry):
         return entry
-    held = entry.get("params", ())
-    return {**entry, "params": [held] if isinstance(held, torch.Tensor) else list(held)}
+    held = entry["params"]
+    return {**_own_tensors(entry), "params": [held] if isinstance(held, torch.Tensor) else list(held)}
+
+
+def _in_group(group: Any) -> list[Any]:
+    """What is in a group, or stands without one, without the names that may stand beside parameters."""
+    entries = group["params"] if _is_group(group) else [group]
+    return [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in entries]
 
 
 def _check_own(groups: Iterable[Any], known: Iterable[nn.Parameter]) -> None:
     """Parameters of another module would not be reduced, and ones kept from before may have been replaced."""
-    own = set(map(id, known))
+    own, seen = set(map(id, known)), set[int]()
     for group in groups:
-        for entry in group["params"] if isinstance(group, dict) else [group]:
-            parameter = entry[1] if isinstance(entry, tuple) else entry
+        given = _in_group(group)
+        for parameter in given:
+            if not isinstance(parameter, torch.Tensor):
+                raise ArgumentError(
+                    f"optim_param_func gave {shown(parameter)}; it gives parameters of the model, or groups of them, "
+                    "such as {'params': [model.weight], 'lr': 1e-4}"
+                )
             if id(parameter) not in own:
                 raise ArgumentError(
                     f"optim_param_func gave a parameter of shape {tuple(parameter.shape)} that the model does not have "
                     "(any more: a strategy may replace parameters); take them from the model that it is called with, "
                     "and make what else is to be trained a submodule of it"
                 )
+            if id(parameter) in seen and _is_group(group):
+                raise ArgumentError(
+                    f"optim_param_func gave a parameter of shape {tuple(parameter.shape)} in two groups, where it "
+                    "would be stepped twice; leave it out of one"
+                )
+        seen.update(map(id, given))
 
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

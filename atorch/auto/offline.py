@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
@@ -91,6 +92,11 @@ def subject_of(
         return Subject(model)
     if sample_batch is None:
         raise ArgumentError("a plan for a cluster traces the model, which needs a sample_batch; give one")
+    if isinstance(sample_batch, (DataLoader, Dataset)):
+        raise ArgumentError(
+            f"sample_batch is a {type(sample_batch).__name__}; give one batch of it, as next(iter(loader)), in which "
+            "the model takes what prepare_input makes of it"
+        )
     if isinstance(model, nn.Module):
         return _traced(model, sample_batch, cluster, job)
     if not callable(model):

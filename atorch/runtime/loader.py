@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from atorch.distributed.rng import preserved_rng
-from atorch.errors import ArgumentError, near_miss
+from atorch.errors import ArgumentError, near_miss, shown
 
 LARGE = 2**24  # samples of a dataset whose indices torch's samplers would list, at 36 bytes each on every rank
 AT_ONCE = 2**16  # indices that are drawn, or computed, at once
@@ -219,23 +219,34 @@ def make_loader(
     arguments = dict(arguments)
     for name in arguments:
         if name not in _LOADER_ARGUMENTS:
-            raise ArgumentError(
-                f"dataloader_args has {name!r}, which DataLoader does not take; "
-                f"{near_miss(str(name), _LOADER_ARGUMENTS)}"
-            )
+            meant = "give it as dataset" if name == "dataset" else near_miss(str(name), _LOADER_ARGUMENTS)
+            raise ArgumentError(f"dataloader_args has {name!r}, which is no setting of a DataLoader; {meant}")
+    for name in ("shuffle", "drop_last", "persistent_workers"):
+        if not isinstance(arguments.get(name) or False, int):
+            raise ArgumentError(f"dataloader_args has {name} {arguments[name]!r}; it is True or False")
     _check_order(dataset, arguments, sampler_cls)
     arguments.setdefault("pin_memory", device_type == "cuda")
     if arguments.get("batch_sampler") is not None:
         batches = arguments["batch_sampler"]
         arguments["batch_sampler"] = batches if size == 1 else RankBatches(batches, rank, size, seed)
-        return Loader(dataset, **arguments)
+        return _made(dataset, arguments)
     arguments["batch_size"] = _local_batch(arguments.get("batch_size", size), size)
     if isinstance(dataset, IterableDataset):
-        return Loader(dataset if size == 1 else RankStream(dataset, rank, size), **arguments)
+        return _made(dataset if size == 1 else RankStream(dataset, rank, size), arguments)
     _need_a_batch(dataset, arguments, size)
     arguments["sampler"] = _sampler(dataset, arguments, rank, size, sampler_cls, seed)
     arguments.pop("shuffle", None)
-    return Loader(dataset, **arguments)
+    return _made(dataset, arguments)
+
+
+def _made(dataset: Dataset[Any], arguments: Mapping[str, Any]) -> Loader:
+    for name in ("collate_fn", "worker_init_fn"):
+        if arguments.get(name) is not None and not callable(arguments[name]):
+            raise ArgumentError(f"dataloader_args has {name} {shown(arguments[name])}, which cannot be called")
+    try:
+        return Loader(dataset, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"no DataLoader can be made with these dataloader_args: {error}") from error
 
 
 def shares_out(loader: object, rows: int) -> bool:
@@ -314,7 +325,10 @@ def _sampler(
     if given is None:
         shuffle = bool(arguments.get("shuffle"))
         if sampler_cls is not None:
-            return sampler_cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)
+            made = sampler_cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)
+            if not hasattr(made, "__iter__"):
+                raise ArgumentError(f"distributed_sampler_cls returned {shown(made)}; it returns a sampler of indices")
+            return made
         # Padded to fill all ranks, samples that no full batch takes might make one more.
         kind = LargeSampler if len(dataset) > LARGE else DistributedSampler  # type: ignore[arg-type]
         return kind(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)

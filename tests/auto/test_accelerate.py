@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR, StepLR
+from torch.utils.data import RandomSampler
 
 from atorch import Strategy, auto_accelerate
 from atorch.distributed import init
@@ -164,12 +167,125 @@ NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
         ({"model": nn.Linear(4, 1, device="meta")}, ArgumentError, "on the meta device"),
         ({"dataset": 3}, ArgumentError, "dataset is a int"),
         ({"optim_param_func": lambda model: nn.Linear(2, 2).parameters()}, ArgumentError, r"shape \(2, 2\)"),
+        ({"optim_args": {"lrr": 0.1}}, ArgumentError, "optim_args has 'lrr', .* did you mean 'lr'"),
+        ({"optim_args": {"lr": "0.1"}}, ArgumentError, "SGD cannot be made with optim_args {'lr': '0.1'}"),
+        ({"optim_args": {"lr": -1}}, ArgumentError, "optim_args .*Invalid learning rate"),
+        ({"optim_func": nn.Linear}, ArgumentError, "which makes no optimizer"),
+        ({"optim_func": PAIRS}, ArgumentError, r"optim_func is a list; the order is \(model, optim_func, dataset"),
+        (
+            {"optim_func": lambda parameters, rate: None, "optim_args": None},
+            ArgumentError,
+            "in optim_args, as {'rate': …",
+        ),
+        (
+            {"optim_param_func": lambda model: None},
+            ArgumentError,
+            "returned None; it returns an iterable of the model's",
+        ),
+        ({"optim_param_func": lambda model: []}, ArgumentError, "gave no parameters"),
+        ({"optim_param_func": lambda model: [{"params": []}]}, ArgumentError, "gave no parameters"),
+        ({"optim_param_func": lambda model: [{"lr": 1}]}, ArgumentError, "gave {'lr': 1}"),
+        ({"optim_param_func": lambda model: {"params": [1]}}, ArgumentError, "a list of groups"),
+        ({"optim_param_func": lambda model: ["linear.weight"]}, ArgumentError, "gave 'linear.weight'"),
+        ({"optim_param_func": lambda model: model}, ArgumentError, "returned Net"),
+        ({"optim_param_func": lambda: []}, ArgumentError, r"called with \(model\): too many"),
+        (
+            {"optim_param_func": lambda model: [{"params": model.linear.weight}] * 2},
+            ArgumentError,
+            r"shape \(1, 4\) in two groups",
+        ),
+        ({"lr_scheduler_cls": StepLR}, ArgumentError, "give it in lr_scheduler_args, as {'step_size': …"),
+        ({"lr_scheduler_cls": "StepLR"}, ArgumentError, "the class itself, torch.optim.lr_scheduler.StepLR"),
+        ({"lr_scheduler_cls": torch.optim.SGD}, ArgumentError, "give a class of torch.optim.lr_scheduler"),
+        ({"lr_scheduler_cls": lambda optim: None}, ArgumentError, "returned None, which has no step"),
+        (
+            {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"stepsize": 1}},
+            ArgumentError,
+            "lr_scheduler_args has 'stepsize', which StepLR does not take; did you mean 'step_size'",
+        ),
+        (
+            {"lr_scheduler_cls": OneCycleLR, "lr_scheduler_args": {"max_lr": 1}},
+            ArgumentError,
+            "cannot be made with lr_scheduler_args {'max_lr': 1}: You must define",
+        ),
+        ({"lr_scheduler_args": {"step_size": 1}}, ArgumentError, "of no scheduler; give its class too"),
+        ({"dataset": lambda: PAIRS}, ArgumentError, "dataset is a function; .* give what it returns"),
+        ({"dataset": iter(PAIRS)}, ArgumentError, r"give list\(dataset\)"),
+        ({"dataset": (torch.zeros(4, 4), torch.zeros(4))}, ArgumentError, r"TensorDataset\(\*dataset\)"),
+        ({"distributed_sampler_cls": RandomSampler}, ArgumentError, "does not take num_replicas; .*'sampler': sampler"),
+        ({"distributed_sampler_cls": RandomSampler(PAIRS)}, ArgumentError, "made already; give its class"),  # type: ignore[arg-type]
+        (
+            {"distributed_sampler_cls": lambda data, **kwargs: None},
+            ArgumentError,
+            "returned None; it returns a sampler",
+        ),
+        ({"distributed_sampler_args": {}}, ArgumentError, "give distributed_sampler_cls, .* functools.partial"),
+        ({"eval_dataset": PAIRS}, ArgumentError, "yours to load"),
+        ({"num_epochs": 3}, ArgumentError, "the loop over result.dataloader is yours"),
+        ({"max_grad_norm": 1.0}, ArgumentError, "call atorch.clip_grad_norm"),
+        ({"bf16": True}, ArgumentError, r"load_strategy=\[\('amp_native', 'bf16'\)"),
+        ({"fsdp": True}, ArgumentError, r"it is a method: give load_strategy=\['fsdp'\]"),
+        ({"loss_func": lambda output: output}, ArgumentError, r"called with \(input, output\): too many"),
+        ({"loss_func": lambda batch, output, model: output}, ArgumentError, "missing a required argument: 'model'"),
+        ({"loss_func": nn.functional.cross_entropy}, ArgumentError, r"cross_entropy\(output, batch\[1\]\)"),
+        ({"prepare_input": lambda batch: batch}, ArgumentError, r"called with \(data, device\): too many"),
+        ({"load_strategy": {"checkpoint": {}}}, StrategyError, r"give a list: \[\('checkpoint', {}\)\]"),
+        ({"load_strategy": {"methods": []}}, StrategyError, "give its path, or json.dumps of it"),
+        ({"load_strategy": ("checkpoint", {})}, StrategyError, r"give \[\('checkpoint', {}\)\]"),
+        ({"load_strategy": ("amp_native", "bf16")}, StrategyError, r"give \[\('amp_native', 'bf16'\)\]"),
+        ({"load_strategy": "zero3"}, StrategyError, "no strategy file 'zero3', and no method, .*: write 'fsdp'"),
+        ({"load_strategy": "auto"}, StrategyError, "leave load_strategy out to search"),
+        ({"load_strategy": ["FSDP"]}, StrategyError, "write 'fsdp'"),
+        ({"load_strategy": ["gradient_checkpointing"]}, StrategyError, "write 'checkpoint'"),
+        ({"load_strategy": [["fsdp", "checkpoint"]]}, StrategyError, r"in one list: \['fsdp', 'checkpoint'\]"),
+        ({"load_strategy": [("fsdp", False)]}, StrategyError, "leave fsdp out"),
+        ({"excluded": ["fsdpp"]}, StrategyError, "did you mean 'fsdp'"),
+        ({"excluded": 3}, StrategyError, "excluded is 3; give a list"),
+        ({"included": [("amp_native", "bf16")]}, StrategyError, "it has names of methods alone"),
+        ({"finetune_strategy": "no"}, ArgumentError, "finetune_strategy is 'no'; it is True or False"),
+        ({"ignore_dryrun_on_load_strategy": "no"}, ArgumentError, "'no'; it is True or False"),
+        ({"sampler_seed": "1"}, ArgumentError, "sampler_seed is '1'"),
+        ({"dataloader_args": {"num_workers": "2"}}, ArgumentError, "with these dataloader_args: "),
+        ({"dataloader_args": {"shuffle": "no"}}, ArgumentError, "shuffle 'no'; it is True or False"),
+        ({"dataloader_args": {"collate_fn": "x"}}, ArgumentError, "collate_fn 'x', which cannot be called"),
     ],
 )
 def test_what_does_not_hold_is_refused(more: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {"model": Net(), **job(), **more}
     with pytest.raises(error, match=message):
         auto_accelerate(arguments.pop("model"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("form", "batch", "message"),
+    [
+        ("unpack_dict", [torch.zeros(1, 4)], "the batch is a list, which has no names; give 'unpack_sequence'"),
+        ("unpack_sequence", {"x": torch.zeros(1, 4)}, r"a dict of \['x'\]; give 'unpack_dict'"),
+    ],
+)
+def test_a_batch_of_another_form_is_told_with_the_form_to_give(form: str, batch: Any, message: str) -> None:
+    _, result, _ = auto_accelerate(Net(), **job(model_input_format=form))
+    assert result is not None
+    with pytest.raises(ArgumentError, match=message):
+        result.step(batch)
+
+
+def test_what_is_odd_and_holds_is_taken() -> None:
+    def injecting(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(function)(lambda *given: function(*given, 1.0))
+
+    @injecting
+    def loss(batch: Any, output: torch.Tensor, factor: float) -> torch.Tensor:
+        return loss_func(batch, output) * factor
+
+    rate, groups = torch.tensor(0.1), (lambda model: [(name, each) for name, each in model.named_parameters()])
+    more = {"optim_func": functools.partial(torch.optim.Adam, foreach=False), "optim_args": {"lr": rate}}
+    scheduler = {"lr_scheduler_cls": LinearLR, "lr_scheduler_args": {"start_factor": 0.5}}
+    _, result, _ = auto_accelerate(
+        Net(), **job(loss_func=loss, optim_param_func=groups, **more, **scheduler, verbose=1)
+    )
+    assert result is not None
+    assert (rate, float(result.optim.param_groups[0]["lr"])) == (torch.tensor(0.1), pytest.approx(0.05))
 
 
 def test_a_loss_that_is_no_scalar_is_refused_where_it_is_computed() -> None:
@@ -206,7 +322,7 @@ def test_groups_may_be_generators_and_are_the_users_own_dicts_still() -> None:
     given: list[dict[str, Any]] = []
 
     def groups(model: Net) -> list[dict[str, Any]]:
-        given.append({"params": model.linear.parameters(), "lr": 0.5})
+        given[:] = [{"params": model.linear.parameters(), "lr": 0.5}]
         return given
 
     _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))

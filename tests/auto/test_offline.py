@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import atorch
 from atorch.auto.offline import cluster_of, plan_for, subject_of
@@ -131,6 +132,7 @@ def test_numbers_that_do_not_hold_are_named(arguments, told):
         ((), {"cluster": 8}, "cluster is 8; give a description"),
         ((BATCH,), {"cluster": "8xH100-80GB", "global_bach": 8}, "did you mean 'global_batch'?"),
         ((BATCH,), {"cluster": "8xH100-80GB", "dataset": []}, "plan for a cluster has no argument 'dataset'"),
+        ((DataLoader([]),), {"cluster": "8xH100-80GB"}, "sample_batch is a DataLoader; give one batch"),
         ((BATCH, 8), {"cluster": "8xH100-80GB"}, "3 arguments by position; these are model, sample_batch"),
         ((BATCH,), {"cluster": "8xH100-80GB", "sample_batch": BATCH}, "sample_batch twice"),
         ((), {"global_batch": 8}, "global_batch is for a plan for a cluster; give one"),

@@ -21,7 +21,7 @@ from atorch.auto.planner.counterfactuals import Room, counterfactuals
 from atorch.auto.planner.estimate import RESERVE, estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Estimate, Rejected
 from atorch.auto.planner.remedies import Job, remedies
-from atorch.auto.planner.space import MESH, Space, plannable
+from atorch.auto.planner.space import MESH, Space, names_in, plannable
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
@@ -89,7 +89,7 @@ def answer(
         )
     began = time.monotonic()
     listed = None if included is None or isinstance(included, str) else tuple(included)
-    job = Job(profile, cluster, global_batch, _listed(excluded), precision, bool(host_memory))
+    job = Job(profile, cluster, global_batch, names_in(excluded, "excluded"), precision, bool(host_memory))
     question = _Question(job, included if listed is None else listed, fixed, reserve)
     if host_memory is None and not question.fits():
         question = replace(question, job=replace(job, host_memory=True))
@@ -106,12 +106,6 @@ def answer(
     if not rows:
         raise _nothing_fits(question, space, found)
     return _plan(question, space, found, rows, objective, began)
-
-
-def _listed(excluded: Iterable[str] | None) -> tuple[str, ...]:
-    if isinstance(excluded, str):
-        raise StrategyError(f"excluded is {excluded!r}; give a list of method names, [{excluded!r}]")
-    return tuple(excluded or ())
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES
-from atorch.errors import CapabilityError, StrategyError
+from atorch.errors import CapabilityError, StrategyError, shown
 
 MESH = "parallel_mode"  # the slot that several processes need
 
@@ -336,8 +336,15 @@ def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
     """The methods that an argument names; raises StrategyError for a text, and for a name that there is not."""
     if isinstance(given, str):
         raise StrategyError(f"{argument} is {given!r}; give a list of method names, [{given!r}]")
+    if given is not None and not isinstance(given, Iterable):
+        raise StrategyError(f"{argument} is {shown(given)}; give a list of method names, as ['fsdp']")
     names = tuple(given or ())
     for name in names:
+        if not isinstance(name, str):
+            raise StrategyError(
+                f"{argument} has {shown(name)}; it has names of methods alone, as ['fsdp']. A method with its settings "
+                "goes into load_strategy, where finetune_strategy=True searches the settings that are left"
+            )
         METHODS[name]
     return names
 

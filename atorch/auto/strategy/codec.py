@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
-from atorch.auto.strategy.items import ITEM_FORMS, strategy_of
+from atorch.auto.strategy.items import ITEM_FORMS, meant_by, strategy_of
 from atorch.auto.strategy.method import METHODS, RECIPES, Method
 from atorch.auto.strategy.strategy import Strategy
 from atorch.errors import StrategyError, near_miss, shown
@@ -141,6 +142,9 @@ def _read_file(path: str | os.PathLike[str]) -> bytes:
     except StrategyError as error:
         if path in METHODS or path in RECIPES:
             raise StrategyError(f"{error}; to name a method, give a list: [{shown(path)}]") from None
+        if isinstance(path, str) and re.fullmatch(r"[\w-]{1,40}", path) and not os.path.lexists(path):
+            told = "leave load_strategy out to search" if path == "auto" else meant_by(path)
+            raise StrategyError(f"{error}, and no method, which is named in a list, as ['fsdp']: {told}") from None
         raise
 
 

@@ -5,6 +5,7 @@ Names resolve in the registries alone; nothing is imported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +19,23 @@ from atorch.strict_json import step
 T = TypeVar("T")
 
 MAX_METHODS = 100
+OTHER_NAMES: Mapping[str, str] = {
+    r"zero_?3|deepspeed|fsdp_?[12]|fully_?sharded(_?data_?parallel)?": "'fsdp'",
+    r"zero": "'zero1', 'zero2' or, for stage 3, 'fsdp'",
+    r"dp|data_parallel|distributed(_?data_?parallel)?": "'ddp'",
+    r"amp|autocast|mixed_precision|bf16|bfloat16": "('amp_native', 'bf16')",
+    r"fp16|float16": "('amp_native', 'fp16')",
+    r"tp|tensor": "'tensor_parallel'",
+    r"pp|pipeline": "'pipeline_parallel'",
+    r"sp|ulysses": "'sequence_parallel'",
+    r"cp|ring(_attention)?": "'context_parallel'",
+    r"((gradient|activation)_?)?checkpointing|(gradient|activation)_checkpoint|ckpt|remat|recompute": "'checkpoint'",
+    r"grad(ient)?_accum(ulation)?(_steps)?|accumulat(e|ion)|microbatch": "('micro_batch', {'count': 4})",
+    r"torch_?compile|inductor": "'compile'",
+    r"cpu_offload": "'offload'",
+    r"3d(_parallel)?|megatron": "'mixed_parallel'",
+}
+"""What methods are called elsewhere, and how they are written here."""
 ITEM_FORMS = 'a method is written "name" or ("name", config)'
 
 
@@ -29,13 +47,44 @@ def strategy_of(items: Sequence[Any], metadata: Mapping[str, Any] | None = None,
     Raises:
         StrategyError: whatever does not hold; the message starts with its place, such as `strategy[2][1].dtype`.
     """
-    placed = _placed_methods(items, place)
+    try:
+        placed = _placed_methods(items, place)
+    except StrategyError as error:
+        if _is_one_pair(items):
+            raise StrategyError(
+                f"{error}. For one method and its configuration, give [{shown(tuple(items))}]"
+            ) from None
+        raise
     try:
         return Strategy(tuple(each for _, each in placed), metadata or {})
     except StrategyError as error:
         index = error.place[0] if error.place else None
         at = placed[index][0] if isinstance(index, int) else place
         raise StrategyError(f"{at}: {error}") from None
+
+
+def _is_one_pair(items: Sequence[Any]) -> bool:
+    """Whether a list is a pair of a method's name and a configuration, where a list of such pairs stands."""
+    if len(items) != 2 or not _is_name(items[0]) or isinstance(items[1], Method):
+        return False
+    given = items[1]
+    name = given[0] if isinstance(given, (list, tuple)) and given else given
+    return not _is_name(name) and not (isinstance(given, Mapping) and "name" in given)
+
+
+def _is_name(given: object) -> bool:
+    return given in METHODS or given in RECIPES
+
+
+def meant_by(name: str) -> str:
+    """The end of an error about a method's name that there is not: how the method is called here, or the nearest."""
+    plain = name.lower().replace("-", "_")
+    if _is_name(plain):
+        return f"write {plain!r}"
+    for wrong, right in OTHER_NAMES.items():
+        if re.fullmatch(wrong, plain):
+            return f"write {right}"
+    return near_miss(name, [*METHODS, *RECIPES])
 
 
 def _placed_methods(items: Sequence[Any], place: str) -> list[tuple[str, Method]]:
@@ -55,8 +104,9 @@ def _placed_methods(items: Sequence[Any], place: str) -> list[tuple[str, Method]
         elif item.name in METHODS:
             placed.append((here, item.make(METHODS[item.name].of)))
         else:
-            known = near_miss(item.name, [*METHODS, *RECIPES])
-            raise StrategyError(f"{item.name_place}: there is no method named {shown(item.name)}; {known}")
+            raise StrategyError(
+                f"{item.name_place}: there is no method named {shown(item.name)}; {meant_by(item.name)}"
+            )
     others = tuple(each for _, each in placed)
     for item, recipe in recipes:
         expand = partial(recipe.expand, others=others)
@@ -75,6 +125,14 @@ class _Item(NamedTuple):
 
     def make(self, of: Callable[[Any], T]) -> T:
         """`of(config)`, whose error says where in the list the fault is."""
+        if isinstance(self.config, bool):
+            write = f"write {self.name!r} alone" if self.config else f"leave {self.name} out"
+            raise StrategyError(f"{self.config_place}: {self.name} is given {self.config}, no configuration; {write}")
+        if _is_name(self.config) and self.config != self.name:
+            raise StrategyError(
+                f"{self.config_place}: {self.name} is given {self.config!r}, a method of its own; write both in one "
+                f"list: [{self.name!r}, {self.config!r}]"
+            )
         try:
             return of(self.config)
         except StrategyError as error:

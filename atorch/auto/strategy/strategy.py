@@ -71,6 +71,9 @@ class Strategy(Sequence[Method]):
             return codec.read(source)
         if isinstance(source, Iterable) and not isinstance(source, (Mapping, bytearray, memoryview)):
             return items.strategy_of(list(source))
+        if isinstance(source, Mapping):
+            meant = "its path, or json.dumps of it" if "methods" in source else f"a list: {shown([*source.items()])}"
+            raise StrategyError(f"a strategy cannot be made of {type(source).__name__} {shown(source)}; give {meant}")
         raise StrategyError(
             f"a strategy cannot be made of {type(source).__name__} {shown(source)}; give a list of method names and "
             "(name, config) pairs, JSON, the path of a strategy file, or a Strategy"

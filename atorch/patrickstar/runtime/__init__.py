@@ -10,6 +10,7 @@ from torch import nn
 from atorch.distributed.collectives import agreed
 from atorch.distributed.description import described
 from atorch.distributed.world import init
+from atorch.errors import ArgumentError, shown
 from atorch.patrickstar.building import built
 from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
@@ -43,6 +44,8 @@ def initialize_engine(
         if client is None:
             own = PatrickStarClient(local_rank, read.chunk_size, read.client)
             return built(model_func), own, read
+        if not isinstance(client, PatrickStarClient):
+            raise ArgumentError(f"client is {shown(client)}; give a PatrickStarClient, or leave it out")
         return model_func if isinstance(model_func, nn.Module) else built(model_func), client, read
 
     given = {"model_func": described("model_func", model_func), "client": described("client", client)}
