@@ -10,6 +10,7 @@ a strategy file can hold.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -129,7 +130,7 @@ def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | 
     """What `policy` wraps below `root`, asked as FSDP1 asks it, by exact names; `ignored` is not asked about.
 
     Raises:
-        StrategyError: it asks for arguments of their own for a module, or the answer is no bool.
+        StrategyError: it cannot be asked so, asks for arguments of their own for a module, or the answer is no bool.
     """
     from torch.distributed.fsdp.wrap import _Policy
 
@@ -146,12 +147,25 @@ def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | 
         wrapped = set(chosen)
     else:
         wrapped = set()
+        _need_askable(policy)
         _ask(policy, root, left_out, apart, wrapped)
     return tuple(
         exact_name(name)
         for name, module in root.named_modules()
         if name and module in wrapped and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     )
+
+
+def _need_askable(policy: Recursive) -> None:
+    signature = inspect.signature(policy, follow_wrapped=False)  # a decorator may add arguments
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        raise StrategyError(
+            f"fsdp.auto_wrap_policy takes {signature}, and is asked as policy(module=…, recurse=…, "
+            f"nonwrapped_numel=…): {error}. Give it these names, or give a function of a module alone as "
+            "torch.distributed.fsdp.wrap.CustomPolicy(function)"
+        ) from None
 
 
 def _ask(

@@ -354,6 +354,9 @@ def test_objects_of_the_model_become_names() -> None:
     for each in (nn.Linear(1, 1), nn.Parameter(torch.ones(1))):
         with pytest.raises(StrategyError, match="not inside of"):
             Fsdp.of({"ignored_modules": [each]}).settled(model)
+    for policy in (lambda module: True, lambda module, recurse, unwrapped_params: True):
+        with pytest.raises(StrategyError, match=r"takes \(module.*\), and is asked as policy\(module=…, recurse=…"):
+            Fsdp.of({"auto_wrap_policy": policy}).settled(model)
     with pytest.raises(StrategyError, match="wraps no module of"):
         Fsdp.of({"auto_wrap_policy": lambda **_: False}).settled(model)
     with pytest.raises(StrategyError, match="arguments of its own"):
