@@ -157,13 +157,10 @@ class MasterWeights(StandIns):
 
     def _give_late_masters(self) -> None:
         """Masters for parameters that were frozen when the optimizer was made and have a gradient now."""
-        late = False
         for shown, hidden in zip(self._shown, self._hidden, strict=True):
             for index, parameter in enumerate(shown):
                 if hidden[index] is parameter and _is_half(parameter) and parameter.grad is not None:
-                    hidden[index], late = self._stand_in_of(parameter), True
-        if late:
-            self._note_versions()
+                    hidden[index] = self._stand_in_of(parameter)
 
     @torch.no_grad()
     def _follow_changes(self) -> None:
@@ -174,13 +171,12 @@ class MasterWeights(StandIns):
         for parameter, master in self._changed():
             mine, theirs = local(master), local(parameter)
             mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
-        self._note_versions()
 
     @torch.no_grad()
     def _round(self, parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
         if parameters:
             torch._foreach_copy_([local(each) for each in parameters], [local(each) for each in masters])
-        self._note_versions()
+        self._note_values()
 
 
 def _is_half(tensor: torch.Tensor) -> bool:

@@ -123,13 +123,12 @@ class HostOptimizer(StandIns):
         """Let copies take the values of parameters that were written since the last step."""
         for parameter, copy in self._changed():
             local(copy).copy_(local(parameter))
-        self._note_versions()
 
     @torch.no_grad()
     def _bring_up(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for parameter, copy in pairs:
             local(parameter).copy_(local(copy), non_blocking=True)
-        self._note_versions()
+        self._note_values()
 
 
 def on_host(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -32,7 +32,7 @@ class StandIns(WrappedOptimizer):
         originals = self._originals()
         self._shown = [[originals.get(p, p) for p in params] for params in self._hidden]
         _show(inner, self._shown)
-        self._note_versions()
+        self._note_values()
         super().__init__(inner)
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -49,7 +49,7 @@ class StandIns(WrappedOptimizer):
             self.inner.add_param_group(converted)
             self._hidden.append(list(self.inner.param_groups[-1]["params"]))
             self._shown.append([originals.get(p, p) for p in self._hidden[-1]])
-        self._note_versions()
+        self._note_values()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state."""
@@ -75,17 +75,35 @@ class StandIns(WrappedOptimizer):
     def _originals(self) -> dict[torch.Tensor, torch.Tensor]:
         return {stand_in: parameter for parameter, stand_in in self.stand_ins.items()}
 
-    def _note_versions(self) -> None:
+    def _note_values(self) -> None:
         """From now on, what is written to parameters is told by `_changed`."""
-        self._versions = [local(parameter)._version for parameter in self.stand_ins]
+        parameters = [local(parameter) for parameter in self.stand_ins]
+        self._versions, self._norms = [each._version for each in parameters], _norms(parameters)
 
     def _changed(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters that were written since versions were noted, each with its stand-in."""
-        versions = [local(parameter)._version for parameter in self.stand_ins]
-        if versions == self._versions:
-            return []
-        pairs = zip(self.stand_ins.items(), versions, self._versions, strict=True)
-        return [pair for pair, now, then in pairs if now != then]
+        """Parameters that were written since values were noted, each with its stand-in.
+
+        What is written to `parameter.data` counts as no version of the parameter, and is seen by its norm.
+        """
+        parameters = [local(parameter) for parameter in self.stand_ins]
+        written = [each._version != then for each, then in zip(parameters, self._versions, strict=True)]
+        for (places, now), (_, then) in zip(_norms(parameters), self._norms, strict=True):
+            if not torch.equal(now, then):
+                for place, differs in zip(places, (now != then).tolist(), strict=True):
+                    written[place] = written[place] or differs
+        return [pair for pair, is_written in zip(self.stand_ins.items(), written, strict=True) if is_written]
+
+
+@torch.no_grad()
+def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
+    """By device: the places of its tensors, and their norms, in which one element of a large one tells."""
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    return [
+        (held, torch.stack(torch._foreach_norm([tensors[place].detach() for place in held], dtype=torch.float64)))
+        for held in places.values()
+    ]
 
 
 def _converted(groups: list[Any], stand_in_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:

@@ -233,6 +233,19 @@ def test_loaded_weights_are_not_overwritten_by_old_masters():
     assert torch.equal(masters(optim)[2], kept)
 
 
+def test_weights_written_through_data_are_not_overwritten_by_old_masters():
+    net, optim = halved()
+    for _ in range(2):  # as in loops that clip weights after each step, or put back those that they had
+        set_gradients(net)
+        optim.step()
+        net[0].weight.data[1, 2] += 0.5
+        net[2].weight.data = net[2].weight.data * 0.5
+    before = [net[0].weight.detach().float(), net[2].weight.detach().float()]
+    set_gradients(net, 0.0)
+    optim.step()
+    assert all(torch.equal(a, b.detach().float()) for a, b in zip(before, (net[0].weight, net[2].weight), strict=True))
+
+
 def test_a_closure_is_refused():
     with pytest.raises(ArgumentError, match="closure"):
         halved()[1].step(lambda: 1.0)

@@ -156,11 +156,19 @@ def test_states_are_exchanged_with_the_plain_optimizer_both_ways():
     assert same(net, third)
 
 
-def test_weights_that_are_written_are_where_the_next_step_starts():
+def through_data(weight):
+    weight.data.fill_(2.0)
+
+
+def by_assignment(weight):
+    weight.data = torch.full_like(weight, 2.0)
+
+
+@pytest.mark.parametrize("write", [lambda weight: nn.init.constant_(weight, 2.0), through_data, by_assignment])
+def test_weights_that_are_written_are_where_the_next_step_starts(write):
     net = make_net()
     optim = HostOptimizer(MAKERS["sgd"], net.parameters())
-    with torch.no_grad():
-        net[1].weight.fill_(2.0)
+    write(net[1].weight)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     optim.step()

@@ -238,7 +238,7 @@ class ChunkOptimizer(StandIns):
         place = self._chunks.place(parameter)
         return None if place is None else whole(*place, parameter.requires_grad)
 
-    def _note_versions(self) -> None:
+    def _note_values(self) -> None:
         """Chunks know themselves what is written to them."""
 
     def _cut_groups(self, numbers: Iterable[int]) -> None:
