@@ -5,8 +5,9 @@ accumulators. A sharded parameter would make tensors of its own kind, which mix 
 its own kind by `zeros_like`: functions that take a parameter make plain tensors in a forward pass only. What was made
 of `parameter.data` outside of one is made plain where the model is given it.
 
-Two uses cannot work, and are named: of a parameter that is sharded while a module reads it that does not hold it, and
-of the parameter that a sharded one has replaced, which a function's cell or a list may still hold.
+Three uses cannot work, and are named: of a parameter that is sharded while a module reads it that does not hold it, of
+the parameter that a sharded one has replaced, which a function's cell or a list may still hold, and `parameter.data =
+value`, which reaches no shard.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def make_plain_tensors(root: nn.Module) -> None:
         for name in _FACTORIES:
             setattr(parameter, name, partial(_made, name, parameter.dtype, parameter.device))
 
+    assigned = _Assigned(sharded)
+
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        assigned.refuse()
         _become(_InForward, sharded.values())
         if any(isinstance(each, DTensor) for each in tree_leaves((args, kwargs))):
             return tree_map(_plain, (args, kwargs))
@@ -46,6 +50,36 @@ def make_plain_tensors(root: nn.Module) -> None:
 
     root.register_forward_pre_hook(enter, with_kwargs=True)
     root.register_forward_hook(lambda *_: _become(DTensor, sharded.values()), always_call=True)
+    root.register_state_dict_pre_hook(lambda *_: assigned.refuse())
+
+
+class _Assigned:
+    """Sharded parameters, of which `.data` may be assigned: that changes a DTensor's shell and not its shard."""
+
+    def __init__(self, sharded: Mapping[str, DTensor]) -> None:
+        self._sharded = sharded
+        self._known = {name: _shell_and_shard(each) for name, each in sharded.items()}
+
+    def refuse(self) -> None:
+        """Say so where it happened.
+
+        Raises:
+            ArgumentError: `.data` of a parameter was assigned.
+        """
+        for name, parameter in self._sharded.items():
+            shell, shard = _shell_and_shard(parameter)
+            if shell == self._known[name][0]:
+                continue
+            if shard is self._known[name][1]:
+                raise ArgumentError(
+                    f"{name}.data was assigned, which does not reach the shards of a sharded parameter: write "
+                    "`parameter.data.copy_(value)`, and keep `parameter.data.clone()` of what you will put back"
+                )
+            self._known[name] = shell, shard  # moved as a whole, by model.to() or such
+
+
+def _shell_and_shard(parameter: DTensor) -> tuple[int, Tensor]:
+    return parameter.untyped_storage()._cdata, parameter._local_tensor
 
 
 def refuse_replaced(root: nn.Module, before: Mapping[str, nn.Parameter]) -> None:

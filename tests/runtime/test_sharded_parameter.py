@@ -123,3 +123,20 @@ def after_a_pass_without_gradients(rank: int, size: int) -> float:
 
 def test_what_waits_for_backward_stays_gathered_in_a_pass_without_gradients(pool: Pool) -> None:
     assert max(pool.run(after_a_pass_without_gradients)) < 1e-6
+
+
+def assigned(rank: int, size: int) -> None:
+    model = sharded(size)
+    kept = model.head.weight.data
+    model.head.weight.data = kept * 0.5
+    with pytest.raises(ArgumentError, match=r"head.weight.data was assigned.*copy_"):
+        model(torch.ones(2, 3, WIDTH))
+    with pytest.raises(ArgumentError, match=r"head.weight.data was assigned"):
+        model.state_dict()
+    model.head.weight.data = kept
+    model.head.weight.data.mul_(0.5)
+    model(torch.ones(2, 3, WIDTH))
+
+
+def test_data_of_a_sharded_parameter_is_written_and_not_assigned(pool: Pool) -> None:
+    pool.run(assigned)
