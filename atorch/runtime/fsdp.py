@@ -25,7 +25,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.fsdp_groups import Group
-from atorch.runtime.fsdp_state import end_forward, is_gathered
+from atorch.runtime.fsdp_state import end_forward, is_gathered, versions
 from atorch.runtime.offload import within
 from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapped_optimizer import local
@@ -302,8 +302,13 @@ def _reshard_without_gradients(root: nn.Module) -> None:
 
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
     waiting: list[nn.Module] = []
+    kept: dict[nn.Module, list[int]] = {}
 
     def begin(*_: Any) -> None:
+        for module, before in kept.items():
+            if is_gathered(module) and versions(module) != before:  # no backward came, and a step was taken
+                end_forward(module)
+        kept.clear()
         if not torch.is_grad_enabled():
             waiting[:] = [module for module in sharded if is_gathered(module)]
 
@@ -312,6 +317,7 @@ def _reshard_without_gradients(root: nn.Module) -> None:
         if not torch.is_grad_enabled():
             for module in sharded:
                 end_forward(module, keep=module in waiting)
+        kept.update((module, versions(module)) for module in sharded if is_gathered(module))
 
     root.register_forward_pre_hook(begin, prepend=True)
     root.register_forward_hook(end)

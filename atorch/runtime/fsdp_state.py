@@ -23,6 +23,12 @@ def is_gathered(module: Any) -> bool:
     return any(group.is_unsharded for group in groups_of(module))
 
 
+def versions(module: Any) -> list[int]:
+    """How often the shards of `module`, an FSDPModule, were written, in numbers that change with every write."""
+    shards = [each.sharded_param for group in groups_of(module) for each in group.fsdp_params]
+    return [count for each in shards for count in (each._version, each._local_tensor._version)]
+
+
 def end_forward(module: Any, keep: bool = False) -> None:
     """After a pass that no backward follows: let go of what is gathered for `module`, an FSDPModule, or `keep` it.
 

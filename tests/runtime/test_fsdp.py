@@ -326,3 +326,25 @@ def test_weights_that_lose_their_memory_format_are_told(pool: Pool, caplog: pyte
     model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
     _make_contiguous(model.named_parameters())
     assert "such as 0.weight, lose their memory format" in caplog.text
+
+
+def looked_at(rank: int, size: int, reshard: bool | None) -> list[float]:
+    """What forward gives before and after a step, in passes with gradients that no backward follows."""
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
+    if size > 1:
+        shard(model, flat(size), [], reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().mean().backward()
+        seen.append(float(model(torch.ones(2, 4)).detach().sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(model(torch.ones(2, 4)).detach().sum()))
+    return seen
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_pass_without_backward_leaves_nothing_stale(pool: Pool, reshard: bool | None) -> None:
+    alone = looked_at(0, 1, reshard)
+    assert pool.run(looked_at, reshard) == [pytest.approx(alone, rel=1e-5)] * 2
