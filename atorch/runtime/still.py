@@ -60,7 +60,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model on `device`, without gradients; afterwards its values, buffers, gradients and attributes are back."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    members = [(held, dict(held)) for module in model.modules() for held in (module._parameters, module._buffers)]
+    holders = [held for module in model.modules() for held in (module._parameters, module._buffers)]
+    members = [(held, dict(held)) for held in holders if isinstance(held, dict)]  # a scripted module's are fixed
     parameters = [(each, each.data, each.grad) for each in model.parameters()]
     buffers = [(each, each.data) for each in model.buffers()]
     for parameter, values, _ in parameters:

@@ -24,7 +24,7 @@ from atorch.auto.planner.candidate import Feed
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, StrategyError
-from atorch.runtime.still import still, untouched
+from atorch.runtime.still import put_back, still, untouched
 from tests.auto.planner.jobs import cluster
 from tests.pool import Pool, RankFailure
 
@@ -408,3 +408,11 @@ def test_sparse_gradients_have_no_norm_to_compare() -> None:
     accelerate(Sparse(), [CHECKPOINT])
     with registered(change_values) as broken, pytest.raises(StrategyError, match="does not compute"):
         accelerate(Sparse(), [broken])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_keeps_no_gradient_of_the_plain_pass() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with put_back(model, torch.device("cpu")):
+        model(torch.ones(1, 2)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
