@@ -75,8 +75,7 @@ class Originals(TorchDispatchMode):
                 "the module that uses it, or give a load_strategy that runs nothing beforehand, such as ddp or fsdp"
             )
             raise self._fault
-        is_real_leaf = tensor.requires_grad and tensor.is_leaf and not is_fake(tensor)
-        if is_real_leaf and id(tensor) not in self._others:
+        if tensor.requires_grad and _is_leaf(tensor) and not is_fake(tensor) and id(tensor) not in self._others:
             self._others[id(tensor)] = weakref.ref(tensor), tensor.grad
 
     def _who(self) -> str:
@@ -117,3 +116,10 @@ def _has_storage(tensor: Tensor) -> bool:
 def _storage(tensor: Tensor) -> int:
     place: int = tensor.untyped_storage()._cdata
     return place
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view from no_grad of what was written since: it was computed, and torch does not know how
+        return False

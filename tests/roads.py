@@ -134,7 +134,8 @@ class ByDecorator(Plain):
 
 class ByWeakReference(Plain):
     def take_road(self) -> None:
-        self.own, self.proxy = weakref.ref(self.mlp), weakref.proxy(self.norm)
+        self.own = weakref.ref(self.mlp)
+        self.__dict__["proxy"] = weakref.proxy(self.norm)  # torch would take it for a child, and fail in eval()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + through(self.own(), self.proxy(x))

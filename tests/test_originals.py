@@ -16,6 +16,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
+from atorch.originals import Originals
 from atorch.profiler.trace import trace
 from atorch.runtime.tensor_parallel.split import derive_layout
 from tests.roads import BATCH, WIDTH, ByLambda, job
@@ -162,3 +163,14 @@ def test_simulation_and_splits_refuse_it() -> None:
 
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def test_a_view_that_torch_no_longer_knows_is_looked_at() -> None:
+    model = nn.Linear(2, 2)
+    with Originals(model):
+        drawn = torch.zeros(4, requires_grad=True) * 1
+        with torch.no_grad():
+            part = drawn[:2]
+        drawn.add_(1)
+        with torch.no_grad():
+            assert part.sum() == 2
