@@ -23,9 +23,10 @@ _aten = torch.ops.aten
 
 
 class Fakes:
-    """Makes fake tensors of the CPU, and runs a model on them."""
+    """Makes fake tensors of a device, and runs a model on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
         # Real tensors that a model still holds, in lists or closures, become fakes where they are used.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -39,14 +40,14 @@ class Fakes:
         if tensor.layout != torch.strided or tensor.is_nested:
             raise ArgumentError(f"there are no fakes of tensors of layout {tensor.layout}")
         with self._mode:
-            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     def fake_unless_known(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake, or a copy of integers that have values."""
         if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
             return self.fake(tensor)
-        return tensor.detach().to("cpu", copy=True)
+        return tensor.detach().to(self._device, copy=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -88,4 +89,4 @@ def _grouped(args: Any, offsets: Any = None) -> torch.Tensor:
     data, weight, *others = args
     ends = others[0] if others else offsets
     experts = () if weight.dim() == 3 else (ends.shape[0],)
-    return torch.empty(*experts, data.shape[0], weight.shape[-1], dtype=data.dtype)
+    return torch.empty(*experts, data.shape[0], weight.shape[-1], dtype=data.dtype, device=data.device)

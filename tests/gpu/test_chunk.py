@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -46,11 +47,16 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
+def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return model(batch).float().square().mean()
+
+
 def adam(groups: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
 
-def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Any = loss_of) -> list[float]:
     found = []
     for step in range(4):
         loss = loss_of(model, rows(step).cuda())
@@ -62,7 +68,7 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def in_chunks(
-    share: float, is_compiled: bool = False, batch: Tensor | None = None, **how: Any
+    share: float, is_compiled: bool = False, batch: Tensor | None = None, loss_of: Any = loss_of, **how: Any
 ) -> tuple[nn.Module, ChunkOptimizer, int]:
     """A model with room for a share of its parameters; its budget."""
     model = network()
@@ -100,13 +106,16 @@ def test_compiled_blocks() -> None:
     assert_trains_alike(model, optimizer)
 
 
-def test_the_allocator_never_holds_more_than_the_budget() -> None:
-    losses(network().cuda(), torch.optim.SGD([torch.zeros(1, requires_grad=True)]))  # what libraries keep for good
+@pytest.mark.parametrize("loss_of", [loss_of, autocast_loss])
+def test_the_allocator_never_holds_more_than_the_budget(loss_of: Any) -> None:
+    """Under autocast operations keep what they were cast to, but for norms."""
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    losses(network().cuda(), plain, loss_of)  # what libraries keep for good
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model, optimizer, budget = in_chunks(0.3)
-    losses(model, optimizer)
+    model, optimizer, budget = in_chunks(0.3, loss_of=loss_of)
+    losses(model, optimizer, loss_of)
     assert torch.cuda.max_memory_allocated() - before <= budget
 
 
@@ -121,3 +130,41 @@ def test_a_device_of_the_budget_s_size_is_enough() -> None:
         assert all(map(math.isfinite, losses(model, optimizer)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_batches_of_other_lengths() -> None:
+    model, optimizer, _ = in_chunks(0.3)
+    plain = network().cuda()
+    theirs = adam(plain.parameters())
+    for step, num in enumerate((ROWS, ROWS // 2, 2 * ROWS, ROWS)):
+        batch = rows(step).repeat(2, 1)[:num].cuda()
+        of_each = []
+        for trained, steps in ((model, optimizer), (plain, theirs)):
+            loss = loss_of(trained, batch)
+            loss.backward()
+            steps.step()
+            steps.zero_grad()
+            of_each.append(loss.item())
+        assert of_each[0] == pytest.approx(of_each[1], rel=1e-4)
+
+
+def test_an_optimizer_that_is_not_fused() -> None:
+    model = network()
+    accesses = foreseen(model, rows(), loss_of, device_type="cuda")
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    budget = max(access.other_bytes for access in accesses.accesses) + 2 * parameters
+    chunks = chunk(model, accesses, budget, device=torch.device("cuda"), state_bytes=8.0).chunks
+    optimizer = ChunkOptimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3), model.parameters(), chunks)
+    assert_trains_alike(model, optimizer)
+
+
+def test_what_was_saved_goes_on() -> None:
+    model, optimizer, _ = in_chunks(0.3)
+    losses(model, optimizer)
+    weights = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+    states = copy.deepcopy(optimizer.state_dict())  # they are stepped in place
+    expected = losses(model, optimizer)
+    again, theirs, _ = in_chunks(0.3)
+    again.load_state_dict(weights)
+    theirs.load_state_dict(states)
+    assert losses(again, theirs) == pytest.approx(expected, rel=1e-5)

@@ -1,6 +1,7 @@
 """A pass of training before the first one, for methods that must know beforehand what is needed when, and what lives.
 
-It runs on fake tensors. Where values decide which way a model goes, it runs for real, on copies in host memory.
+It runs on fake tensors, of the device where that is here: autocast casts what is on its own device alone. Where values
+decide which way a model goes, it runs for real, on copies in host memory.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def foreseen(
     Raises:
         ArgumentError: the model cannot run so, or reaches its own parameters by globals.
     """
-    passing = _for_real(model, dtype) if for_real else _on_fakes(dtype)
+    is_there = device_type == "cuda" and torch.cuda.is_available() and not for_real
+    passing = _for_real(model, dtype) if for_real else _on_fakes(dtype, device_type if is_there else "cpu")
     duplicate, (loss,) = copy_with(model, (loss,), passing.convert)
     parameters = dict(duplicate.named_parameters())
     for name, parameter in parameters.items():
@@ -62,7 +64,7 @@ def foreseen(
     modules = CompiledModules.of(duplicate, compiled)
     live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(batch)], on_host)
     is_lingering = device_type == "cuda" if lingering is None else lingering
-    with preserved_rng(), as_on(device_type):
+    with preserved_rng(), nullcontext() if is_there else as_on(device_type):
         try:
             return trace(
                 lambda: loss(duplicate, batch),
@@ -90,8 +92,8 @@ class _Passing(NamedTuple):
     fault: str
 
 
-def _on_fakes(dtype: torch.dtype | None) -> _Passing:
-    fakes = Fakes()
+def _on_fakes(dtype: torch.dtype | None, device: str) -> _Passing:
+    fakes = Fakes(device)
 
     def value(name: str, copied: Tensor) -> Tensor:
         # One that is away in a chunk has one element for all of its shape: gradients would be laid out otherwise.

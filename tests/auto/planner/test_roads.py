@@ -75,7 +75,8 @@ def test_dry_runs_of_two_processes_leave_the_model_as_it_was(pool: Pool) -> None
 def test_dry_runs_of_two_processes_by_all_roads(pool: Pool) -> None:
     for failed in pool.run(tried, list(ROADS)):
         ((what, why),) = failed.items()
-        assert what.startswith("ByParameter under") and what.endswith("fsdp")
+        assert what.startswith("ByParameter under")
+        assert what.endswith("fsdp")
         assert "atorch_ignored_cls=('blocks.0.mlp.fc.weight',)" in why
 
 
