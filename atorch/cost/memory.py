@@ -184,8 +184,8 @@ def _peaks_of(cost: Cost, courses: Sequence[Course]) -> list[tuple[Moment, Held]
 def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) -> tuple[Moment, Held]:
     """Of moments that fill a budget the one counts that most makes way for."""
     *passes, step = course.moments
-    if waiting.activation_offload and course.in_backward is not None:
-        passes.append(course.in_backward)  # when blocks' activations are back that were away before
+    if waiting.activation_offload:
+        passes += course.in_backward  # when blocks' activations are back that were away before
     step = step._replace(transient=step.transient * (1.0 - waiting.optim_offload))
     shared = [(moment, _with_host(course, moment, buffer_bytes, waiting)) for moment in (*passes, step)]
     full = max(held.total for _, held in shared) * (1 - ROUNDING)

@@ -53,7 +53,7 @@ class Course:
     moments: tuple[Moment, ...]
     peak: Moment
     in_flight: float  # micro-batches
-    in_backward: Moment | None  # the largest while some blocks have gone backward and others have not
+    in_backward: tuple[Moment, ...]  # while some blocks have gone backward and others have not
 
     @property
     def gradients(self) -> float:
@@ -142,7 +142,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
     *passes, step = _moments(terms, copies, stage.in_flight, appear, piece)
     moments = (*_uncovered(passes), step)
     most = max(moment.in_blocks for moment in passes)
-    in_backward = [moment for moment in passes if 0 < moment.in_blocks < most]
+    in_backward = _uncovered([moment for moment in passes if 0 < moment.in_blocks < most])
     return Course(
         parameters=params * terms.param_itemsize,
         optimizer=state * terms.optim_itemsize,
@@ -153,7 +153,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
         moments=moments,
         peak=max(moments, key=attrgetter("total")),
         in_flight=stage.in_flight,
-        in_backward=max(in_backward, key=attrgetter("total"), default=None),
+        in_backward=tuple(in_backward),
     )
 
 
@@ -179,8 +179,8 @@ def _moments(
 ) -> Iterator[Moment]:
     """The loss, blocks' backwards, the optimizer's step.
 
-    Where gradients appear in the first backward, all are there in the second, when one micro-batch less is in flight:
-    one piece of it, of which a stage has several where it is interleaved.
+    In the second backward, where no forward comes between, one micro-batch less is in flight: one piece of it, of which
+    a stage has several where it is interleaved. Where gradients appear in the first backward, all are there then.
     """
     grads = params = kept = in_blocks = state = outside = weights = 0.0
     for is_block, number, each in parts:
@@ -199,7 +199,7 @@ def _moments(
     around, within = _gathered(terms, parts)
     alive, saved = in_flight * kept, in_flight * in_blocks
     yield Moment(0.0 if appear else all_grads, alive, always + around, outside, saved)
-    again = appear and in_flight > 1
+    again = in_flight > 1
     first, first_in_blocks = piece * kept, piece * in_blocks
     if again:
         yield Moment(all_grads, alive - first, always + around, outside, saved - first_in_blocks)
@@ -211,7 +211,7 @@ def _moments(
                 new = terms.fresh_itemsize * (fresh + turn * each.trained)
                 gone = (turn - 1.0) * each.kept
                 yield Moment(made, alive - gone, always + within + new, each.working, saved - gone)
-                if again:  # in the second backward, with all that the first has made
+                if again:
                     left = max(0.0, alive - first - gone), max(0.0, saved - first_in_blocks - gone)
                     yield Moment(all_grads, left[0], always + within + new, each.working, left[1])
             saved = max(0.0, saved - number * each.kept)
