@@ -24,6 +24,7 @@ from atorch.auto.strategy import Strategy
 from atorch.units import format_seconds
 
 MAX_RUNS = 12
+LATE = 3  # of them, the last, for what had no turn: kinds of splits that never ran, then what promises most
 MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
 NEAR = 0.35  # of a step: what came this close to the best is compared with it, as one run can be that far off
 MAX_CONTENDERS = 5
@@ -93,7 +94,7 @@ class Explorer:
             elif self.failures[index].why == "time":
                 return
         while self.baseline is not None and self.num_runs < MAX_RUNS:
-            index = self._crew.hear(self._next())
+            index = self._crew.hear(self.next_run())
             if index is None:
                 return
             self._run(index)
@@ -173,19 +174,26 @@ class Explorer:
             return f", but starting it takes about {format_seconds(self._start_s(index))}, and there was no time left"
         return ", but enough others were run" if self.num_runs >= MAX_RUNS else ", but not surely enough to be run"
 
-    def _next(self) -> int | None:
-        """What promises most among those whose turn it is; decided on rank 0."""
+    def next_run(self) -> int | None:
+        """What promises most among those whose turn it is, and late among those that had none; decided on rank 0."""
         gains, baseline, best = self._guide.gains(), self.baseline, self._fastest()
         if baseline is None or best is None:
             return None
+        mean, _ = self._guide.predictions()
+        is_late, ran = self.num_runs >= MAX_RUNS - LATE, {*self.measured, *self.failures}
         places: list[tuple[Turn, float, int]] = []
         for index in range(len(self._candidates)):
-            if index in self.measured or index in self.failures:
+            if index in ran:
                 continue
             turn = self._order.turn(index, baseline, best, self.measured)
             promises = gains[index] >= MIN_GAIN or turn == Turn.AUTOCAST
             if promises and self._has_time(index) and self._pays(index):
-                places.append((turn, -float(gains[index]), index))
+                if not is_late:
+                    places.append((turn, -float(gains[index]), index))
+                elif self._order.is_new(index, ran):
+                    places.append((Turn.SINGLE, float(mean[index]), index))
+                else:
+                    places.append((Turn.COMBINED, -float(gains[index]), index))
         return min(places)[-1] if places else None
 
     def _run(self, index: int) -> None:

@@ -31,10 +31,11 @@ class Order:
 
     def __init__(self, candidates: Sequence[Scored], given: Strategy | None = None, *, one_node: bool = True) -> None:
         self._slots = [_by_slot(each.strategy) for each in candidates]
-        self._splits = [splits(each.strategy) for each in candidates]
+        self._axes = [split_axes(each.strategy) for each in candidates]
+        self._splits = list(map(len, self._axes))
         self._compiles = [compiles(each.strategy) for each in candidates]
         self._one_node = one_node
-        self._candidates = candidates
+        self.candidates = candidates
 
         def simplicity(index: int) -> tuple[bool, int, bool, int, bool, float, int]:
             strategy = candidates[index].strategy
@@ -66,13 +67,19 @@ class Order:
         alone = {found[0] for found in (self._changes(each, baseline) for each in measured) if len(found) == 1}
         return Turn.SINGLE if alone.issuperset(changes) else Turn.COMBINED
 
+    def is_new(self, index: int, ran: Iterable[int]) -> bool:
+        """Whether a candidate splits the model as none that ran does, and compiles nothing."""
+        if not self._axes[index] or self._compiles[index]:
+            return False
+        return all(self._axes[each] != self._axes[index] for each in ran)
+
     def _changes(self, index: int, other: int) -> list[tuple[str, Method | None]]:
         """The slots in which one differs from another, each with what it has there."""
         mine, theirs = self._slots[index], self._slots[other]
         return [(slot, mine.get(slot)) for slot in {**theirs, **mine} if mine.get(slot) != theirs.get(slot)]
 
     def _peak(self, index: int) -> float:
-        return self._candidates[index].estimate.peak_bytes
+        return self.candidates[index].estimate.peak_bytes
 
 
 def compiles(strategy: Strategy) -> bool:
@@ -80,9 +87,9 @@ def compiles(strategy: Strategy) -> bool:
     return any(each.phase == Phase.COMPILE for each in strategy)
 
 
-def splits(strategy: Strategy) -> int:
-    """Over how many axes the model is split, beyond shards of what all have."""
-    return len({axis for each in strategy for axis in each.splits} - set(BATCH_AXES))
+def split_axes(strategy: Strategy) -> frozenset[str]:
+    """The axes over which the model is split, beyond shards of what all have."""
+    return frozenset(axis for each in strategy for axis in each.splits) - frozenset(BATCH_AXES)
 
 
 def _extras(strategy: Strategy) -> list[Method]:

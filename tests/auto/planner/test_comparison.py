@@ -7,8 +7,9 @@ import pytest
 from atorch.auto.planner.clock import DEFAULT_S, DEFAULT_STEPS, KEPT, Clock
 from atorch.auto.planner.comparison import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
 from atorch.auto.planner.estimate import Scored
+from atorch.auto.planner.explore import Explorer, Job
 from atorch.auto.planner.order import Order, Turn
-from atorch.auto.planner.plan import Estimate
+from atorch.auto.planner.plan import Estimate, Measurement
 from atorch.auto.strategy import Strategy
 
 
@@ -117,6 +118,21 @@ def test_turns():
     assert turns[1:] == [Turn.AUTOCAST, Turn.SINGLE, Turn.COMBINED, Turn.COMPILED, Turn.SPLIT, Turn.COMBINED]
     assert found.turn(3, 0, 0, [0, 1, 2]) == Turn.SINGLE  # both of its changes ran
     assert found.turn(6, 0, 3, [0, 1, 2, 3]) == Turn.SINGLE  # one change from the best
+
+
+@pytest.mark.parametrize(("runs", "expected"), [(5, 1), (9, 3)])
+def test_late_a_split_that_never_ran_has_its_turn(runs, expected):
+    """Of several the one that is expected to be fastest, and nothing that must be compiled for it."""
+    found = order(
+        ([MESH, "ddp"], 1.0, 1), ([MESH, "zero1"], 0.9, 1), ([SPLIT, "tensor_parallel"], 0.8, 1),
+        ([SPLIT, "tensor_parallel", BF16], 0.7, 1), ([SPLIT, "tensor_parallel", BF16, "compile"], 0.1, 1),
+    )  # fmt: skip
+    job = Job(ctx=None, feed=None, crew=None, candidates=found.candidates, order=found, clock=Clock(1e4))
+    explorer = Explorer(job)
+    explorer.baseline, explorer.num_runs = 0, runs
+    explorer.measured[0] = Measurement(1.0, num_steps=5, startup_s=0.1, peak_bytes=1.0, memory_kind="allocated")
+    assert explorer.next_run() == expected
+    assert not found.is_new(2, [0, 3])
 
 
 def test_a_given_strategy_is_its_own_baseline():
