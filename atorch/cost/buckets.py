@@ -1,7 +1,7 @@
 """How many calls it takes to exchange parameters that lie in buckets, from the shapes that a profile has.
 
 A bucket is closed by the parameter that fills it (Li et al. 2020, arXiv 2006.15704, section 3.2.3), and a parameter is
-never divided, so that the number of calls is not bytes over the size of a bucket where weights are as large as one.
+in one of them, so that the number of calls is not bytes over the size of a bucket where weights are as large as one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import lru_cache
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
-BROADCAST_BYTES = 32 * 2**20
-"""Of the flat buckets in which owners send parameters (runtime/buckets.py)."""
+FLAT_BYTES = 32 * 2**20
+"""Of the flat buckets in which parameters are sent by their owners, or gathered (runtime/buckets.py, lines.py)."""
 MOST_VECTORS = 1024
 """Of a copy of a segment, that are told apart: more would be no vectors, but weights that no product tells of."""
 
@@ -30,7 +30,27 @@ def deal_out(cost: Cost, shards: int) -> tuple[int, float]:
     Returns the buckets in which they send them, and the share of all elements that the most loaded owner has.
     """
     sizes = _sizes(cost.segments, cost.tensor, cost.expert_divisor)
-    return _dealt(sizes, shards, BROADCAST_BYTES / cost.param_itemsize)
+    return _dealt(sizes, shards, FLAT_BYTES / cost.param_itemsize)
+
+
+def num_lines(cost: Cost) -> int:
+    """Gathers of parameters that all ranks have slices of: a large one alone, small ones side by side."""
+    sizes = _sizes(cost.segments, cost.tensor, cost.expert_divisor)
+    return _lined_up(sizes, FLAT_BYTES / cost.param_itemsize)
+
+
+@lru_cache(maxsize=256)
+def _lined_up(sizes: tuple[float, ...], most: float) -> int:
+    """From the first parameter to the last: a line is closed by the first that does not fit."""
+    num, held = 0, 0.0
+    for size in reversed(sizes):
+        if size >= most:
+            num += 1
+        elif held == 0.0 or held + size > most:
+            num, held = num + 1, size
+        else:
+            held += size
+    return num
 
 
 @lru_cache(maxsize=256)

@@ -109,6 +109,7 @@ class ModelProfile:
     buffer_bytes: int = 0
     output_bytes: int = 0
     optim_state_per_param: float = 2.0  # elements of optimizer state for one parameter element: Adam 2, momentum 1
+    optim_is_elementwise: bool = True  # whether it steps every element by itself, so that its state can be cut anywhere
     module_classes: frozenset[str] = frozenset()  # names of the module classes in the model
     block_classes: frozenset[str] = frozenset()  # of those, in repeated blocks
     num_counts: int = 0  # figures that ranks tell each other each step, as the loss may be a mean over labels

@@ -26,6 +26,7 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         param_itemsize=itemsize,
         grad_itemsize=grad_itemsize,
         optim_itemsize=grad_itemsize * profile.optim_state_per_param,
+        optim_is_elementwise=profile.optim_is_elementwise,
         # Adam over lists of tensors, as torch steps on GPUs, takes the roots of all second moments at once.
         step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 else 0.0,
         num_counts=profile.num_counts,

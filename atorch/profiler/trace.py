@@ -19,6 +19,7 @@ from torch import nn
 from atorch.blocks import repeated_blocks
 from atorch.cost import ModelProfile
 from atorch.distributed.rng import preserved_rng
+from atorch.elementwise import is_elementwise
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.originals import OriginalReachedError, Originals
@@ -33,6 +34,7 @@ from atorch.profiler.tensors import batch_size, map_tensors, tensor_bytes, tenso
 CallModel = Callable[[nn.Module, Any], Any]
 LossFunc = Callable[[Any, Any], Any]
 MakeOptimizer = Callable[[Any], Any]
+_SIDE = 64  # of the matrix that an optimizer is tried on
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def trace(
     job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks)
     with preserved_rng():
         recorder, output, traced = _run(job)
-        state = 2.0 if make_optimizer is None else optimizer_state_per_param(make_optimizer)
+        optimizer = None if make_optimizer is None else _stepped_alone(make_optimizer)
     samples, parameters = batch_size(sample_batch), list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     return ModelProfile(
@@ -95,7 +97,8 @@ def trace(
         trainable_bytes=sum(map(tensor_bytes, trainable)),
         buffer_bytes=sum(map(tensor_bytes, model.buffers())),
         output_bytes=sum(map(tensor_bytes, tensors_of(output))),
-        optim_state_per_param=state,
+        optim_state_per_param=_state_per_param(optimizer),
+        optim_is_elementwise=make_optimizer is None or is_elementwise(optimizer),
         module_classes=_class_names([model]),
         block_classes=_class_names(repeated_blocks(model).values()),
         num_counts=num_counts,
@@ -177,12 +180,23 @@ def optimizer_state_per_param(make_optimizer: MakeOptimizer) -> float:
     One step on a small matrix tells. Optimizers that cannot step alone (they need a closure, or particular
     groups) count as 2.
     """
-    parameter = nn.Parameter(torch.zeros(64, 64))
+    return _state_per_param(_stepped_alone(make_optimizer))
+
+
+def _stepped_alone(make_optimizer: MakeOptimizer) -> Any:
+    """The optimizer of a small matrix after a step; None where it cannot step alone."""
+    parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
     parameter.grad = torch.ones_like(parameter)
     try:
         optimizer = make_optimizer([parameter])
         optimizer.step()
     except Exception as error:  # a stranger's optimizer may refuse in any way, by an assertion above all
         logger.info("the optimizer's state is taken for two elements a parameter, it cannot step alone: %s", error)
+        return None
+    return optimizer
+
+
+def _state_per_param(optimizer: Any) -> float:
+    if optimizer is None:
         return 2.0
-    return sum(tensor.numel() for tensor in tensors_of(optimizer.state) if tensor.dim() > 0) / parameter.numel()
+    return sum(tensor.numel() for tensor in tensors_of(optimizer.state) if tensor.dim() > 0) / _SIDE**2

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.runtime.nested import map_leaves
-from atorch.runtime.stand_ins import MakeOptimizer, StandIns
+from atorch.runtime.stand_ins import MakeOptimizer, StandIns, unrounded
 from atorch.runtime.wrapped_optimizer import local
 
 MASTER = "master"  # the masters' key in the saved state of a parameter
@@ -83,7 +83,7 @@ class MasterWeights(StandIns):
     ) -> None:
         self._loss_scale, self._values = loss_scale, values
         super().__init__(make_inner, groups)
-        values.clear()  # of parameters that other processes step on
+        self._values = WeakTensorKeyDictionary()  # those of parameters that other processes step on need not stay
 
     def step(self, closure: Any = None) -> Any:
         """Step on the masters and round them into the parameters.
@@ -148,7 +148,7 @@ class MasterWeights(StandIns):
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if not (parameter.requires_grad and _is_half(parameter)):
             return None
-        value = self._values.pop(parameter, None)
+        value = unrounded(self._values, parameter)
         if value is not None:
             value = value.to(parameter.device, torch.float32)
         if value is None or not torch.equal(value.to(parameter.dtype), parameter.detach()):

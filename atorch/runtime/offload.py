@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError
 from atorch.runtime.host_threads import host_threads, tell_threads
-from atorch.runtime.stand_ins import MakeOptimizer, StandIns
+from atorch.runtime.stand_ins import MakeOptimizer, StandIns, unrounded
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
 
 
@@ -114,8 +114,8 @@ class HostOptimizer(StandIns):
             return None
         copy = nn.Parameter(_down(parameter.detach()), requires_grad=parameter.requires_grad)
         _wait([parameter])  # masters inside start from what has arrived
-        if parameter in self._values:
-            self._values[copy] = self._values.pop(parameter)
+        if (value := unrounded(self._values, parameter)) is not None:
+            self._values[copy] = value
         return copy
 
     @torch.no_grad()

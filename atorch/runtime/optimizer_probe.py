@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer, Rprop
 
 from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import forget_shardings
+from atorch.elementwise import is_elementwise
 from atorch.logs import logger
-from atorch.runtime.wrapped_optimizer import local
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,8 +33,6 @@ MakeOptimizer = Callable[[Any], Optimizer]
 T = TypeVar("T")
 Split = Literal["apart", "rows", "columns", "flat", "sharded"]
 
-# Known to be the same under every split; tests hold each of them to plain training.
-_KNOWN = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
 _STEPS = 5
 _DEPENDS: Mapping[Split, str] = {
     "apart": "its step of one parameter depends on the other parameters",
@@ -69,6 +68,14 @@ def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
     return [part for part in made if part["params"]]
 
 
+def makes_elementwise(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> bool:
+    """Whether what is made for such groups is such an optimizer, or one around it."""
+    made = made_small(make_optimizer, groups)
+    while isinstance(made, WrappedOptimizer):
+        made = made.inner
+    return made is not None and is_elementwise(made)
+
+
 def needs_closure(optimizer: Any) -> bool:
     """Whether its step cannot do without a closure."""
     try:
@@ -102,8 +109,8 @@ def difference(
     """
     few = small(groups)
     optimizer = made_small(make_optimizer, few)
-    if optimizer is None or type(optimizer) in _KNOWN:
-        return None
+    if optimizer is None or (is_elementwise(optimizer) and not (split == "sharded" and type(optimizer) is Rprop)):
+        return None  # torch's Rprop is not the same on DTensors
     if split != "sharded" and needs_closure(optimizer):
         return "it evaluates the loss again while it steps, and takes all parameters together"
     with torch.random.fork_rng(devices=[]):

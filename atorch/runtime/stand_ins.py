@@ -7,7 +7,7 @@ optimizer of masters in fp32 on the host is one whose stand-ins are on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,6 +104,13 @@ def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
         (held, torch.stack(torch._foreach_norm([tensors[place].detach() for place in held], dtype=torch.float64)))
         for held in places.values()
     ]
+
+
+def unrounded(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
+    """What a parameter, or a slice of one, was before it was rounded, taken out of `values`; None where not known."""
+    whole, where = getattr(parameter, "slice_of", (parameter, None))
+    value = values.pop(whole, None)
+    return value if value is None or where is None else value.view(-1)[where].clone()
 
 
 def _converted(groups: list[Any], stand_in_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:

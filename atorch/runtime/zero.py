@@ -1,33 +1,38 @@
 """ZeRO-1: every rank steps its own share of the parameters and sends the result to the others.
 
-Parameters are dealt out whole, the largest first, each to the rank with the fewest bytes, so that any optimizer works,
-also one that looks at whole matrices. A rank makes its optimizer over its share alone: only there do momentum,
-variance and fp32 copies exist.
+Where the optimizer is known to step every element by itself, parameters are cut wherever equal shares need it
+(`lines.py`): a rank steps flat slices of them. Any other may look at whole matrices, and so do parameters that are not
+laid out plainly stay whole: they are dealt out, the largest first, each to the rank with the fewest bytes. A rank makes
+its optimizer over its share alone: only there do momentum, variance and fp32 copies exist.
 
-Memory: optimizer bytes / ranks (as even as whole parameters allow). Communication per step: every updated parameter
-once from its owner to all, in flat buckets. Why not torch's ZeroRedundancyOptimizer: it refuses parameters of several
-dtypes, sends tensor by tensor and the frozen ones too, and has no state dict before a gathering call.
+Memory: optimizer bytes / ranks; of whole parameters as even as these allow. Communication per step: every updated
+parameter once, slices gathered by all, whole ones sent by their owners, in flat buckets. Why not torch's
+ZeroRedundancyOptimizer: it refuses parameters of several dtypes, deals out whole ones, sends tensor by tensor and the
+frozen ones too, and has no state dict before a gathering call.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import agreed, meet
 from atorch.distributed.description import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.buckets import broadcast
+from atorch.runtime.lines import can_cut, gather, lines_of
 from atorch.runtime.nested import map_leaves
-from atorch.runtime.wrapped_optimizer import WrappedOptimizer
-
-MakeOptimizer = Callable[[Any], Optimizer]
+from atorch.runtime.optimizer_probe import MakeOptimizer, makes_elementwise
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer, dense_gradient
+from atorch.runtime.zero_state import SLICES, merged, sliced
 
 
 def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -81,24 +86,35 @@ class ShardedOptimizer(WrappedOptimizer):
         whole = [{**part, "params": _listed(part["params"])} for part in (given if grouped else [{"params": given}])]
         self._group = group
         self._params = [_tensor(entry) for part in whole for entry in part["params"]]
-        owners = deal_out([_bytes_to_train(param) for param in self._params], group.size())
-        owner_of = dict(zip(self._params, owners, strict=True))
-        self._shares = [
-            (rank, [param for param, owner in owner_of.items() if owner == rank]) for rank in range(group.size())
+        self._deal_out(makes_elementwise(make_optimizer, whole))
+        stepped = {**self._pieces, **{param: param for param in dict(self._shares)[group.rank()]}}
+        share = [
+            {**part, "params": [_put(e, stepped) for e in part["params"] if _tensor(e) in stepped]} for part in whole
         ]
-        self._trained = {param for param in owner_of if param.requires_grad}
-        mine = group.rank()
-        share = [{**part, "params": [e for e in part["params"] if owner_of[_tensor(e)] == mine]} for part in whole]
         # Who takes bare parameters gets bare parameters; but only a group can say that there are none.
         bare = not grouped and share[0]["params"]
         inner = make_optimizer(share[0]["params"] if bare else share)
         self._mine = [_held(part) for part in inner.param_groups]
         self._whole = [_listing(part["params"]) for part in whole]
         index_of = {param: index for index, param in enumerate(self._params)}
-        self._indices = [index_of[param] for part in inner.param_groups for param in part["params"]]
+        self._indices = [index_of[_original(each)] for part in inner.param_groups for each in part["params"]]
         _show(inner, self._whole)
         self._states: defaultdict[Tensor, Any] = defaultdict(dict)
         return inner
+
+    def _deal_out(self, is_elementwise: bool) -> None:
+        """Which parameters are cut, and which of them this rank has; who has which of the others."""
+        num_ranks, mine = self._group.size(), self._group.rank()
+        params = dict.fromkeys(self._params)
+        self._trained = {param for param in params if param.requires_grad}
+        self._lines = lines_of(filter(can_cut, params), num_ranks) if is_elementwise and num_ranks > 1 else []
+        cut = {param for line in self._lines for param in line.params}
+        owners = deal_out([0 if param in cut else _bytes_to_train(param) for param in params], num_ranks)
+        dealt = [pair for pair in zip(params, owners, strict=True) if pair[0] not in cut]
+        self._shares = [(rank, [param for param, owner in dealt if owner == rank]) for rank in range(num_ranks)]
+        self._pieces: dict[Tensor, Tensor] = {}  # of what is cut, what the inner optimizer has: a slice, or the whole
+        for param, where in (each for line in self._lines for each in line.held(mine)):
+            self._pieces[param] = param if where == slice(0, param.numel()) else _slice_of(param, where)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only what the inner optimizer has: the parameters have been dealt out.
@@ -128,20 +144,53 @@ class ShardedOptimizer(WrappedOptimizer):
             ArgumentError: the closure is no function.
         """
         self._check(closure)
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._lend_gradients()
+            return loss
+
+        self._lend_gradients()
         with self._share_shown():
-            result = self.inner.step(closure) if closure is not None else self.inner.step()
+            result = self.inner.step(evaluated) if closure is not None else self.inner.step()
+        for _, piece, _ in self._slices():
+            piece.grad = None
         # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
         self._trained.update(param for param in self._params if param.requires_grad)
         shares = ((rank, [param for param in share if param in self._trained]) for rank, share in self._shares)
         broadcast(shares, self._group)
+        gather((line for line in self._lines if not self._trained.isdisjoint(line.params)), self._group)
         self._note_states(self._params)
         return result
 
     def gradients(self) -> Iterator[Tensor]:
-        """Those of this rank's share: each is read on one rank."""
+        """Those of this rank's share: each is read on one rank, but for sparse ones that several have slices of."""
         with self._share_shown():
             found = list(super().gradients())
         yield from found
+        for param, _, where in self._slices():
+            gradient = _flat_gradient(param)
+            if gradient is not None:
+                yield gradient.values() if gradient.is_sparse else gradient[where]
+
+    def _slices(self) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """The parameters of which the inner optimizer has a slice, those slices, and which elements they are."""
+        for param, piece in self._pieces.items():
+            if piece is not param:
+                yield param, piece, piece.slice_of[1]  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _lend_gradients(self) -> None:
+        """Let slices be of what their parameters are now, which somebody may have put elsewhere or frozen."""
+        for param, piece, where in self._slices():
+            piece.data = _flat(param)[where]
+            piece.requires_grad_(param.requires_grad)
+            gradient = _flat_gradient(param)
+            if gradient is not None and gradient.is_sparse:
+                gradient = _flat_sparse(gradient, where)
+            elif gradient is not None:
+                gradient = gradient[where]
+            piece.grad = gradient
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's state, as plain training has it, in host memory. All ranks must call it together.
@@ -152,7 +201,7 @@ class ShardedOptimizer(WrappedOptimizer):
         meet("optimizer.state_dict()", self._group)
         shares: list[Any] = [None] * self._group.size()
         dist.all_gather_object(shares, _on_host(self.local_state_dict()), group=self._group)
-        return _merged(shares)
+        return merged(shares, self._params)
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, under the whole model's parameter indices. No communication."""
@@ -160,14 +209,19 @@ class ShardedOptimizer(WrappedOptimizer):
             inner = self.inner.state_dict()
         state = {self._index(local): value for local, value in inner["state"].items()}
         groups = [{**part, "params": [self._index(i) for i in part["params"]]} for part in inner["param_groups"]]
-        return {**inner, "state": state, "param_groups": groups}
+        return {**inner, "state": state, "param_groups": groups, SLICES: self._held_slices()}
+
+    def _held_slices(self) -> dict[int, tuple[int, int]]:
+        """Of parameters of which this rank has a slice, by index, which elements."""
+        index_of = {param: index for index, param in enumerate(self._params)}
+        return {index_of[param]: (where.start, where.stop) for param, _, where in self._slices()}
 
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
         """The whole optimizer's state on rank `to_rank` of the group, None on the others. All ranks must call it."""
         meet("optimizer.full_state_dict()", self._group)
         shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
         dist.gather_object(_on_host(self.local_state_dict()), shares, group=self._group, group_dst=to_rank)
-        return None if shares is None else _merged(shares)
+        return None if shares is None else merged(shares, self._params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From the whole optimizer's state, or from this rank's share of it.
@@ -182,26 +236,37 @@ class ShardedOptimizer(WrappedOptimizer):
             known = {index for params in saved for index in params}
             names = [index if index in known else None for index in range(len(self._params))]
         missing = [index for index in self._indices if names[index] is None]
-        if missing:
+        slices = state_dict.get(SLICES, {})
+        of_others = [index for index, held in self._held_slices().items() if tuple(slices.get(index, held)) != held]
+        if missing or of_others:
             raise CheckpointError(
-                f"the optimizer state lacks parameters {missing[:5]} of this rank's share: it is another rank's, or "
-                "was written on another number of ranks; load the whole state (state_dict, which all ranks call)"
+                f"the optimizer state lacks parameters {[*missing, *of_others][:5]} of this rank's share, or has other "
+                "parts of them: it is another rank's, or was written on another number of ranks; load the whole state "
+                "(state_dict, which all ranks call)"
             )
-        saved_state = state_dict["state"]
+        saved_state, own = state_dict["state"], {k: v for k, v in state_dict.items() if k != SLICES}
         state = {
-            local: saved_state[names[index]] for local, index in enumerate(self._indices) if names[index] in saved_state
+            local: self._part(saved_state[names[index]], index, index in slices)
+            for local, index in enumerate(self._indices)
+            if names[index] in saved_state
         }
         with self._share_shown():
             groups, start = [], 0
             for part, given in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
-                own = {"param_names": part["param_names"]} if "param_names" in part else {}
-                groups.append({**given, **own, "params": list(range(start, start + len(part["params"])))})
+                names_of = {"param_names": part["param_names"]} if "param_names" in part else {}
+                groups.append({**given, **names_of, "params": list(range(start, start + len(part["params"])))})
                 start += len(part["params"])
-            self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+            self.inner.load_state_dict({**own, "state": state, "param_groups": groups})
             self._mine = [_held(part) for part in self.inner.param_groups]
         self._states.clear()
         self._share()
         self._note_states(self._params if saved_state else ())
+
+    def _part(self, entry: Any, index: int, is_slice: bool) -> Any:
+        """Of the saved state of a parameter, what this rank has."""
+        param = self._params[index]
+        piece = self._pieces.get(param, param)
+        return entry if is_slice or piece is param else sliced(entry, param, piece.slice_of[1])  # type: ignore[attr-defined]
 
     def _share(self) -> None:
         super()._share()
@@ -214,7 +279,7 @@ class ShardedOptimizer(WrappedOptimizer):
         Whether there are any is then the same on all ranks, which torch.distributed.checkpoint goes by.
         """
         self._states.update({param: {} for param in params if param not in self._states})
-        self._states.update(self.inner.state)
+        self._states.update({_original(each): state for each, state in self.inner.state.items()})
 
     @contextmanager
     def _share_shown(self) -> Iterator[None]:
@@ -249,6 +314,57 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
     return moved
 
 
+def _slice_of(param: Tensor, where: slice) -> nn.Parameter:
+    piece = nn.Parameter(_flat(param)[where], param.requires_grad)
+    piece.slice_of = (param, where)  # type: ignore[attr-defined]
+    return piece
+
+
+def _original(piece: Tensor) -> Tensor:
+    """The parameter that an inner optimizer's one is, or has a slice of."""
+    whole: Tensor = getattr(piece, "slice_of", (piece, None))[0]
+    return whole
+
+
+def _flat(param: Tensor) -> Tensor:
+    if not param.is_contiguous():
+        raise ArgumentError(
+            f"a parameter of shape {tuple(param.shape)} has another layout in memory than when the optimizer was made, "
+            "which steps slices of it; give a model its memory format before it is accelerated"
+        )
+    return param.detach().view(-1)
+
+
+def _flat_gradient(param: Tensor) -> Tensor | None:
+    """A parameter's gradient: its values one after another, or a coalesced sparse one."""
+    if dense_gradient(param) is None:
+        return None
+    assert param.grad is not None
+    if param.grad.is_sparse:
+        return param.grad
+    if not param.grad.is_contiguous():
+        param.grad = param.grad.contiguous()
+    return param.grad.detach().view(-1)
+
+
+def _flat_sparse(gradient: Tensor, where: slice) -> Tensor:
+    """Of a coalesced sparse tensor, laid flat, the elements of a slice."""
+    shape, dims = gradient.shape, gradient.sparse_dim()
+    row = math.prod(shape[dims:])  # elements of an entry
+    places = torch.zeros(gradient.indices().shape[1], dtype=torch.long, device=gradient.device)
+    for size, index in zip(shape[:dims], gradient.indices(), strict=True):
+        places = places * size + index
+    flat = (places.unsqueeze(1) * row + torch.arange(row, device=places.device)).reshape(-1) - where.start
+    inside = (flat >= 0) & (flat < where.stop - where.start)
+    values = gradient.values().reshape(-1)[inside]
+    return torch.sparse_coo_tensor(flat[inside].unsqueeze(0), values, (where.stop - where.start,), is_coalesced=True)
+
+
+def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:
+    """An entry with what is stepped in the parameter's place."""
+    return (entry[0], stepped[entry[1]]) if isinstance(entry, tuple) else stepped[entry]
+
+
 def _listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
@@ -261,17 +377,3 @@ def _tensor(entry: Any) -> Tensor:
 
 def _bytes_to_train(param: Tensor) -> int:
     return param.numel() * param.element_size() if param.requires_grad else 0
-
-
-def _merged(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    groups = [_merged_group(parts) for parts in zip(*(share["param_groups"] for share in shares), strict=True)]
-    state = {index: value for share in shares for index, value in share["state"].items()}
-    return {**shares[0], "state": dict(sorted(state.items())), "param_groups": groups}
-
-
-def _merged_group(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    merged = {**parts[0], "params": sorted(index for part in parts for index in part["params"])}
-    if "param_names" in merged:
-        name_of = {i: name for part in parts for i, name in zip(part["params"], part["param_names"], strict=True)}
-        merged["param_names"] = [name_of[index] for index in merged["params"]]
-    return merged

@@ -1,7 +1,7 @@
 """Calls by bucket, counted by hand on a model of three parts."""
 
 from atorch.cost import Cost, Matmul, Segment
-from atorch.cost.buckets import deal_out, num_reductions
+from atorch.cost.buckets import FLAT_BYTES, deal_out, num_lines, num_reductions
 
 HEAD = Segment(name="head", num_params=40, num_trainable=40, matmuls=(Matmul(rows=8, inner=4, columns=10),))
 BLOCK = Segment(
@@ -28,3 +28,10 @@ def test_whole_parameters_are_dealt_out():
 def test_a_head_that_is_the_table_is_not_counted_twice():
     tied = Segment(name="head", num_params=0, num_trainable=0, tied_params=40, matmuls=HEAD.matmuls)
     assert deal_out(MODEL.but(segments=(TABLE, BLOCK, tied)), 100)[0] == 7
+
+
+def test_a_line_is_closed_by_what_does_not_fit():
+    # 50 | 16 + 16 + 4 | 16 + 16 + 4 + ... of 40 elements, from the table to the head, which is as large as a line
+    in_40 = MODEL.but(param_itemsize=FLAT_BYTES / 40)
+    assert num_lines(in_40) == 1 + 2 + 1
+    assert num_lines(MODEL) == 1

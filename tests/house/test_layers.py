@@ -31,6 +31,7 @@ LAYERS = {
     "atorch.cost": 1,
     "atorch.blocks": 1,
     "atorch.duplicates": 1,
+    "atorch.elementwise": 1,
     "atorch.referenced": 1,
     "atorch.originals": 1,
     "atorch.errors": 0,

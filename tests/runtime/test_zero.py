@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from atorch.elementwise import ELEMENTWISE
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime import buckets
 from atorch.runtime.buckets import broadcast
@@ -160,14 +161,15 @@ def with_masters(rank: int, size: int) -> tuple[float, list[str], int]:
     full = optim.full_state_dict()
     keys = [] if full is None else sorted(full["state"][0])
     same = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    return same, keys, len(optim.local_state_dict()["state"])
+    held = [entry["master"].numel() for entry in optim.local_state_dict()["state"].values()]
+    return same, keys, sum(held)
 
 
 def test_fp32_masters_exist_for_the_own_share_alone(pool: Pool) -> None:
     results = pool.run(with_masters)
     assert [difference for difference, _, _ in results] == [0.0, 0.0]
     assert results[0][1] == ["exp_avg", "exp_avg_sq", "master", "step"]
-    assert sum(held for _, _, held in results) == len(list(make("llama").parameters()))
+    assert sum(held for _, _, held in results) == sum(p.numel() for p in make("llama").parameters())
 
 
 def names_kept(rank: int, size: int) -> list[str]:
@@ -247,3 +249,81 @@ def thawed(rank: int, size: int) -> tuple[float, bool]:
 
 def test_what_is_unfrozen_is_sent_and_gradients_can_be_zeroed(pool: Pool) -> None:
     assert pool.run(thawed) == [(0.0, True), (0.0, True)]
+
+
+class Various(nn.Module):
+    """Parameters that are large, small, without dims, transposed, frozen, and never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(40, 7))
+        self.wide = nn.Parameter(torch.randn(30, 50).t())
+        self.bias, self.scale = nn.Parameter(torch.randn(50)), nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(100), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(90))
+        self.wider = nn.Parameter(torch.randn(70, dtype=torch.float64))
+
+    def groups(self) -> list[dict[str, Any]]:
+        first = [self.table, self.bias, self.frozen, self.wider]
+        return [{"params": first}, {"params": [self.wide, self.scale, self.unused], "lr": 0.03}]
+
+    def draw_gradients(self, seed: int, sparse: bool) -> None:
+        torch.manual_seed(seed)
+        for param in (self.table, self.wide, self.bias, self.scale, self.wider):
+            param.grad = torch.randn_like(param, memory_format=torch.contiguous_format)
+        if sparse:
+            rows = torch.tensor([[3, 0, 3, 21, 20]])
+            self.table.grad = torch.sparse_coo_tensor(rows, torch.randn(5, 7), (40, 7))
+
+
+MAKERS: dict[str, Any] = {kind.__name__: kind for kind in ELEMENTWISE}
+MAKERS |= {
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "foreach": lambda groups: torch.optim.Adam(groups, foreach=True, amsgrad=True, weight_decay=0.1),
+    "fused": lambda groups: torch.optim.AdamW(groups, fused=True, weight_decay=0.1),
+    "sparse": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
+    "sparse momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+def same_as_plain(rank: int, size: int) -> list[str]:
+    """The makers whose optimizers, stepped on shares, come to other bits or other states than on the whole."""
+    wrong = []
+    for name, make_optimizer in MAKERS.items():
+        plain, shared = Various(), Various()
+        reference = make_optimizer(plain.groups())
+        optim = ShardedOptimizer(shared.groups(), make_optimizer, world())
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.7) for each in (reference, optim)]
+        for seed in range(4):
+            for model, each, scheduler in zip((plain, shared), (reference, optim), schedulers, strict=True):
+                model.draw_gradients(seed, "sparse" in name)
+                each.step()
+                each.zero_grad()
+                scheduler.step()
+        equal = [torch.equal(a, b) for a, b in zip(plain.parameters(), shared.parameters(), strict=True)]
+        if not all(equal) or different(reference.state_dict(), optim.state_dict()):
+            wrong.append(f"{name}: {equal}, {different(reference.state_dict(), optim.state_dict())}")
+    return wrong
+
+
+def different(expected: Any, got: Any) -> list[str]:
+    """The entries of two optimizers' states that are not the same, to the bit."""
+    if expected["param_groups"] != got["param_groups"] or expected["state"].keys() != got["state"].keys():
+        return ["groups, or parameters with states"]
+    pairs = {
+        (index, key): (value, got["state"][index][key])
+        for index in expected["state"]
+        for key, value in expected["state"][index].items()
+    }
+    return [
+        f"{at}"
+        for at, (a, b) in pairs.items()
+        if not (torch.equal(a.to_dense(), b) if isinstance(a, torch.Tensor) else a == b)
+    ]
+
+
+def test_slices_are_stepped_as_the_whole_is_to_the_bit(pool: Pool) -> None:
+    for ranks in (2, 3):
+        assert pool.run(same_as_plain, ranks=ranks) == [[]] * ranks

@@ -32,6 +32,7 @@ from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES, shard
 from atorch.distributed.collectives import largest
 from atorch.distributed.mesh import Mesh
+from atorch.elementwise import ELEMENTWISE
 from atorch.errors import ArgumentError, StrategyError
 from atorch.profiler.tensors import batch_size, tensors_of
 from atorch.profiler.trace import optimizer_state_per_param
@@ -41,7 +42,6 @@ from atorch.runtime.chunk.course import Course, Pass
 from atorch.runtime.chunk.courses import Courses, Foresee
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.pieces import ELEMENTWISE
 from atorch.runtime.losses import LossFunc, value_of
 from atorch.runtime.split import take
 

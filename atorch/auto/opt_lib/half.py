@@ -82,11 +82,11 @@ class Half(Precision):
             loss_func=loss_func,
             prepare_input=cast_inputs(ctx.prepare_input, dtype),
         )
-        if self.dtype == "bf16" or make_optimizer is None:
-            return ctx
 
         def finish(built: Built) -> Built:
-            assert built.optim is not None
+            values.clear()  # of parameters that other processes step on
+            if self.dtype == "bf16" or built.optim is None:
+                return built
             optim = ScaledOptimizer(built.optim, scale, unscale=False, device=device)  # the masters' gradients are
             return replace(built, optim=optim, loss_scale=scale)
 

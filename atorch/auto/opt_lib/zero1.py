@@ -1,8 +1,9 @@
 """zero1: ddp, and each process keeps the optimizer states of its own share of the parameters alone.
 
-Memory: optimizer states (and fp32 masters) / (data × zero × sequence × context), as evenly as whole parameters can be
-dealt out.
-Communication per step: ddp's all-reduce of the gradients, then every updated parameter once, broadcast by its owner.
+Memory: optimizer states (and fp32 masters) / (data × zero × sequence × context); of an optimizer that does not step
+every element by itself, as evenly as whole parameters can be dealt out.
+Communication per step: ddp's all-reduce of the gradients, then every updated parameter once, gathered from all, or
+broadcast by who has the whole.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class Zero1(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """The optimizer's share of this device; ddp's all-reduce, and every parameter once from its owner."""
+        """The optimizer's share of this device; ddp's all-reduce, and every parameter once from who has stepped it."""
         cost = add_beside_buckets(share_buffers(cost.but(grads_persist=True)))
-        return shard_optimizer(cost, reduces="all_reduce", gathers="broadcast")
+        is_cut = cost.optim_is_elementwise and self.backend == "torch"
+        return shard_optimizer(cost, reduces="all_reduce", gathers="lines" if is_cut else "broadcast")
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -22,15 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from atorch.elementwise import ELEMENTWISE, is_elementwise
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.pieces import (
-    ELEMENTWISE,
     RUN_NUMEL,
     Piece,
     WideGradients,
     cut,
-    is_elementwise,
     runs,
     uncut,
     whole,

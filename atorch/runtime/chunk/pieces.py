@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import Slot
@@ -27,12 +26,6 @@ if TYPE_CHECKING:
 NUMEL = 2**18  # elements of a piece: 1 MiB each of parameter, gradient and every state
 FUSED_NUMEL = 2**19  # of a piece for a fused optimizer, which makes one pass
 RUN_NUMEL = 2**24  # at most, of what needs room beside it
-ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether each element's step is known to depend on that element alone: torch's own, and none that inherits."""
-    return type(optimizer) in ELEMENTWISE
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,124 @@
+"""Parameters side by side in lines that the ranks of a group share evenly, and gathering what each of them has stepped.
+
+A line is cut into as many equal slices as there are ranks, wherever that falls: for an optimizer that steps every
+element by itself, no rank has more than another, however large single parameters are. A large parameter is a line
+alone, and is gathered where it lies if its slices have no rest; small ones share a line, which takes a buffer.
+
+Slices begin at multiples of `ALIGNMENT` elements of every parameter: vectors stay whole, so that fused kernels give the
+bits that they give on whole parameters, and parameters smaller than that are on one rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from atorch.runtime.buckets import BUCKET_BYTES, IN_FLIGHT
+
+ALIGNMENT = 32  # elements
+# torch 2.13 has given the second of these the first name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """Parameters of one dtype and device. In elements: where each starts, and how long every rank's slice is."""
+
+    params: tuple[Tensor, ...]
+    starts: tuple[int, ...]
+    share: int
+
+    def held(self, rank: int) -> Iterator[tuple[Tensor, slice]]:
+        """The parameters that the slice of a rank has some of, and which of their elements, laid flat."""
+        first, last = rank * self.share, (rank + 1) * self.share
+        for param, start in zip(self.params, self.starts, strict=True):
+            where = slice(max(first - start, 0), min(last - start, param.numel()))
+            if where.start < where.stop:
+                yield param, where
+
+
+def can_cut(param: Tensor) -> bool:
+    """Whether its elements lie one after another in memory of its own kind."""
+    is_plain = param.layout == torch.strided and not is_traceable_wrapper_subclass(param)
+    return is_plain and param.is_contiguous() and param.numel() > 0
+
+
+def lines_of(params: Iterable[Tensor], num_ranks: int) -> list[Line]:
+    """Parameters that can be cut, in their order; those that train apart from those that do not."""
+    filling: dict[tuple[Any, ...], list[Tensor]] = {}
+    filled: dict[tuple[Any, ...], int] = {}
+    lines = []
+    for param in params:
+        kind = (param.dtype, param.device, param.requires_grad)
+        if param.nbytes >= BUCKET_BYTES:
+            lines.append(_line([param], num_ranks))
+            continue
+        if filled.get(kind, 0) + param.nbytes > BUCKET_BYTES:
+            lines.append(_line(filling.pop(kind), num_ranks))
+            filled[kind] = 0
+        filling.setdefault(kind, []).append(param)
+        filled[kind] = filled.get(kind, 0) + param.nbytes
+    return lines + [_line(line, num_ranks) for line in filling.values()]
+
+
+def _line(params: Sequence[Tensor], num_ranks: int) -> Line:
+    starts, end = [], 0
+    for param in params:
+        starts.append(end)
+        end += _aligned(param.numel())
+    return Line(tuple(params), tuple(starts), _aligned(-(-end // num_ranks)))
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+@torch.no_grad()
+def gather(lines: Iterable[Line], group: dist.ProcessGroup) -> None:
+    """Give every rank of `group` the values that the parameters have in the slices of the others."""
+    under_way: deque[_Gathering] = deque()
+    for line in lines:
+        if len(under_way) == IN_FLIGHT:
+            _finish(under_way.popleft(), group.rank())
+        under_way.append(_start(line, group))
+    for gathering in under_way:
+        _finish(gathering, group.rank())
+
+
+class _Gathering(NamedTuple):
+    work: Any
+    line: Line
+    buffer: Tensor | None  # what arrives, where it must still be copied into the parameters
+
+
+def _start(line: Line, group: dist.ProcessGroup) -> _Gathering:
+    first, numel = group.rank() * line.share, line.share * group.size()
+    if len(line.params) == 1 and line.params[0].numel() == numel:
+        whole, buffer = line.params[0].data.view(-1), None
+    else:
+        whole = buffer = line.params[0].new_empty(numel)
+        starts = dict(zip(line.params, line.starts, strict=True))
+        for param, where in line.held(group.rank()):
+            start = starts[param]
+            buffer[start + where.start : start + where.stop] = param.data.view(-1)[where]
+    mine = whole[first : first + line.share]
+    return _Gathering(_all_gather(whole, mine, group=group, async_op=True), line, buffer)
+
+
+def _finish(gathering: _Gathering, rank: int) -> None:
+    gathering.work.wait()
+    line, buffer = gathering.line, gathering.buffer
+    if buffer is None:
+        return
+    stepped = {param for param, _ in line.held(rank)}
+    for param, start in zip(line.params, line.starts, strict=True):
+        # What this rank has stepped is known to have changed; optimizers of copies look for what others have written.
+        target = param.data if param in stepped else param.detach()
+        target.view(-1).copy_(buffer[start : start + param.numel()])
