@@ -93,7 +93,7 @@ SAMPLE = 9
     ],
 )
 def test_a_simulation_is_what_two_real_processes_do(pool: Pool, composition: tuple[Any, ...]) -> None:
-    ranks = 2 if "zero1" in composition else 1  # it deals out optimizer states whole; else all hold as much
+    ranks = 2 if "zero1" in composition else 1  # it pads the last slice; else all hold as much
     expected = [simulated(composition, 2, rank) for rank in range(ranks)]
     assert_as_simulated(expected, lambda: pool.run(real, composition, ranks=2))
 
@@ -110,7 +110,7 @@ COUNTED = 3 * 8.0
     ],
 )
 def test_eight_fake_ranks_send_as_often_as_two(composition: tuple[Any, ...]) -> None:
-    """The calls along an axis do not depend on its size, but for zero1, where every rank sends its own share."""
+    """The calls along an axis do not depend on its size; each gather of zero1 is of slices that make the whole."""
     one = simulated(tuple(each for each in composition if each is not HYBRID), 2).collectives
     calls = {kind: sum(count for (k, _), (count, _) in one.items() if k == kind) for kind, _ in one}
     many = simulated(composition, 8).collectives
@@ -118,7 +118,7 @@ def test_eight_fake_ranks_send_as_often_as_two(composition: tuple[Any, ...]) -> 
         (few_calls, few_bytes), (num_calls, num_bytes) = (each["all_reduce", ("data",)] for each in (one, many))
         assert num_calls == few_calls
         assert num_bytes - 8 * COUNTED == few_bytes - 2 * COUNTED, "gradients; and what counts in each rank's batch"
-        assert many["broadcast", ("data",)][1] == one["broadcast", ("data",)][1], "every parameter once, however dealt"
+        assert many["all_gather", ("data",)] == pytest.approx(one["all_gather", ("data",)], rel=1e-3)
         return
     shared = ("zero",) if HYBRID in composition else ("data",)
     everybody = ("zero", "data") if HYBRID in composition else ("data",)  # is told what counts in each batch
