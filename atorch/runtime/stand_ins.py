@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from atorch.runtime.slices import origin
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -108,7 +109,7 @@ def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
 
 def unrounded(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
     """What a parameter, or a slice of one, was before it was rounded, taken out of `values`; None where not known."""
-    whole, where = getattr(parameter, "slice_of", (parameter, None))
+    whole, where = origin(parameter)
     value = values.pop(whole, None)
     return value if value is None or where is None else value.view(-1)[where].clone()
 

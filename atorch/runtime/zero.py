@@ -13,15 +13,13 @@ frozen ones too, and has no state dict before a gathering call.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import agreed, meet
@@ -31,7 +29,8 @@ from atorch.runtime.buckets import broadcast
 from atorch.runtime.lines import can_cut, gather, lines_of
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.optimizer_probe import MakeOptimizer, makes_elementwise
-from atorch.runtime.wrapped_optimizer import WrappedOptimizer, dense_gradient
+from atorch.runtime.slices import follow, gradient_values, lend_gradient, origin, slice_of
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.zero_state import SLICES, merged, sliced
 
 
@@ -50,7 +49,8 @@ class ShardedOptimizer(WrappedOptimizer):
 
     Every rank shows all parameter groups whole, as plain training does, so that schedulers, clipping and
     torch.distributed.checkpoint work as ever. The groups are the inner optimizer's own, which hold this rank's share
-    only while that one works. `state` has an entry for every parameter once a step was taken, empty for others' ones.
+    only while that one works. `state` has an entry for every parameter once a step was taken: of one that is cut
+    this rank's slice, laid flat, and an empty one of those that others have.
 
     Args:
         groups: parameters, named parameters or groups of either, of the whole model; the same on all ranks.
@@ -97,7 +97,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._mine = [_held(part) for part in inner.param_groups]
         self._whole = [_listing(part["params"]) for part in whole]
         index_of = {param: index for index, param in enumerate(self._params)}
-        self._indices = [index_of[_original(each)] for part in inner.param_groups for each in part["params"]]
+        self._indices = [index_of[origin(each)[0]] for part in inner.param_groups for each in part["params"]]
         _show(inner, self._whole)
         self._states: defaultdict[Tensor, Any] = defaultdict(dict)
         return inner
@@ -114,7 +114,8 @@ class ShardedOptimizer(WrappedOptimizer):
         self._shares = [(rank, [param for param, owner in dealt if owner == rank]) for rank in range(num_ranks)]
         self._pieces: dict[Tensor, Tensor] = {}  # of what is cut, what the inner optimizer has: a slice, or the whole
         for param, where in (each for line in self._lines for each in line.held(mine)):
-            self._pieces[param] = param if where == slice(0, param.numel()) else _slice_of(param, where)
+            self._pieces[param] = param if where == slice(0, param.numel()) else slice_of(param, where)
+        self._slices = [piece for param, piece in self._pieces.items() if piece is not param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only what the inner optimizer has: the parameters have been dealt out.
@@ -150,10 +151,10 @@ class ShardedOptimizer(WrappedOptimizer):
             self._lend_gradients()
             return loss
 
-        self._lend_gradients()
         with self._share_shown():
+            self._lend_gradients()
             result = self.inner.step(evaluated) if closure is not None else self.inner.step()
-        for _, piece, _ in self._slices():
+        for piece in self._slices:
             piece.grad = None
         # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
         self._trained.update(param for param in self._params if param.requires_grad)
@@ -168,29 +169,11 @@ class ShardedOptimizer(WrappedOptimizer):
         with self._share_shown():
             found = list(super().gradients())
         yield from found
-        for param, _, where in self._slices():
-            gradient = _flat_gradient(param)
-            if gradient is not None:
-                yield gradient.values() if gradient.is_sparse else gradient[where]
+        yield from (values for piece in self._slices if (values := gradient_values(piece)) is not None)
 
-    def _slices(self) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """The parameters of which the inner optimizer has a slice, those slices, and which elements they are."""
-        for param, piece in self._pieces.items():
-            if piece is not param:
-                yield param, piece, piece.slice_of[1]  # type: ignore[attr-defined]
-
-    @torch.no_grad()
     def _lend_gradients(self) -> None:
-        """Let slices be of what their parameters are now, which somebody may have put elsewhere or frozen."""
-        for param, piece, where in self._slices():
-            piece.data = _flat(param)[where]
-            piece.requires_grad_(param.requires_grad)
-            gradient = _flat_gradient(param)
-            if gradient is not None and gradient.is_sparse:
-                gradient = _flat_sparse(gradient, where)
-            elif gradient is not None:
-                gradient = gradient[where]
-            piece.grad = gradient
+        for piece in self._slices:
+            lend_gradient(piece)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's state, as plain training has it, in host memory. All ranks must call it together.
@@ -214,7 +197,7 @@ class ShardedOptimizer(WrappedOptimizer):
     def _held_slices(self) -> dict[int, tuple[int, int]]:
         """Of parameters of which this rank has a slice, by index, which elements."""
         index_of = {param: index for index, param in enumerate(self._params)}
-        return {index_of[param]: (where.start, where.stop) for param, _, where in self._slices()}
+        return {index_of[param]: (where.start, where.stop) for param, where in map(origin, self._slices) if where}
 
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
         """The whole optimizer's state on rank `to_rank` of the group, None on the others. All ranks must call it."""
@@ -236,8 +219,8 @@ class ShardedOptimizer(WrappedOptimizer):
             known = {index for params in saved for index in params}
             names = [index if index in known else None for index in range(len(self._params))]
         missing = [index for index in self._indices if names[index] is None]
-        slices = state_dict.get(SLICES, {})
-        of_others = [index for index, held in self._held_slices().items() if tuple(slices.get(index, held)) != held]
+        slices, mine = state_dict.get(SLICES, {}), self._held_slices()
+        of_others = [index for index in self._indices if index in slices and tuple(slices[index]) != mine.get(index)]
         if missing or of_others:
             raise CheckpointError(
                 f"the optimizer state lacks parameters {[*missing, *of_others][:5]} of this rank's share, or has other "
@@ -265,8 +248,8 @@ class ShardedOptimizer(WrappedOptimizer):
     def _part(self, entry: Any, index: int, is_slice: bool) -> Any:
         """Of the saved state of a parameter, what this rank has."""
         param = self._params[index]
-        piece = self._pieces.get(param, param)
-        return entry if is_slice or piece is param else sliced(entry, param, piece.slice_of[1])  # type: ignore[attr-defined]
+        _, where = origin(self._pieces.get(param, param))
+        return entry if is_slice or where is None else sliced(entry, param, where)
 
     def _share(self) -> None:
         super()._share()
@@ -279,10 +262,12 @@ class ShardedOptimizer(WrappedOptimizer):
         Whether there are any is then the same on all ranks, which torch.distributed.checkpoint goes by.
         """
         self._states.update({param: {} for param in params if param not in self._states})
-        self._states.update({_original(each): state for each, state in self.inner.state.items()})
+        self._states.update({origin(each)[0]: state for each, state in self.inner.state.items()})
 
     @contextmanager
     def _share_shown(self) -> Iterator[None]:
+        for piece in self._slices:
+            follow(piece)
         _show(self.inner, self._mine)
         try:
             yield
@@ -312,52 +297,6 @@ def _listing(entries: list[Any]) -> dict[str, Any]:
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:
     moved: dict[str, Any] = map_leaves(lambda leaf, _: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state)
     return moved
-
-
-def _slice_of(param: Tensor, where: slice) -> nn.Parameter:
-    piece = nn.Parameter(_flat(param)[where], param.requires_grad)
-    piece.slice_of = (param, where)  # type: ignore[attr-defined]
-    return piece
-
-
-def _original(piece: Tensor) -> Tensor:
-    """The parameter that an inner optimizer's one is, or has a slice of."""
-    whole: Tensor = getattr(piece, "slice_of", (piece, None))[0]
-    return whole
-
-
-def _flat(param: Tensor) -> Tensor:
-    if not param.is_contiguous():
-        raise ArgumentError(
-            f"a parameter of shape {tuple(param.shape)} has another layout in memory than when the optimizer was made, "
-            "which steps slices of it; give a model its memory format before it is accelerated"
-        )
-    return param.detach().view(-1)
-
-
-def _flat_gradient(param: Tensor) -> Tensor | None:
-    """A parameter's gradient: its values one after another, or a coalesced sparse one."""
-    if dense_gradient(param) is None:
-        return None
-    assert param.grad is not None
-    if param.grad.is_sparse:
-        return param.grad
-    if not param.grad.is_contiguous():
-        param.grad = param.grad.contiguous()
-    return param.grad.detach().view(-1)
-
-
-def _flat_sparse(gradient: Tensor, where: slice) -> Tensor:
-    """Of a coalesced sparse tensor, laid flat, the elements of a slice."""
-    shape, dims = gradient.shape, gradient.sparse_dim()
-    row = math.prod(shape[dims:])  # elements of an entry
-    places = torch.zeros(gradient.indices().shape[1], dtype=torch.long, device=gradient.device)
-    for size, index in zip(shape[:dims], gradient.indices(), strict=True):
-        places = places * size + index
-    flat = (places.unsqueeze(1) * row + torch.arange(row, device=places.device)).reshape(-1) - where.start
-    inside = (flat >= 0) & (flat < where.stop - where.start)
-    values = gradient.values().reshape(-1)[inside]
-    return torch.sparse_coo_tensor(flat[inside].unsqueeze(0), values, (where.stop - where.start,), is_coalesced=True)
 
 
 def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:

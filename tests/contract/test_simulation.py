@@ -118,7 +118,9 @@ def test_eight_fake_ranks_send_as_often_as_two(composition: tuple[Any, ...]) -> 
         (few_calls, few_bytes), (num_calls, num_bytes) = (each["all_reduce", ("data",)] for each in (one, many))
         assert num_calls == few_calls
         assert num_bytes - 8 * COUNTED == few_bytes - 2 * COUNTED, "gradients; and what counts in each rank's batch"
-        assert many["all_gather", ("data",)] == pytest.approx(one["all_gather", ("data",)], rel=1e-2), "slices may be padded"
+        assert many["all_gather", ("data",)] == pytest.approx(one["all_gather", ("data",)], rel=1e-2), (
+            "slices may be padded"
+        )
         return
     shared = ("zero",) if HYBRID in composition else ("data",)
     everybody = ("zero", "data") if HYBRID in composition else ("data",)  # is told what counts in each batch

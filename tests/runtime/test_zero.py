@@ -258,7 +258,7 @@ class Various(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Parameter(torch.randn(40, 7))
+        self.table = nn.Parameter(torch.randn(40, 7), check_invariants=True)
         self.wide = nn.Parameter(torch.randn(30, 50).t())
         self.bias, self.scale = nn.Parameter(torch.randn(50)), nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.randn(100), requires_grad=False)
@@ -275,7 +275,7 @@ class Various(nn.Module):
             param.grad = torch.randn_like(param, memory_format=torch.contiguous_format)
         if sparse:
             rows = torch.tensor([[3, 0, 3, 21, 20]])
-            self.table.grad = torch.sparse_coo_tensor(rows, torch.randn(5, 7), (40, 7))
+            self.table.grad = torch.sparse_coo_tensor(rows, torch.randn(5, 7), (40, 7), check_invariants=True)
 
 
 MAKERS: dict[str, Any] = {kind.__name__: kind for kind in ELEMENTWISE}

@@ -58,7 +58,13 @@ def test_zero1_shares_the_optimizer():
     found = cost(MESH, "zero1")
     assert found.optim_bytes == 2000
     assert found.grad_bytes == 4000
-    assert [(comm.kind, comm.num_bytes) for comm in found.comm] == [("all_reduce", 4000), ("broadcast", 4000)]
+    assert [(comm.kind, comm.num_bytes) for comm in found.comm] == [("all_reduce", 4000), ("all_gather", 4000)]
+
+
+def test_zero1_deals_out_what_an_optimizer_needs_whole():
+    of_matrices = Strategy.of([MESH, "zero1"]).cost(replace(PLAIN, optim_is_elementwise=False))
+    assert of_matrices.optim_bytes >= 2000
+    assert [(comm.kind, comm.num_bytes) for comm in of_matrices.comm] == [("all_reduce", 4000), ("broadcast", 4000)]
 
 
 def test_fsdp_shares_everything_and_gathers_blocks():
