@@ -87,7 +87,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._group = group
         self._params = [_tensor(entry) for part in whole for entry in part["params"]]
         self._deal_out(makes_elementwise(make_optimizer, whole))
-        stepped = {**self._pieces, **{param: param for param in dict(self._shares)[group.rank()]}}
+        stepped = self._pieces | {param: param for param in self._shares[group.rank()][1]}
         share = [
             {**part, "params": [_put(e, stepped) for e in part["params"] if _tensor(e) in stepped]} for part in whole
         ]
@@ -109,8 +109,8 @@ class ShardedOptimizer(WrappedOptimizer):
         self._trained = {param for param in params if param.requires_grad}
         self._lines = lines_of(filter(can_cut, params), num_ranks) if is_elementwise and num_ranks > 1 else []
         cut = {param for line in self._lines for param in line.params}
-        owners = deal_out([0 if param in cut else _bytes_to_train(param) for param in params], num_ranks)
-        dealt = [pair for pair in zip(params, owners, strict=True) if pair[0] not in cut]
+        whole = [param for param in params if param not in cut]
+        dealt = list(zip(whole, deal_out([_bytes_to_train(param) for param in whole], num_ranks), strict=True))
         self._shares = [(rank, [param for param, owner in dealt if owner == rank]) for rank in range(num_ranks)]
         self._pieces: dict[Tensor, Tensor] = {}  # of what is cut, what the inner optimizer has: a slice, or the whole
         for param, where in (each for line in self._lines for each in line.held(mine)):
