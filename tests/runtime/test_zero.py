@@ -258,7 +258,7 @@ class Various(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Parameter(torch.randn(40, 7), check_invariants=True)
+        self.table = nn.Parameter(torch.randn(40, 7))
         self.wide = nn.Parameter(torch.randn(30, 50).t())
         self.bias, self.scale = nn.Parameter(torch.randn(50)), nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.randn(100), requires_grad=False)
