@@ -128,7 +128,8 @@ def test_late_a_split_that_never_ran_has_its_turn(runs, expected):
         ([MESH, "ddp"], 1.0, 1), ([MESH, "zero1"], 0.9, 1), ([SPLIT, "tensor_parallel"], 0.8, 1),
         ([SPLIT, "tensor_parallel", BF16], 0.7, 1), ([SPLIT, "tensor_parallel", BF16, "compile"], 0.1, 1),
     )  # fmt: skip
-    job = Job(ctx=None, feed=SimpleNamespace(epoch=100), crew=None, candidates=found.candidates, order=found, clock=Clock(1e4))
+    clock, feed = Clock(1e4), SimpleNamespace(epoch=100)
+    job = Job(ctx=None, feed=feed, crew=None, candidates=found.candidates, order=found, clock=clock)
     explorer = Explorer(job)
     explorer.baseline, explorer.num_runs = 0, runs
     explorer.measured[0] = Measurement(step_s=1.0, num_steps=5, startup_s=0.1, peak_bytes=1.0, memory_kind="allocated")
