@@ -33,6 +33,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/runtime/loss_look.py:Look._losses": "a loss may fail on a part of a batch in any way; the warning says so",
     "atorch/runtime/optimizer_probe.py:_attempt": "a user's optimizer may refuse small parameters, or parts of them",
     "atorch/runtime/pipeline/exported.py:_export": "a model may resist export in any way; the error says both reasons",
+    "atorch/runtime/pipeline/observing.py:_observed": "a loss may fail in any way on fakes, or on a few rows",
     "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
 }
 

@@ -38,7 +38,7 @@ def cut_by_graph(
     try:
         _need_company(ctx)
         named = install(model, _exported(ctx, method, model, stages), stages)
-        route = route_of(model, named, batch, ctx.call_model)
+        route = route_of(model, named, batch, ctx.call_model, ctx.loss_func)
     except StrategyError as error:
         uninstall(model)
         raise StrategyError(f"{because}. Nor can the model be cut by its graph: {error}") from error

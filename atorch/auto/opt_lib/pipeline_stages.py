@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from atorch.blocks import repeated_blocks, units
 from atorch.distributed.collectives import together
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, StrategyError
+from atorch.logs import logger
 from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.loss_weight import Rule, tolerance_of
 from atorch.runtime.pipeline.engine import Engine
@@ -27,9 +28,10 @@ from atorch.runtime.pipeline.observing import route_of
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.pipeline.route import Route
 from atorch.runtime.pipeline.schedules import stages_of
-from atorch.runtime.pipeline.stage import cut, holders
+from atorch.runtime.pipeline.stage import cut, held_for_loss, holders
 from atorch.runtime.pipeline.ties import Ties
 from atorch.runtime.split import num_rows, take
+from atorch.units import format_bytes
 
 if TYPE_CHECKING:
     from atorch.auto.opt_lib.micro_batch import MicroBatch
@@ -50,6 +52,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     (model,) = ctx.parts
     try:
         named, route, starts = together(lambda: _planned(ctx, method, model, batches))
+        together(lambda: _let_loss_read(method, model, held_for_loss(model, named, route, starts), route))
     except BaseException:
         uninstall(model)
         raise
@@ -180,7 +183,7 @@ def _planned(
     few = take(batch, 0, min(rows, SEEN_ROWS), rows)
     named = units(model)
     try:
-        route = route_of(model, named, few, ctx.call_model)
+        route = route_of(model, named, few, ctx.call_model, ctx.loss_func)
         _need_calls(route, model, stages)
     except StrategyError as error:
         if method.split_points:
@@ -190,6 +193,28 @@ def _planned(
         return named, route, _given(route, method.split_points)
     called = [call.unit for call in route.calls]
     return named, route, even_cut(ctx, method, model, called, batch, batches.count(rows))
+
+
+def _let_loss_read(method: PipelineParallel, model: nn.Module, names: Sequence[str], route: Route) -> None:
+    """Tell what the last stage holds for the loss function, which sees this process's first piece of the model.
+
+    Raises:
+        StrategyError: the last stage is another piece, or steps by DeepSpeed's engine.
+    """
+    if method.pieces == 1 and method.backend == "torch":
+        if names:
+            logger.warning(
+                "the loss function reads parameters of other stages, such as %s: the last stage holds them too, with "
+                "gradients and optimizer states, %s of parameters. The optimizer's weight_decay costs nothing",
+                names[0],
+                format_bytes(sum(each.numel() * each.element_size() for each in map(model.get_parameter, names))),
+            )  # fmt: skip
+    elif route.read_by_loss:
+        raise StrategyError(
+            f"the loss function reads {min(route.read_by_loss)} of the model itself, of which it sees one piece where "
+            f"{method} runs it; take the schedule 1f1b and the backend torch, return what is to be computed of "
+            "parameters from the model's forward, or leave it to the optimizer's weight_decay"
+        )
 
 
 def _need_calls(route: Route, model: nn.Module, stages: int) -> None:

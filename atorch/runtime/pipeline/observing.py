@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from atorch.errors import AtorchError, StrategyError
 from atorch.logs import logger
@@ -19,9 +21,15 @@ from atorch.runtime.still import untouched
 
 
 def route_of(
-    model: nn.Module, units: Mapping[str, nn.Module], batch: Any, call_model: Callable[[nn.Module, Any], Any]
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    batch: Any,
+    call_model: Callable[[nn.Module, Any], Any],
+    loss_func: Callable[[Any, Any], Any] | None = None,
 ) -> Route:
     """The route of `call_model(model, batch)`. A model whose control flow depends on values is run for real.
+
+    loss_func: (batch, output) → loss, of which is seen which parameters it reads, where it runs on so few rows.
 
     Raises:
         StrategyError: the model cannot be watched, or its units hand over what a pipeline cannot pass on.
@@ -33,7 +41,7 @@ def route_of(
     try:
         with as_it_was, FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
             fake = map_leaves(_faked, batch)
-            return observe(model, units, lambda: call_model(model, fake))
+            return _observed(model, units, fake, call_model, loss_func, is_last=device.type == "meta")
     except AtorchError:
         raise
     except Exception as error:  # a forward may fail on fakes in any way; a real run shows faults of its own
@@ -44,7 +52,39 @@ def route_of(
             ) from error
         logger.info("the model is watched in a real run, it does not run on fake tensors: %s", error)
     with untouched(model):
-        return observe(model, units, lambda: call_model(model, batch))
+        return _observed(model, units, batch, call_model, loss_func, is_last=True)
+
+
+def _observed(
+    model: nn.Module, units: Mapping[str, nn.Module], batch: Any, call_model: Any, loss_func: Any, *, is_last: bool
+) -> Route:
+    route, output = observe(model, units, lambda: call_model(model, batch))
+    if loss_func is None:
+        return route
+    reads = _Reads(model)
+    try:
+        with torch.no_grad(), reads:
+            loss_func(batch, output)
+    except Exception as error:  # a loss may fail in any way on fakes, or on a few rows; whole batches show its faults
+        if not is_last:
+            raise RuntimeError(f"of the loss function: {error}") from error
+        logger.info("what the loss function reads of the model is known up to where it fails: %s", error)
+    return replace(route, read_by_loss=frozenset(reads.found) - route.output_needs)
+
+
+class _Reads(TorchDispatchMode):
+    """Notes of which parameters of `model` anything is computed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = (self._names.get(id(leaf)) for leaf in tree_leaves((args, kwargs)))
+        self.found.update(name for name in names if name is not None)
+        return func(*args, **kwargs)
 
 
 def _faked(leaf: Any, place: str) -> Any:

@@ -56,6 +56,7 @@ class Route:
     output_needs: frozenset[Source]
     trained: frozenset[int]  # calls whose results have a gradient
     written: frozenset[Value]  # what somebody changes in place who got it
+    read_by_loss: frozenset[str] = frozenset()  # parameters that the loss function takes from the model itself
 
     def wires(self, start: int) -> tuple[Value, ...]:
         """The values from before call `start` that it, a later call or the output needs."""
@@ -65,11 +66,11 @@ class Route:
     def parameters(self, start: int, stop: int) -> set[str]:
         """Names of the parameters outside of units that the calls from `start` to before `stop` need.
 
-        Those of the output belong to whoever runs the last call.
+        Those of the output, and of the loss, belong to whoever runs the last call.
         """
         needs = set().union(*(call.needs for call in self.calls[start:stop]))
         if stop == len(self.calls):
-            needs |= self.output_needs
+            needs |= self.output_needs | self.read_by_loss
         return {source for source in needs if isinstance(source, str)}
 
     def beginning(self, name: str) -> int:
@@ -88,8 +89,8 @@ class Route:
         raise StrategyError(f"split_points names {name!r}, where no stage can begin; {near_miss(name, units)}")
 
 
-def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], Any]) -> Route:
-    """The route of `run()`, which calls `model`, whose `units` are given by name.
+def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[Route, Any]:
+    """The route of `run()`, which calls `model`, whose `units` are given by name; and the output.
 
     Raises:
         StrategyError: a unit hands over a tensor otherwise than by returning it, or returns what cannot be rebuilt.
@@ -110,7 +111,8 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], 
         for handle in handles:
             handle.remove()
     output_needs = frozenset(watch.sources(_tensors(output), "the model's output"))
-    return Route(tuple(watch.calls), output_needs, _trained(watch.calls, model, units), frozenset(watch.written))
+    trained = _trained(watch.calls, model, units)
+    return Route(tuple(watch.calls), output_needs, trained, frozenset(watch.written)), output
 
 
 def _trained(calls: Sequence[Call], model: nn.Module, units: Mapping[str, nn.Module]) -> frozenset[int]:

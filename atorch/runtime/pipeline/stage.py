@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -198,6 +198,13 @@ def holders(
         if len(stages) > 1:
             found.append((tuple(same), stages))
     return found
+
+
+def held_for_loss(model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]) -> list[str]:
+    """Names of the parameters that the last stage holds only because the loss function reads them."""
+    unread = replace(route, read_by_loss=frozenset())
+    held, own = (_keeping(model, units, each, starts)[-1] for each in (route, unread))
+    return [name for name, _ in model.named_parameters() if name in held and name not in own]
 
 
 def _keeping(model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]) -> list[set[str]]:

@@ -181,11 +181,21 @@ def loop(model: Any, loss_of: Any, optim: Any, batches: list[Any], accumulate: i
     return losses, norm
 
 
+def penalised(model: nn.Module, loss_of: Any, penalty: float) -> Any:
+    """The loss with a penalty on all parameters of the model, as people write it by hand."""
+
+    def loss(batch: Any, output: Any) -> torch.Tensor:
+        return loss_of(batch, output) + penalty * sum(each.pow(2).sum() for each in model.parameters())
+
+    return loss if penalty else loss_of
+
+
 def reference(
-    name: str, batches: list[Any], accumulate: int = 1, loss_of: Any = loss_func
+    name: str, batches: list[Any], accumulate: int = 1, loss_of: Any = loss_func, penalty: float = 0.0
 ) -> tuple[dict[str, torch.Tensor], list[float], float]:
     """Updates, losses and norm of plain training on one process."""
     model = make_model(name).train()
+    loss_of = penalised(model, loss_of, penalty)
     before = snapshot(model)
     losses, norm = loop(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), batches, accumulate)
     after = snapshot(model)
@@ -200,6 +210,7 @@ def train(
     accumulate: int = 1,
     even: bool = False,
     loss_of: Any = loss_func,
+    penalty: float = 0.0,
     **more: Any,
 ) -> dict[str, Any]:
     """How far training `name` under a strategy is from plain training: `update`, `loss`, `norm`, and the names held."""
@@ -207,13 +218,13 @@ def train(
     model = make_model(name).train()
     names, before = first_names(model), snapshot(model)
     _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, data, loss_of, model_input_format="unpack_dict", optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": ROWS}, load_strategy=strategy, **more,
+        model, torch.optim.SGD, data, penalised(model, loss_of, penalty), model_input_format="unpack_dict",
+        optim_args={"lr": 0.1}, dataloader_args={"batch_size": ROWS}, load_strategy=strategy, **more,
     )  # fmt: skip
     assert result is not None
     losses, norm = loop(result.model, result.loss_func, result.optim, list(result.dataloader), accumulate)
     whole = [{key: value[step * ROWS : (step + 1) * ROWS] for key, value in data.data.items()} for step in range(steps)]
-    expected, expected_losses, expected_norm = reference(name, whole, accumulate, loss_of)
+    expected, expected_losses, expected_norm = reference(name, whole, accumulate, loss_of, penalty)
     after = {names[key]: value for key, value in snapshot(result.model).items()}
     trained = [key for key in after if key in expected]
     errors = torch.stack([(after[key] - before[key] - expected[key]).norm() for key in trained])

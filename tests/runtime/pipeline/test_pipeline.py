@@ -167,6 +167,21 @@ def test_a_loss_of_the_whole_batch_is_taken_once_of_all_outputs(pool: Pool, knob
         assert each["loss"] <= 1e-5
 
 
+@pytest.mark.parametrize(("schedule", "verify"), [("1f1b", True), ("zero_bubble", False)])
+def test_a_loss_that_reads_all_parameters(pool: Pool, schedule: str, verify: bool) -> None:
+    strategy = stages(micro_batches=4, schedule=schedule)
+    first, last = check(pool, "gpt2", strategy, steps=2, penalty=0.02, verify=verify)
+    assert len(first["names"]) < len(last["names"]), "the last stage takes the loss"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("beside", [["ddp"], ["zero1"], ["ddp", "checkpoint"]], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "twice"])
+def test_a_loss_that_reads_all_parameters_beside(pool: Pool, name: str, beside: list[Any]) -> None:
+    strategy = [*stages(data=2, micro_batches=2), *beside]
+    check(pool, name, strategy, ranks=4, steps=2, even=True, penalty=0.02, verify=False)
+
+
 def prepared(rank: int, size: int, rows: int) -> list[int]:
     """How often the loss was taken while all was built, and in each of two steps."""
     counts = [0]
@@ -189,8 +204,8 @@ def prepared(rank: int, size: int, rows: int) -> list[int]:
 
 
 def test_weights_of_losses_are_found_out_on_the_sample_or_else_in_the_first_step(pool: Pool) -> None:
-    assert pool.run(prepared, ROWS) == [[0, 0, 0], [3, 4, 4]], "two micro-batches, and both together"
-    assert pool.run(prepared, 1) == [[0, 0, 0], [0, 3 + 4, 4]], "one row makes no two micro-batches"
+    assert pool.run(prepared, ROWS) == [[1, 0, 0], [1 + 3, 4, 4]], "watched; two micro-batches, and both together"
+    assert pool.run(prepared, 1) == [[1, 0, 0], [1, 3 + 4, 4]], "one row makes no two micro-batches"
 
 
 def faulty(rank: int, size: int) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from atorch import auto_accelerate
 from atorch.errors import StrategyError
 from tests.pool import Pool
-from tests.runtime.pipeline.job import ROWS, WIDTH, Samples, TwiceUsed, loss_func, make_model
+from tests.runtime.pipeline.job import ROWS, WIDTH, Samples, TwiceUsed, loss_func, make_model, train
 from tests.runtime.pipeline.test_pipeline import stages
 
 
@@ -73,6 +73,20 @@ def test_is_refused_before_anything_is_changed(pool: Pool, name: str, strategy: 
     for kind, told in pool.run(refused, name, strategy, True, ranks=2):
         assert kind == StrategyError.__name__
         assert message in told
+
+
+def reads_the_model(rank: int, size: int) -> str:
+    try:
+        train("gpt2", stages(schedule="interleaved", micro_batches=4), penalty=0.02, verify=False)
+    except StrategyError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_loss_that_reads_parameters_where_it_sees_one_piece_is_refused(pool: Pool) -> None:
+    for told in pool.run(reads_the_model, ranks=2):
+        assert "the loss function reads transformer." in told
+        assert "weight_decay" in told
 
 
 def test_a_pipeline_needs_a_loss(pool: Pool) -> None:
