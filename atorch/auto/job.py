@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -23,29 +25,94 @@ InputFormat = Literal["unpack_sequence", "unpack_dict"]
 _OF_OPTIMIZERS = ("step", "zero_grad", "param_groups", "state_dict")
 
 
-def _call_by_name(model: nn.Module, batch: Any) -> Any:
-    if not hasattr(batch, "keys"):
-        raise ArgumentError(
-            f"model_input_format is 'unpack_dict' and the batch is a {type(batch).__name__}, which has no names; give "
-            "'unpack_sequence' for model(*batch), None for model(batch), or a prepare_input that makes a dict of it"
-        )
-    return model(**batch)
-
-
-def _call_in_order(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        raise ArgumentError(
-            f"model_input_format is 'unpack_sequence' and the batch is a {type(batch).__name__} of "
-            f"{shown(list(batch))}; give 'unpack_dict' for model(**batch), or None for model(batch)"
-        )
-    return model(*batch)
-
-
-_CALLS: Mapping[str | None, Callable[[nn.Module, Any], Any]] = {
-    None: lambda model, batch: model(batch),
-    "unpack_sequence": _call_in_order,
-    "unpack_dict": _call_by_name,
+_FORMS: Mapping[str | None, str] = {
+    None: "model(batch)",
+    "unpack_sequence": "model(*batch)",
+    "unpack_dict": "model(**batch)",
 }
+
+
+def _calling(given: InputFormat | None) -> Callable[[nn.Module, Any], Any]:
+    """A function that calls a model with a batch as `model_input_format` says.
+
+    Raises:
+        ArgumentError: the two do not fit, with the form to give; what the call raised is its cause.
+    """
+
+    def call(model: nn.Module, batch: Any) -> Any:
+        if given == "unpack_dict" and not hasattr(batch, "keys"):
+            raise ArgumentError(
+                f"model_input_format is 'unpack_dict' and the batch is a {type(batch).__name__}, which has no names; "
+                "give 'unpack_sequence' for model(*batch), None for model(batch), or a prepare_input that makes a dict "
+                "of it"
+            )
+        if given == "unpack_sequence" and isinstance(batch, Mapping):
+            raise ArgumentError(
+                f"model_input_format is 'unpack_sequence' and the batch is a {type(batch).__name__} of "
+                f"{shown(list(batch))}; give 'unpack_dict' for model(**batch), or None for model(batch)"
+            )
+        if given == "unpack_sequence" and not isinstance(batch, Iterable):
+            raise ArgumentError(
+                f"model_input_format is 'unpack_sequence' and the batch is a {type(batch).__name__}, which is no "
+                "sequence; give None for model(batch)"
+            )
+        args, kwargs = _unpacked(batch, given)
+        try:
+            return model(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            is_taken_whole = given is None and not isinstance(batch, torch.Tensor)
+            is_of_batch = is_taken_whole and re.search(rf"\b{re.escape(type(batch).__name__)}\b", str(error))
+            if not is_of_batch and _takes(model, batch, given):
+                raise
+            raise ArgumentError(_misfit(model, batch, given, error)) from error
+
+    return call
+
+
+def _unpacked(batch: Any, form: str | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if form == "unpack_dict":
+        return (), {name: batch[name] for name in batch.keys()}  # noqa: SIM118  (what has names need not iterate them)
+    return (tuple(batch), {}) if form == "unpack_sequence" else ((batch,), {})
+
+
+def _takes(model: nn.Module, batch: Any, form: str | None) -> bool:
+    """Whether the model's forward has a place for each part of the batch, as far as its signature tells."""
+    args, kwargs = _unpacked(batch, form)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # it has none
+        return True
+    return True
+
+
+def _misfit(model: nn.Module, batch: Any, given: str | None, error: Exception) -> str:
+    """What was given, what the batch is, what to give, and what the call raised."""
+    kind = type(batch).__name__
+    others = ["unpack_dict"] if isinstance(batch, Mapping) else ["unpack_sequence"] * isinstance(batch, (list, tuple))
+    if isinstance(batch, Mapping):
+        kind = f"{kind} of {shown(list(batch))}"
+    elif others:
+        kind = f"{kind} of {len(batch)} ({', '.join(type(each).__name__ for each in batch[:6])})"
+    give = [f"give {form!r} for {_FORMS[form]}" for form in others if form != given and _takes(model, batch, form)]
+    if not give:
+        takes_whole = given is not None and _takes(model, batch, None)
+        give = ["give None for model(batch) if it takes all of it as one"] * takes_whole
+        give += [f"let it take all that the batch has, targets too, with {form!r}" for form in others]
+        give += ["let the dataset, or prepare_input, give what it takes"]
+    return (
+        f"model_input_format is {given!r}, so that the model is called as {_FORMS[given]}; the batch is a {kind}, and "
+        f"{type(model).__name__}.forward takes {_parameters_of(model)}: {', or '.join(give)}. The call raised "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def _parameters_of(model: nn.Module) -> str:
+    try:
+        return f"({', '.join(inspect.signature(model.forward).parameters)})"
+    except (TypeError, ValueError):
+        return "what it takes"
 
 
 def make_context(
@@ -102,7 +169,7 @@ def make_context(
         make_scheduler=None if lr_scheduler_cls is None else _scheduler(lr_scheduler_cls, scheduler_args),
         loss_func=None if loss_func is None else scalar_loss(loss_func),
         prepare_input=prepare_input or to_device,
-        call_model=_CALLS[model_input_format],
+        call_model=_calling(model_input_format),
     )
     _rehearse(ctx, optim_func, lr_scheduler_cls)
     return ctx

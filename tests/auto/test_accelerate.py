@@ -18,8 +18,10 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR, StepLR
 from torch.utils.data import RandomSampler
 
 from atorch import Strategy, auto_accelerate
+from atorch.auto.job import make_context
 from atorch.distributed import init
 from atorch.errors import ArgumentError, StrategyError
+from tests.auto.planner.jobs import cluster
 from tests.pool import Pool, RankFailure
 
 PAIRS = [(torch.randn(4), torch.tensor(float(i % 2))) for i in range(16)]
@@ -268,6 +270,52 @@ def test_a_batch_of_another_form_is_told_with_the_form_to_give(form: str, batch:
     assert result is not None
     with pytest.raises(ArgumentError, match=message):
         result.step(batch)
+
+
+class OfOne(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("form", "cls", "batch", "signs"),
+    [
+        (None, Net, [torch.zeros(1, 4), torch.zeros(1)], ["a list of 2 (Tensor, Tensor)", "give 'unpack_sequence'"]),
+        (None, Net, {"x": torch.zeros(1, 4)}, ["a dict of ['x']", "give 'unpack_dict' for model(**batch)", "Tensor"]),
+        (None, OfOne, [torch.zeros(1, 4), torch.zeros(1)], ["forward takes (x)", "targets too", "not list"]),
+        ("unpack_sequence", OfOne, [torch.zeros(1, 4), torch.zeros(1)], ["forward takes (x)", "2 positional"]),
+        ("unpack_sequence", Net, torch.zeros(4, 4), ["the batch is a Tensor", "give None for model(batch)"]),
+        ("unpack_sequence", Net, 3, ["the batch is a int, which is no sequence"]),
+        ("unpack_dict", Net, {"z": torch.zeros(1, 4)}, ["forward takes (x, label)", "unexpected keyword argument 'z'"]),
+    ],
+)
+def test_a_batch_that_the_model_cannot_take_names_the_input_format(
+    form: Any, cls: type[nn.Module], batch: Any, signs: list[str]
+) -> None:
+    ctx = make_context(cls(), model_input_format=form, world=init(), cluster=cluster())
+    with pytest.raises(ArgumentError) as caught:
+        ctx.call_model(ctx.root, batch)
+    told = str(caught.value)
+    assert f"model_input_format is {form!r}" in told
+    assert all(sign in told for sign in signs), told
+    assert (caught.value.__cause__ is None) == isinstance(batch, int), "what torch said is the cause"
+
+
+@pytest.mark.parametrize("strategy", [["chunk"], None], ids=["chunk", "search"])
+def test_methods_that_run_the_model_name_the_input_format(strategy: Any) -> None:
+    more = {"model_input_format": None, "load_strategy": strategy, "time_limit": 5, "calibration": False}
+    with pytest.raises(ArgumentError, match=r"model_input_format is None.* give 'unpack_sequence' for"):
+        auto_accelerate(Net(), **job(**more))
+
+
+def test_an_error_of_the_users_own_is_left_as_it_is() -> None:
+    class Faulty(Net):
+        def forward(self, x: torch.Tensor, label: torch.Tensor | None = None) -> torch.Tensor:
+            return self.linear(x).nothing
+
+    ctx = make_context(Faulty(), model_input_format="unpack_sequence", world=init(), cluster=cluster())
+    with pytest.raises(AttributeError, match="'nothing'"):
+        ctx.call_model(ctx.root, PAIRS[0])
 
 
 def test_what_is_odd_and_holds_is_taken() -> None:

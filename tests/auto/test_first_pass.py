@@ -295,7 +295,7 @@ def test_a_gradient_that_one_rank_loses_is_noticed_on_all(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"model_input_format": None}, "TypeError"),
+        ({"model_input_format": None}, "model_input_format is None"),
         ({"loss_func": lambda batch, output: output.sum() * float("nan")}, "first pass is nan"),
     ],
 )

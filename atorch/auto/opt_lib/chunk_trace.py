@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch.distributed.rng import preserved_rng
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, AtorchError
 from atorch.originals import OriginalReachedError, Originals
 from atorch.profiler.copying import copy_with
 from atorch.profiler.devices import as_on
@@ -77,6 +77,8 @@ def foreseen(
         except OriginalReachedError:
             raise
         except Exception as error:  # user code may fail in any way, on fakes above all
+            if for_real and isinstance(error, AtorchError):
+                raise  # says itself what to do
             raise ArgumentError(passing.fault.format(type(model).__name__, type(error).__name__, error)) from error
 
 

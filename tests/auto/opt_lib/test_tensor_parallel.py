@@ -107,13 +107,19 @@ def indivisible() -> nn.Module:
         ),
         (contract.make_model(), ["tensor_parallel"], {"dataset": None}, ["ArgumentError", "dataset", "sample_batch"]),
         (
+            contract.make_model(),
+            ["tensor_parallel"],
+            {"model_input_format": None},
+            ["ArgumentError", "model_input_format is None", "the batch is a dict of [", "give 'unpack_dict'"],
+        ),
+        (
             indivisible(),
             ["tensor_parallel"],
             {"dataset": None, "sample_batch": torch.ones(4, 3), "model_input_format": None},
             ["nothing of Sequential can be split", "2 ranks do not divide its 15 columns", "leave tensor_parallel out"],
         ),
     ],
-    ids=["heads", "plan", "no sample", "nothing"],
+    ids=["heads", "plan", "no sample", "input format", "nothing"],
 )
 def test_it_is_refused_on_every_rank_with_the_model_as_it_was(
     pool: Pool, model: nn.Module, strategy: list[Any], more: dict[str, Any], signs: list[str]
