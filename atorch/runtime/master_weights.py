@@ -11,11 +11,14 @@ what processes send.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.runtime.nested import map_leaves
@@ -48,10 +51,25 @@ def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDic
 def cast_inputs(prepare_input: Callable[[Any, Any], Any], dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     """`prepare_input` whose floating-point tensors come out in `dtype`, wherever they are nested."""
 
-    def cast(leaf: Any, place: str) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    return lambda data, device: map_leaves(lambda leaf, place: _cast(dtype, leaf), prepare_input(data, device))
 
-    return lambda data, device: map_leaves(cast, prepare_input(data, device))
+
+def cast_arguments(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let `model` cast floating-point tensors that it is called with to `dtype`, for who calls it by another road."""
+    if not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
+        model.register_forward_pre_hook(functools.partial(_cast_call, dtype), with_kwargs=True)
+
+
+def _cast_call(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    cast = [_cast(dtype, leaf) for leaf in leaves]
+    if all(map(operator.is_, cast, leaves)):
+        return None  # containers stay what they are
+    return tree_unflatten(cast, spec)
+
+
+def _cast(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def with_master_weights(

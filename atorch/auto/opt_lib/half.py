@@ -19,7 +19,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.distributed.collectives import synchronise
 from atorch.runtime.amp import ScaledOptimizer, autocast_loss, scale_loss
-from atorch.runtime.master_weights import cast_inputs, to_half, with_master_weights
+from atorch.runtime.master_weights import cast_arguments, cast_inputs, to_half, with_master_weights
 
 
 @method("half", phase=Phase.PRECISION, slot="precision")
@@ -67,6 +67,8 @@ class Half(Precision):
         # Before rounding, since masters start from what is here.
         synchronise([tensor for part in ctx.parts for tensor in (*part.parameters(), *part.buffers())])
         values = to_half(ctx.parts, dtype)
+        for part in ctx.parts:
+            cast_arguments(part, dtype)
         make_optimizer = ctx.make_optimizer
         if make_optimizer is not None and not keeps_masters(ctx.strategy):
             make_optimizer = with_master_weights(make_optimizer, scale, values)

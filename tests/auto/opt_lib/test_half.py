@@ -94,6 +94,13 @@ def test_the_loop_trains_in_16_bits(config: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine.float(), theirs, rtol=2e-2, atol=2e-2)
 
 
+def test_inputs_that_come_by_another_road_are_cast() -> None:
+    result, _ = train([("half", "bf16")])
+    x, places = torch.randn(2, 4), torch.tensor(1)
+    expected = result.model(x.bfloat16(), places)
+    assert torch.equal(result.model(x, places=places), expected), "as under fsdp"
+
+
 def test_a_learning_rate_too_small_for_bf16_still_learns() -> None:
     result, losses = train([("half", "bf16")], lr=2e-3, steps=200)
     _, expected = train([], lr=2e-3, steps=200)
