@@ -12,6 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+AttentionKind = Literal["fused", "replaceable", "written"]
+"""How blocks attend: by `scaled_dot_product_attention`; so once a module is replaced; or by operations of their own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
@@ -112,6 +115,7 @@ class ModelProfile:
     optim_is_elementwise: bool = True  # whether it steps every element by itself, so that its state can be cut anywhere
     module_classes: frozenset[str] = frozenset()  # names of the module classes in the model
     block_classes: frozenset[str] = frozenset()  # of those, in repeated blocks
+    attention: AttentionKind = "fused"
     num_counts: int = 0  # figures that ranks tell each other each step, as the loss may be a mean over labels
     traced: bool = True  # False where the model could not be traced on fake tensors and ran for real
 

@@ -30,5 +30,6 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         # Adam over lists of tensors, as torch steps on GPUs, takes the roots of all second moments at once.
         step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 else 0.0,
         num_counts=profile.num_counts,
+        attention=profile.attention,
         dtype="bfloat16" if itemsize == 2.0 else "float32",
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from atorch.cost.profile import Segment
+from atorch.cost.profile import AttentionKind, Segment
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
@@ -102,6 +102,7 @@ class Cost:
     )
     ops_scale: float = 1.0  # operations launched, against those traced
     compiled: bool = False  # blocks are compiled code
+    attention: AttentionKind = "fused"
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
     recompute: float = 0.0  # share of the blocks that run forward again in backward
     recompute_keeps: Literal["inputs", "selective", "results", "nothing"] = "inputs"  # "results": of every product

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.distributed.dense_parts import dense_parts
@@ -82,12 +84,14 @@ class Recorder:
         self._ids = {self.value(tensor) for tensor in tensors_of(batch)}
         # What is computed from weights, and what else is no mask and no table of positions: the batch's own numbers.
         self.activations = {self.value(each) for each in tensors_of(batch) if each.is_floating_point()}
+        self.fused_attention = False  # whether a block called `scaled_dot_product_attention`
         self._is_on = True
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what happens inside."""
-        with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor), _Operations(self):
+        saved = torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor)
+        with saved, _Operations(self), _Functions(self):
             yield
 
     @contextmanager
@@ -217,6 +221,19 @@ class _Operations(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.recorder.operation(func, args, kwargs, out)
         return out
+
+
+class _Functions(TorchFunctionMode):
+    """Sees calls of fused attention, which below autograd are one operation or several."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention and self.recorder.stretches[-1].block:
+            self.recorder.fused_attention = True
+        return func(*args, **(kwargs or {}))
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from atorch.blocks import repeated_blocks
-from atorch.cost import ModelProfile
+from atorch.cost import AttentionKind, ModelProfile
 from atorch.distributed.rng import preserved_rng
 from atorch.elementwise import is_elementwise
 from atorch.errors import ArgumentError
@@ -101,9 +101,20 @@ def trace(
         optim_is_elementwise=make_optimizer is None or is_elementwise(optimizer),
         module_classes=_class_names([model]),
         block_classes=_class_names(repeated_blocks(model).values()),
+        attention=_attention(recorder, model),
         num_counts=num_counts,
         traced=traced,
     )
+
+
+def _attention(recorder: Recorder, model: nn.Module) -> AttentionKind:
+    if recorder.fused_attention:
+        return "fused"
+    # transformers' models say of their classes whether their attention can be exchanged.
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) or getattr(module, "_supports_sdpa", False):
+            return "replaceable"
+    return "written"
 
 
 def _class_names(models: Iterable[nn.Module]) -> frozenset[str]:

@@ -249,6 +249,37 @@ def test_attention_where_it_is_one_operation_and_where_it_is_not():
     assert fused.blocks[0].inside.saved_bytes < written.blocks[0].inside.saved_bytes - 4 * scores
 
 
+class WrittenOut(nn.Module):
+    """Attention by hand, as minGPT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            each.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in self.qkv(hidden).chunk(3, -1)
+        )
+        mixed = (query @ key.mT * HEAD_DIM**-0.5).softmax(-1) @ value
+        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_how_blocks_attend():
+    eager, batch = llama()
+    eager.set_attn_implementation("eager")
+    stream = torch.randn(BATCH, SEQ, HIDDEN)
+    written, encoder = (
+        trace(nn.Sequential(*blocks), stream, lambda model, batch: model(batch), lambda batch, output: output.sum())
+        for blocks in (
+            [WrittenOut() for _ in range(LAYERS)],
+            [nn.TransformerEncoderLayer(HIDDEN, HEADS, FFN, batch_first=True) for _ in range(LAYERS)],
+        )
+    )
+    assert [traced(each).attention for each in (llama(), gpt2(), (eager, batch))] == ["fused", "fused", "replaceable"]
+    assert (written.attention, encoder.attention) == ("written", "replaceable")
+    assert written.attention_flops, "products of activations"
+
+
 def test_selective_bytes_are_results_of_products_and_attention():
     block = traced(llama()).blocks[0]
     elements = 4 * BATCH * SEQ

@@ -15,7 +15,7 @@ from typing import ClassVar
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.divisible import uncuttable
+from atorch.auto.opt_lib.divisible import uncuttable, unmet_tokens
 from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.sample import on_samples
 from atorch.auto.opt_lib.structure import fp8_beside, need_parts_of_tokens
@@ -48,11 +48,13 @@ class ContextParallel(Method):
         return ("context",)
 
     def unfit(self, cost: Cost) -> str | None:
-        """Sequences are cut into one piece a process, two with load balance, and ulysses cuts these again."""
+        """Sequences are cut into one piece a process, two with load balance, ulysses cuts these again; and attention is
+        fused."""
         if cost.dtype == "float8":
             return fp8_beside(self.name)
         pieces = cost.size("context", "sequence") * (2 if self.load_balance else 1)
-        return uncuttable(cost.segments, pieces, self.name)
+        reason = unmet_tokens(cost) if cost.size("context") > 1 else None
+        return reason or uncuttable(cost.segments, pieces, self.name)
 
     def cost(self, cost: Cost) -> Cost:
         """The split. Out of order, the last of c processes has (2 c - 1) / c² of a causal triangle for its 1 / c."""

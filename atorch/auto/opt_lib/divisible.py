@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atorch.cost import Segment
+from atorch.cost import Cost, Segment
 
 
 def indivisible(segments: Sequence[Segment], size: int, what: str, *, experts: bool = False) -> str | None:
@@ -29,3 +29,11 @@ def uncuttable(segments: Sequence[Segment], size: int, what: str) -> str | None:
         if length % size:
             return f"{what} cuts sequences into {size} pieces, which does not divide their {length} tokens"
     return None
+
+
+def unmet_tokens(cost: Cost) -> str | None:
+    """Why tokens cannot be split inside of blocks: where they do not meet in fused attention; None if they do."""
+    if cost.attention == "fused":
+        return None
+    remedy = "add module_replace" if cost.attention == "replaceable" else "let their attention call it"
+    return f"blocks call no scaled_dot_product_attention, by which alone split tokens may meet; {remedy}"

@@ -7,7 +7,6 @@ backward; RMSNorm becomes one operation that keeps its input alone; users add th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -65,12 +64,19 @@ class ModuleReplace(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """Fewer operations, and attention weights that are not kept: a tenth of traffic and launches, empirically."""
-        return replace(cost, traffic_scale=0.9 * cost.traffic_scale, ops_scale=0.9 * cost.ops_scale)
+        chosen = [REPLACEMENTS[name] for name in self._chosen()]
+        fuses = cost.attention == "replaceable" and any(each.fuses_attention for each in chosen)
+        may_fuse = cost.attention == "written" and any(each.takes_config for each in chosen)  # a user's pair
+        return cost.but(
+            traffic_scale=0.9 * cost.traffic_scale,
+            ops_scale=0.9 * cost.ops_scale,
+            attention="fused" if fuses or may_fuse else cost.attention,
+        )
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
         """Where there is something to replace: attention that is written out, norms in Python, a user's pair."""
-        is_written_out = profile.attention_flops == 0 and any("Attention" in name for name in profile.module_classes)
+        is_written_out = profile.attention == "replaceable"
         has_own_norm = any(name.endswith("RMSNorm") and name != "RMSNorm" for name in profile.module_classes)
         if is_written_out or has_own_norm or any(REPLACEMENTS[name].takes_config for name in REPLACEMENTS):
             yield cls()

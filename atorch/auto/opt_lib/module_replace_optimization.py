@@ -47,6 +47,7 @@ class Replacement:
     supported_dtypes: frozenset[torch.dtype] = ALL_DTYPES
     by_default: bool = True
     takes_config: bool = False
+    fuses_attention: bool = False
     package: str | None = None  # without it this replaces nothing
 
 
@@ -177,8 +178,8 @@ def _on_device(function: Callable[[nn.Module, torch.device], SwapReport]) -> Rep
     return lambda model, device, config: function(model, device)
 
 
-REPLACEMENTS.add("attention_sdpa", Replacement(_whole_model(use_sdpa)))
-REPLACEMENTS.add("multihead_attention_sdpa", Replacement(_whole_model(fuse_multihead_attention)))
+REPLACEMENTS.add("attention_sdpa", Replacement(_whole_model(use_sdpa), fuses_attention=True))
+REPLACEMENTS.add("multihead_attention_sdpa", Replacement(_whole_model(fuse_multihead_attention), fuses_attention=True))
 REPLACEMENTS.add("rms_norm_fused", Replacement(_whole_model(fuse_rms_norms)))
 REPLACEMENTS.add("layer_norm_apex", Replacement(_on_device(fuse_layer_norms), package="apex.normalization"))
 REPLACEMENTS.add(

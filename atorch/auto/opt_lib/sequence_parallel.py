@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.divisible import indivisible, uncuttable
+from atorch.auto.opt_lib.divisible import indivisible, uncuttable, unmet_tokens
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sample import on_samples
 from atorch.auto.opt_lib.structure import fp8_beside, need_parts_of_tokens
@@ -52,13 +52,14 @@ class SequenceParallel(Method):
         return () if self.mode == "ulysses" else ("tensor_parallel",)
 
     def unfit(self, cost: Cost) -> str | None:
-        """Tokens are shared out evenly, and under ulysses heads as well, beside those of tensor."""
+        """Tokens are shared out evenly, under ulysses heads as well, beside those of tensor; and attention is fused."""
         if self.mode == "megatron":
             return uncuttable(cost.segments, cost.size("tensor", "context"), str(self))
         if cost.dtype == "float8":
             return fp8_beside(self.name)
-        heads = indivisible(cost.segments, cost.size("tensor", "sequence"), "tensor × sequence")
-        return heads or uncuttable(cost.segments, cost.size("sequence", "context"), self.name)
+        reason = unmet_tokens(cost) if cost.size("sequence") > 1 else None
+        reason = reason or indivisible(cost.segments, cost.size("tensor", "sequence"), "tensor × sequence")
+        return reason or uncuttable(cost.segments, cost.size("sequence", "context"), self.name)
 
     def cost(self, cost: Cost) -> Cost:
         """The split; what it sends follows from the products and the attention."""

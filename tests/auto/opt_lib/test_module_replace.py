@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from atorch.auto.opt_lib.module_replace import ModuleReplace
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS, register_replace_pair
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cost import AttentionKind
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError, StrategyError
+from tests.auto.opt_lib.splitting import PROFILE, cluster
 from tests.contract.job import arguments, make_model
 
 LINK = LinkSpec(bandwidth=1e9, latency_s=1e-6)
@@ -196,6 +199,11 @@ class TestConfiguration:
             named.unmet(CUDA)
         assert named.unmet(CPU) is None
         assert ModuleReplace().unmet(CUDA) is None
+
+
+def test_it_is_tried_where_attention_can_be_replaced() -> None:
+    profiles = [replace(PROFILE, attention=each) for each in get_args(AttentionKind)]
+    assert [list(ModuleReplace.choices(each, cluster())) for each in profiles] == [[], [ModuleReplace()], []]
 
 
 def test_by_default_attention_and_norms_are_replaced_and_the_rest_is_named(caplog: pytest.LogCaptureFixture) -> None:

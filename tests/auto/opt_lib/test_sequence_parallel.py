@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch import auto_accelerate, clip_grad_norm
+from atorch.auto.opt_lib.context_parallel import ContextParallel
+from atorch.auto.opt_lib.module_replace import ModuleReplace
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.cost import peak_memory
 from atorch.errors import AtorchError
@@ -71,6 +73,16 @@ def test_each_mode_has_its_axis_or_its_companion():
 def test_what_it_cannot_divide(method, axes, changes, reason):
     found = method.unfit(on_mesh(axes, segments=(replace(BLOCK, **changes),)))
     assert (found is None) if reason is None else (reason in found)
+
+
+def test_tokens_meet_in_fused_attention_alone():
+    written, replaceable = (on_mesh({"sequence": 4}, attention=each) for each in ("written", "replaceable"))
+    assert "scaled_dot_product_attention" in SequenceParallel().unfit(written)
+    assert "add module_replace" in SequenceParallel().unfit(replaceable)
+    assert SequenceParallel().unfit(ModuleReplace().cost(replaceable)) is None
+    assert "let their attention call it" in SequenceParallel().unfit(ModuleReplace().cost(written))
+    assert "scaled_dot_product_attention" in ContextParallel().unfit(on_mesh({"context": 4}, attention="written"))
+    assert MEGATRON.unfit(on_mesh({"tensor": 4}, attention="written")) is None, "attention has all tokens"
 
 
 def test_both_modes_are_tried():
