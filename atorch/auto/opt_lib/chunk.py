@@ -120,7 +120,7 @@ class Chunk(Method):
 
     def check_optimizer(self, ctx: Context) -> None:
         """No closure; and where processes share the chunks, an optimizer of single elements."""
-        need_no_closure(ctx, self.name)
+        need_no_closure(ctx, self.name, "train with ddp, or without chunk")
         if replicas(ctx) > 1:
             need_listed(ctx, self.name, ELEMENTWISE)
 

@@ -121,7 +121,7 @@ class Offload(Method):
     def check_optimizer(self, ctx: Context) -> None:
         """No closure where the host steps: it has its gradients from the device."""
         if self.optimizer:
-            need_no_closure(ctx, self.name)
+            need_no_closure(ctx, self.name, "leave out offload's optimizer")
 
     def apply(self, ctx: Context) -> Context:
         """Let blocks keep what they save on the host, and the optimizer step there; parameters fsdp has placed."""

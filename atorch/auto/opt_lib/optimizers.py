@@ -75,8 +75,10 @@ def need_listed(ctx: Context, name: str, kinds: Sequence[type[Optimizer]]) -> No
         )
 
 
-def need_no_closure(ctx: Context, name: str) -> None:
+def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or under autocast in bf16") -> None:
     """Raise where the optimizer steps by a closure, whose gradients method `name` would not see.
+
+    instead: what would do without another optimizer.
 
     Raises:
         StrategyError: always for such an optimizer.
@@ -87,6 +89,5 @@ def need_no_closure(ctx: Context, name: str) -> None:
     if optimizer is not None and needs_closure(optimizer):
         raise StrategyError(
             f"{name} works on gradients between backward and the optimizer's step, and {type(optimizer).__name__} "
-            "makes its own in a closure while it steps; train in fp32 or under autocast in bf16, or with an optimizer "
-            "that needs no closure"
+            f"makes its own in a closure while it steps; {instead}, or take an optimizer that needs no closure"
         )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.compiled import CompiledModules
@@ -72,6 +73,7 @@ class Operations:
         self._slots, self._gradients = slots, gradients
         self._nodes = Nodes()
         self._views: dict[int, set[int]] = {}  # by chunk: views that operations made and somebody holds
+        self._aliases: dict[str, list[TensorWeakRef]] = {}  # by parameter: `parameter.data` that somebody holds
         self._passes = 0  # forward passes under way
         self._gathered: dict[int, Tensor] | None = None
         self._foreseeing = False
@@ -117,6 +119,8 @@ class Operations:
         if special is not None:
             return special(*args)
         if not self._on_device(func, managed):
+            if func in _WITHOUT_GRADIENTS and isinstance(args[0], ChunkedParameter):
+                return self._alias(args[0])
             return self._run_on_host(func, args, kwargs)
         self._need(getattr(func, "__name__", str(func)), frozenset(each.home.name for each in managed))
         with self._saving(managed):
@@ -220,7 +224,7 @@ class Operations:
 
         def on_host(value: Any) -> Any:
             if isinstance(value, ChunkedParameter):
-                mine = self.host_value(value)
+                mine = self._alias(value)
                 replaced[id(mine)] = value
                 return mine
             if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
@@ -256,6 +260,31 @@ class Operations:
         if memory.spec.index not in self._gathered:
             self._gathered[memory.spec.index] = self._gather(memory)
         return memory.whole(self._gathered[memory.spec.index], slot)
+
+    def _alias(self, parameter: ChunkedParameter) -> Tensor:
+        """The same for users, who may hold it. What is written to it counts as a version of what the host keeps."""
+        mine, name = self.host_value(parameter).detach(), parameter.home.name
+        if self.chunks.group is None:
+            held = [alias for alias in self._aliases.get(name, ()) if alias() is not None]
+            self._aliases[name] = [*held, TensorWeakRef(mine)]
+        return mine
+
+    def _part_with_aliases(self, name: str) -> None:
+        """Let those who hold a parameter's data keep the values that it has: it is about to be assigned others.
+
+        Raises:
+            ArgumentError: they hold views of it, which cannot be found.
+        """
+        held = [alias for ref in self._aliases.get(name, ()) if (alias := ref()) is not None]
+        if any(alias._use_count() > 1 for alias in held):
+            raise ArgumentError(
+                f"{name}.data was assigned while a view of what it was is held (a slice, a transpose), which would "
+                "change with it: keep `parameter.data.clone()` and views of that, or `parameter.data.copy_(value)`"
+            )
+        kept = held[0].clone() if held else None
+        for alias in held:
+            alias.data = kept
+        self._aliases.pop(name, None)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -301,8 +330,13 @@ class Operations:
                 f"{parameter.home.name} was given data of {values.dtype} and shape {tuple(values.shape)}; it lies in a "
                 f"chunk as {parameter.dtype} and {tuple(parameter.shape)}: cast and resize before the chunks are made"
             )
+        if any(alias() is values for alias in self._aliases.get(parameter.home.name, ())):
+            return  # what it is already
+        self._part_with_aliases(parameter.home.name)
         self._write(parameter, values)
 
     def _write(self, parameter: Any, values: Tensor) -> None:
         memory = self.chunks.chunks[parameter.home.chunk]
+        if isinstance(values, ChunkedParameter):
+            values = values.home.operations.host_value(values)
         memory.write(self._slots[parameter.home.name], values.detach().expand(parameter.shape))

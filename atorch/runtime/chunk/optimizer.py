@@ -24,7 +24,7 @@ from torch import Tensor
 
 from atorch.elementwise import ELEMENTWISE, is_elementwise
 from atorch.errors import ArgumentError, CheckpointError
-from atorch.runtime.chunk.memory import ChunkSet
+from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.pieces import (
     RUN_NUMEL,
     Piece,
@@ -37,6 +37,7 @@ from atorch.runtime.chunk.pieces import (
 from atorch.runtime.chunk.saved_states import SHARE, divided, joined, merged, restore_master
 from atorch.runtime.chunk.states import FlatStates
 from atorch.runtime.host_threads import host_threads, tell_threads
+from atorch.runtime.optimizer_probe import needs_closure
 from atorch.runtime.stand_ins import MakeOptimizer, StandIns
 from atorch.runtime.wrapped_optimizer import dense_gradient
 
@@ -86,13 +87,15 @@ class ChunkOptimizer(StandIns):
     def step(self, closure: Any = None) -> Any:
         """Step on every parameter that has a gradient, and round what was stepped into the compute copies.
 
+        A closure is called before: torch's optimizers begin with that.
+
         Raises:
-            ArgumentError: a closure was given.
+            ArgumentError: a closure was given to an optimizer that may call it in the middle of a step.
         """
-        self._refuse(closure)
+        value = self._called(closure)
         live = [piece for piece in self._in_order if piece.slot.name in piece.chunk.has_gradient]
-        chunks = {piece.chunk.spec.index: piece.chunk for piece in live}
-        for chunk in chunks.values():
+        chunks = self._chunks_with_gradients()
+        for chunk in chunks:
             chunk.follow()
         factor = 1.0 / self._loss_scale()
         gradients = WideGradients(factor)
@@ -107,8 +110,9 @@ class ChunkOptimizer(StandIns):
                 if self._is_cut:
                     self._states.settle(run, self.inner.state)
         gradients.free()
-        for chunk in chunks.values():
+        for chunk in chunks:
             chunk.updated()
+        return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
@@ -260,6 +264,25 @@ class ChunkOptimizer(StandIns):
                     zip([piece.view for piece in pieces], divided(made, pieces, False), strict=True)
                 )
                 self._states.settle(pieces, self.inner.state)
+
+    def _called(self, closure: Any) -> Any:
+        """The loss that a closure gives; None without one."""
+        self._check(closure)
+        if closure is None:
+            return None
+        if self._at_once or needs_closure(self.inner):
+            raise ArgumentError(
+                f"{type(self).__name__}.step was given a closure, which {type(self.inner).__name__} may call in the "
+                "middle of its step, when what it has stepped is not in the chunks yet: compute the gradients before, "
+                "and call step() without it, or train with ddp or without chunk"
+            )
+        with torch.enable_grad():
+            return closure()
+
+    def _chunks_with_gradients(self) -> list[ChunkMemory]:
+        """Those that a step changes, the same on all processes: also where this one has nothing of what is stepped."""
+        places = [place for parameter in self._pieces if (place := self._chunks.place(parameter)) is not None]
+        return list({chunk.spec.index: chunk for chunk, slot in places if slot.name in chunk.has_gradient}.values())
 
     def _calls(
         self, live: Sequence[Piece], gradients: WideGradients, unmanaged: list[list[Tensor]]

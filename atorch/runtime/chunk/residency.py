@@ -66,6 +66,7 @@ class Residency:
             name: parameter.data for name, parameter in parameters.items()
         }  # what shows while values are away
         self._here: dict[int, Tensor] = {}  # by chunk, the least recently needed first: its buffer on the device
+        self._made: dict[int, int] = {}  # by chunk: at which count of the host's writes
         self._coming: dict[int, Wait] = {}
         self._at: dict[int, int] = {}  # the storage of a buffer → its chunk
         self._stays = frozenset(staying)
@@ -93,12 +94,14 @@ class Residency:
             OutOfBudgetError: there is no room for them, which can only be where a pass is not as it was foreseen.
         """
         step = self.course.next(operation, chunks)
+        for chunk in sorted(chunks):
+            self._drop_stale(chunk)
         if step is None:
             self._bring_on_demand(chunks)
         else:
             for chunk in step.evict:
                 self._drop(chunk)
-            for chunk in (*step.fetch, *step.prefetch):
+            for chunk in (*step.fetch, *step.prefetch, *sorted(chunks)):
                 self._fetch(chunk)
         for chunk in chunks:
             self._arrive(chunk)
@@ -120,6 +123,14 @@ class Residency:
         if chunk not in self._stays:
             memory.compute.copy_(self._here[chunk][memory.share])
         memory.follow()
+        self._made[chunk] = memory.writes
+
+    def _drop_stale(self, chunk: int) -> None:
+        """Drop a buffer of which the host has other values by now: a step, or somebody by hand, wrote them."""
+        memory = self.chunks.chunks[chunk]
+        memory.follow()
+        if chunk in self._here and self._made[chunk] != memory.writes:
+            self._drop(chunk)
 
     def _bring_on_demand(self, chunks: frozenset[int]) -> None:
         missing = [chunk for chunk in chunks if chunk not in self._here]
@@ -176,7 +187,7 @@ class Residency:
     def _show(self, chunk: int, buffer: Tensor) -> None:
         """A chunk's parameters have their values in `buffer`."""
         memory = self.chunks.chunks[chunk]
-        self._here[chunk] = buffer
+        self._here[chunk], self._made[chunk] = buffer, memory.writes
         self._at[buffer.untyped_storage()._cdata] = chunk
         for slot in memory.spec.slots:
             point(self._parameters[slot.name], memory.whole(buffer, slot))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,6 +16,7 @@ from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from tests.pool import Pool
 from tests.runtime.chunk.test_training import CPU, adam, fresh, needed, of_logits, tokens, train
 from tests.runtime.sharing import Awkward
 
@@ -23,12 +25,16 @@ def in_chunks(
     make: Callable[[], nn.Module] = Awkward,
     loss: Callable[[nn.Module, Tensor], Tensor] = of_logits,
     share: float = 0.25,
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[nn.Module, Operations, ChunkOptimizer]:
     """A model of whose parameters this share fits beside its activations."""
     model = fresh(make)
-    accesses = foreseen(model, tokens(0), loss, device_type="cpu")
+    if dtype is not None:
+        model.to(dtype)
+    accesses = foreseen(model, tokens(0), loss, device_type="cpu", dtype=dtype)
     others, parameters = needed(accesses, model)
-    operations = chunk(model, accesses, others + int(share * parameters), device=CPU)
+    operations = chunk(model, accesses, others + int(share * parameters), device=CPU, dtype=dtype, group=group)
     return model, operations, ChunkOptimizer(adam, model.parameters(), operations.chunks)
 
 
@@ -70,6 +76,75 @@ def test_what_is_written_outside_of_a_pass_is_computed_with() -> None:
         each.scale.data = torch.tensor(3.0)
         nn.init.ones_(each.blocks[1].norm.weight)
     assert torch.equal(model(tokens(0)), plain(tokens(0)))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_data_that_was_kept_is_put_back(dtype: torch.dtype | None) -> None:
+    (model, _, _), plain = in_chunks(dtype=dtype), fresh(Awkward)
+    plain.to(dtype or torch.float32)
+    for each in (model, plain):  # as averages of weights are evaluated
+        kept = [parameter.data for parameter in each.parameters()]
+        for parameter in each.parameters():
+            parameter.data = parameter.data * 0.5
+        each.halved = each(tokens(0)).detach()
+        for parameter, value in zip(each.parameters(), kept, strict=True):
+            parameter.data = value
+            parameter.data = parameter.data
+    assert torch.equal(model.halved, plain.halved)
+    assert torch.equal(model(tokens(0)), plain(tokens(0)))
+
+
+def test_what_is_written_through_data_is_computed_with_in_16_bits() -> None:
+    (model, _, _), plain = in_chunks(dtype=torch.bfloat16), fresh(Awkward).bfloat16()
+    for each in (model, plain):
+        each.mixer.weight.data.clamp_(-0.125, 0.125)
+    assert torch.equal(model(tokens(0)), plain(tokens(0)))
+
+
+def test_one_parameter_is_copied_to_another(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.blocks[1].up.weight.copy_(model.blocks[0].up.weight)
+    model.blocks[1].up.bias.data = model.blocks[0].up.bias
+    assert torch.equal(model.blocks[1].up.weight.detach(), model.blocks[0].up.weight.detach())
+    assert torch.equal(model.blocks[1].up.bias.detach(), model.blocks[0].up.bias.detach())
+
+
+def test_a_view_of_data_that_is_replaced_is_refused(model: nn.Module) -> None:
+    row = model.mixer.weight.data[1]
+    before = row.clone()
+    with pytest.raises(ArgumentError, match=r"mixer\.weight\.data was assigned while a view .* keep `parameter"):
+        model.mixer.weight.data = torch.zeros_like(model.mixer.weight)
+    assert torch.equal(row, before)
+    del row
+    model.mixer.weight.data = torch.zeros_like(model.mixer.weight)
+    assert not model.mixer.weight.data.any()
+
+
+def decay_first(model: nn.Module, batch: Tensor) -> Tensor:
+    decay = sum(each.square().sum() for each in model.parameters() if each.requires_grad)
+    return of_logits(model, batch) + 0.01 * decay
+
+
+def by_parts(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = F.linear(model.blocks[0](model.tokens(batch)), model.tokens.weight)
+    return F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+
+def beside_plain(rank: int, size: int, loss: Callable[[nn.Module, Tensor], Tensor]) -> list[list[float]]:
+    """Losses in chunks, and without; all processes have the same batches."""
+    reference = fresh(Awkward)
+    model, _, optimizer = in_chunks(share=1.0, group=dist.group.WORLD if size > 1 else None)
+    expected = train(reference, adam(reference.parameters()), tokens, loss)
+    return [train(model, optimizer, tokens, loss), expected]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("loss", [decay_first, by_parts])
+def test_outside_of_the_pass_weights_are_those_of_the_last_step(
+    pool: Pool, loss: Callable[[nn.Module, Tensor], Tensor], size: int
+) -> None:
+    for found, expected in [beside_plain(0, 1, loss)] if size == 1 else pool.run(beside_plain, loss):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_a_forward_pass_writes_stays() -> None:

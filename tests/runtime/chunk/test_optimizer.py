@@ -7,7 +7,21 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from atorch.errors import ArgumentError, CheckpointError, OutOfBudgetError
@@ -209,9 +223,29 @@ def test_the_state_of_other_groups_is_refused():
         other.load_state_dict(optim.state_dict())
 
 
-def test_closures_are_refused():
-    optim = train(adam, steps=1)[4]
-    with pytest.raises(ArgumentError, match="closure"):
+def test_a_closure_is_called_before_the_step():
+    plain, reference, net, chunks, optim = train(adam, steps=1)
+    gradients = random_gradients(plain, 1)
+
+    def of_plain():
+        assert torch.is_grad_enabled()
+        for name, parameter in plain.named_parameters():
+            parameter.grad = gradients.get(name)
+        return 1.0
+
+    def of_chunks():
+        assert torch.is_grad_enabled()
+        optim.zero_grad()
+        give_gradients(net, chunks, gradients)
+        return 1.0
+
+    assert reference.step(of_plain) == optim.step(of_chunks) == 1.0
+    assert_alike(plain, net, chunks)
+
+
+def test_a_closure_that_an_optimizer_calls_as_it_likes_is_refused():
+    optim = train(LBFGS, steps=0)[4]
+    with pytest.raises(ArgumentError, match="LBFGS may call in the middle of its step"):
         optim.step(lambda: 1.0)
 
 
