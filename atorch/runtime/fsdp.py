@@ -88,6 +88,7 @@ def shard(
 
     from atorch.runtime.fsdp_collectives import keep_order
     from atorch.runtime.fsdp_methods import keep_methods
+    from atorch.runtime.outside_forward import stand_for_sharded
     from atorch.runtime.sharded_parameter import make_plain_tensors, refuse_replaced
 
     device = _device(mesh)
@@ -138,6 +139,7 @@ def shard(
     refuse_replaced(module, before)
     make_plain_tensors(module)
     _reshard_without_gradients(module)
+    stand_for_sharded(module)
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
     module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
     return [owner.get_parameter(name) for owner, name in waiting]
@@ -180,7 +182,9 @@ def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool =
     """Raise for hooks on gradients: those of shards are reduced and put there without a call of them."""
     for name, parameter in parameters:
         # What runs once a gradient has been accumulated is called with shards, but is lost with what they replace.
-        if parameter._backward_hooks or (before and parameter._post_accumulate_grad_hooks):
+        with torch._C.DisableTorchFunctionSubclass():
+            has_hooks = parameter._backward_hooks or (before and parameter._post_accumulate_grad_hooks)
+        if has_hooks:
             raise ArgumentError(
                 f"{name} has a hook on its gradient, which would never be called: gradients are reduced to shards. "
                 "Change gradients between backward() and step(), or by a module's register_full_backward_hook; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -19,14 +20,21 @@ def _groups(state: Any) -> list[Any]:
 
 
 def is_gathered(module: Any) -> bool:
-    """Whether `module`, an FSDPModule, has whole parameters."""
-    return any(group.is_unsharded for group in groups_of(module))
+    """Whether `module`, an FSDPModule, has whole parameters, or shares them out among fewer processes for backward."""
+    return not all(group.is_sharded for group in groups_of(module))
+
+
+def show_sharded(group: Any) -> None:
+    """Let the modules of a group have its sharded parameters as attributes, whatever backward will begin with."""
+    for each in group.fsdp_params:
+        each._setattr_on_modules(each.sharded_param)
 
 
 def versions(module: Any) -> list[int]:
     """How often the shards of `module`, an FSDPModule, were written, in numbers that change with every write."""
     shards = [each.sharded_param for group in groups_of(module) for each in group.fsdp_params]
-    return [count for each in shards for count in (each._version, each._local_tensor._version)]
+    with torch._C.DisableTorchFunctionSubclass():
+        return [count for each in shards for count in (each._version, each._local_tensor._version)]
 
 
 def end_forward(module: Any, keep: bool = False) -> None:
@@ -46,7 +54,8 @@ def drop_unsharded_gradient(sharded: Any) -> None:
     """Let go of the gradient of a gathered parameter, and of what was added up of it."""
     vars(sharded)["unsharded_accumulated_grad"] = None  # torch 2.15 adds up in `grad`, and has a property of this name
     if (unsharded := vars(sharded).get("_unsharded_param")) is not None:
-        unsharded.grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # its own, and not that of the parameter that it stands for
+            unsharded.grad = None
 
 
 def reset(root: Any) -> None:

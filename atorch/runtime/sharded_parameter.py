@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.parameter import is_descriptive
+from atorch.runtime.outside_forward import Outside
 
 _FACTORIES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
@@ -49,7 +50,8 @@ def make_plain_tensors(root: nn.Module) -> None:
         return None
 
     root.register_forward_pre_hook(enter, with_kwargs=True)
-    root.register_forward_hook(lambda *_: _become(DTensor, sharded.values()), always_call=True)
+    _become(Outside, sharded.values())
+    root.register_forward_hook(lambda *_: _become(Outside, sharded.values()), always_call=True)
     root.register_state_dict_pre_hook(lambda *_: assigned.refuse())
 
 
@@ -79,7 +81,8 @@ class _Assigned:
 
 
 def _shell_and_shard(parameter: DTensor) -> tuple[int, Tensor]:
-    return parameter.untyped_storage()._cdata, parameter._local_tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.untyped_storage()._cdata, parameter._local_tensor
 
 
 def refuse_replaced(root: nn.Module, before: Mapping[str, nn.Parameter]) -> None:

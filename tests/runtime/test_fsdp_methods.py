@@ -16,7 +16,7 @@ from atorch.runtime.fsdp_groups import arrange, by_block, without_trainable
 from tests.pool import Pool
 from tests.runtime.sharing import VOCAB, make, param_groups, sgd, whole
 
-CLEARINGS = ["model", "submodule", "zeros", "optimizer"]
+CLEARINGS = ["model", "submodule", "zeros", "optimizer", "none by hand", "zeros by hand"]
 
 
 def cleared_between(rank: int, size: int, keep: bool, clearing: str) -> tuple[float, int]:
@@ -40,6 +40,13 @@ def cleared_between(rank: int, size: int, keep: bool, clearing: str) -> tuple[fl
                 part.zero_grad()
             if isinstance(each.scale.grad, Tensor):
                 each.scale.grad = None
+        elif clearing == "none by hand":
+            for parameter in each.parameters():
+                parameter.grad = None
+        elif clearing == "zeros by hand":
+            for parameter in each.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
         else:
             each.zero_grad(set_to_none=clearing == "model")
         loss.backward()

@@ -516,3 +516,18 @@ class TestKernels:
         logits, target = torch.randn(3, 5), torch.tensor([0, 7, 2])
         plain = nn.functional.cross_entropy(logits, target, ignore_index=7, label_smoothing=0.1, reduction="sum")
         assert torch.equal(model[0](logits, target), plain)
+
+
+@pytest.mark.parametrize("variant", [Variant(0.0, False), Variant(1.0, True)])
+def test_gradients_of_an_rms_norms_gradients_are_those_of_the_formula(variant: Variant) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*size, generator=generator).requires_grad_() for size in ((3, 8), (8,)))
+    norm = FusedRMSNorm(nn.Parameter(weight.detach()), 1e-6, variant)
+
+    def penalties(output: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (grad,) = torch.autograd.grad(output.sin().sum(), inputs[0], create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), inputs)
+
+    formula = torch.nn.functional.rms_norm(x, (8,), weight + variant.offset, 1e-6)
+    for mine, theirs in zip(penalties(norm(x), x, norm.weight), penalties(formula, x, weight), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)

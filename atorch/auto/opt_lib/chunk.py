@@ -25,7 +25,12 @@ from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.optimizers import need_listed, need_no_closure, replicas
-from atorch.auto.opt_lib.structure import need_dense_gradients, need_floating_parameters, need_own_storage
+from atorch.auto.opt_lib.structure import (
+    need_dense_gradients,
+    need_floating_parameters,
+    need_own_code,
+    need_own_storage,
+)
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -134,6 +139,7 @@ class Chunk(Method):
                     f"compile's mode {other.mode!r} records where parameters are, and chunk moves them; leave mode "
                     "out, or use 'max-autotune-no-cudagraphs'"
                 )
+        need_own_code(ctx, self.name)
         need_dense_gradients(ctx, self.name)
         need_floating_parameters(ctx, self.name)
         need_own_storage(ctx, self.name, torch.empty_like)

@@ -25,7 +25,7 @@ from atorch.auto.opt_lib.offload import parameters_on_host
 from atorch.auto.opt_lib.optimizers import need_same
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
-from atorch.auto.opt_lib.structure import changes_modules, need_dense_gradients, need_own_storage
+from atorch.auto.opt_lib.structure import changes_modules, need_dense_gradients, need_own_code, need_own_storage
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
 from atorch.cluster import ClusterSpec
@@ -36,6 +36,7 @@ from atorch.errors import StrategyError
 from atorch.runtime.fsdp import shard
 from atorch.runtime.fsdp1_arguments import knobs_of, names_within, wrapped_names
 from atorch.runtime.fsdp_groups import Group, arrange, by_block, by_size, without_trainable
+from atorch.runtime.outside_forward import step_as_ordinary
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -211,6 +212,7 @@ class Fsdp(Method):
         for part in () if named else ctx.parts:  # else names may mean what is not there yet, or is of another stage
             self._groups(part)
         ignored = () if named else [each for part in ctx.parts for each in self._ignored(part)]
+        need_own_code(ctx, self.name)
         need_dense_gradients(ctx, self.name, ignored)
         need_own_storage(ctx, self.name, lambda values: torch.chunk(values, 2), ignored)
 
@@ -245,6 +247,8 @@ class Fsdp(Method):
             )
         if ctx.compute_dtype is None and precision.param_dtype is not None:
             ctx = replace(ctx, compute_dtype=DTYPES[precision.param_dtype])
+        if (make := ctx.make_optimizer) is not None:
+            ctx = replace(ctx, make_optimizer=lambda groups: step_as_ordinary(make(groups)))
         return replace(ctx, on_host=(*ctx.on_host, *waiting))
 
     def _mesh(self, ctx: Context) -> DeviceMesh:

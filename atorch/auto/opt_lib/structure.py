@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -73,6 +74,17 @@ def need_own_storage(ctx: Context, name: str, func: Any, ignored: Iterable[nn.Pa
                         f"{name} cannot take {path} apart, whose values are in other tensors, as those of quantized "
                         f"weights are (it is of {kind}); quantize after training, or leave {name} out on one process"
                     ) from error
+
+
+def need_own_code(ctx: Context, name: str) -> None:
+    """Raise where a module is a ScriptModule, whose parameters the method `name` cannot put others in the place of."""
+    for part in ctx.parts:
+        for path, module in part.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise StrategyError(
+                    f"{name} cannot put parameters of its own into {path or 'the model'}, a ScriptModule; give the "
+                    "module that was scripted, or use ddp"
+                )
 
 
 def need_real_parameters(ctx: Context, name: str) -> None:

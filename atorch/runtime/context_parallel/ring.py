@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from atorch.errors import ArgumentError
 from atorch.runtime.context_parallel.balance import Deal, Meeting, Schedule, schedule
 from atorch.runtime.context_parallel.kernels import Attended, Part, accumulated, attend, gradients
+from atorch.runtime.first_order import first_order
 
 
 class Ring:
@@ -160,7 +160,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, own, out, logs = ctx.saved_tensors
         plan, kept, grad = ctx.plan, iter(ctx.kept), _dense(grad)

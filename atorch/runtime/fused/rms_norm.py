@@ -83,11 +83,14 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, cast_first: bool) -> torch.Tensor:
         scale = _scale(x, eps)
         ctx.save_for_backward(x, weight, scale)
+        ctx.eps = eps
         return _weighted(x, scale, weight, cast_first)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of this gradient passes through the scale, too
+            scale = _scale(x, ctx.eps)
         normalized = x.float() * scale
         grad = grad.float()
         grad_x = grad_weight = None

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from atorch.errors import ArgumentError
+from atorch.runtime.first_order import first_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class _Scatter(torch.autograd.Function):
         return share.part(x, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         share: Share = ctx.share
         if share.averaged:

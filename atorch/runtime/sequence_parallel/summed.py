@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from atorch.runtime.first_order import first_order
 from atorch.runtime.sequence_parallel.share import Share
 
 
@@ -27,7 +27,7 @@ class _GatherTokens(torch.autograd.Function):
         return share.all_gather(x, dim)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(grad, ctx.share, ctx.dim), None, None
 
@@ -39,7 +39,7 @@ class _ScatterSum(torch.autograd.Function):
         return _reduce_scatter(x, share, dim)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.share.all_gather(grad, ctx.dim), None, None
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from atorch.runtime.first_order import first_order
 
 
 class _Fork(torch.autograd.Function):
@@ -28,7 +29,7 @@ class _Fork(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from atorch.runtime.first_order import first_order
 from atorch.runtime.tensor_parallel.collectives import fork, reduce
 from atorch.runtime.tensor_parallel.columns import Columns
 
@@ -46,7 +46,7 @@ class _Rows(torch.autograd.Function):
         return total, *met[:, 1:].sum(0).unbind()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         part, total, own, others, weight = ctx.saved_tensors
         of_total, *rest = (each.unsqueeze(-1) for each in grads)

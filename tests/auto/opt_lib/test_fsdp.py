@@ -471,3 +471,11 @@ def test_quantized_weights_are_named(name: str) -> None:
         StrategyError, match=rf"{name} cannot take 0.weight apart, .*Int8Tensor.*quantize after training"
     ):
         auto_accelerate(model, torch.optim.SGD, [torch.ones(32)] * 4, lambda b, o: o.sum(), load_strategy=[name])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["fsdp", "zero2", "chunk"])
+def test_scripted_modules_are_named(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(StrategyError, match=rf"{name} cannot put parameters of its own into 1, a ScriptModule"):
+        auto_accelerate(model, torch.optim.SGD, [torch.ones(4)] * 4, lambda b, o: o.sum(), load_strategy=[name])

@@ -1,0 +1,34 @@
+"""Gradients that have no gradients: those of functions that communicate, or whose inputs backward frees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from atorch.errors import ArgumentError
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward` of an autograd function that splits or joins what processes have, which names what it cannot do."""
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def named(ctx: Any, *grads: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            refuse_second_order("what is split over processes (tensor, sequence, context)")
+        return once(ctx, *grads)
+
+    return named
+
+
+def refuse_second_order(under: str) -> None:
+    """In a backward pass, raise where it is asked for a graph of its own."""
+    if torch.is_grad_enabled():
+        raise ArgumentError(
+            f"create_graph=True was given, and gradients of gradients, as a gradient penalty needs them, are beyond "
+            f"{under}; train with ddp or zero1, which compute them"
+        )

@@ -1,0 +1,269 @@
+"""Parameters of a sharded model while it does not run: each is the one that the optimizer has.
+
+What FSDP2 keeps gathered for backward it also leaves in the modules, copies that may be of 16 bits. Until backward
+begins such a copy stands for its sharded parameter: its gradient is that one's, and what is read or written of it is
+read and written there, except beside plain tensors, as in `F.linear(hidden, model.head.weight)`, whose gradients
+join those of forward.
+
+A number that was computed of sharded parameters, such as a penalty, is made plain where it meets a loss. What else
+would mix shards with plain tensors is named.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from atorch.errors import ArgumentError
+from atorch.runtime.first_order import refuse_second_order
+from atorch.runtime.fsdp_state import groups_of, show_sharded
+from atorch.runtime.nested import map_leaves
+
+_TENSOR: Any = Tensor
+_FLATTENING = frozenset(getattr(_TENSOR, name) for name in ("flatten", "ravel", "reshape", "view", "view_as"))
+
+
+class Outside(DTensor):
+    """A sharded parameter while its model does not run, or what was computed of one."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Join a loss as a plain number; do everything else as ever."""
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An ordinary DTensor."""
+        return self._as_ordinary(Tensor.__deepcopy__, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Travels as an ordinary DTensor."""
+        return self._as_ordinary(Tensor.__reduce_ex__, protocol)
+
+    def _as_ordinary(self, method: Any, *args: Any) -> Any:
+        self.__class__ = DTensor  # type: ignore[assignment]
+        try:
+            return method(self, *args)
+        finally:
+            self.__class__ = Outside
+
+
+class _Stands:
+    """What a gathered parameter has that stands for its sharded one."""
+
+    __slots__ = ()
+    sharded: Callable[[], Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run `func` on the sharded parameter, unless it computes with plain tensors."""
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The sharded one's."""
+        return self.sharded().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The sharded one's."""
+        return self.sharded().__reduce_ex__(protocol)
+
+
+class _Whole(_Stands, nn.Parameter):
+    """A gathered parameter."""
+
+    __slots__ = ()
+
+
+class _Part(_Stands, DTensor):
+    """A gathered parameter under tensor parallelism: a part, of which shards were made."""
+
+    __slots__ = ()
+
+
+def step_as_ordinary(optim: Any) -> Any:
+    """`optim`, in whose steps sharded parameters are ordinary DTensors: nothing mixes there, and steps are faster."""
+    outside: list[Any] = []
+
+    def before(*_: Any) -> None:
+        outside[:] = [each for group in optim.param_groups for each in group["params"] if type(each) is Outside]
+        for each in outside:
+            each.__class__ = DTensor
+
+    def after(*_: Any) -> None:
+        for each in outside:
+            if type(each) is DTensor:
+                each.__class__ = Outside
+        outside.clear()
+
+    if isinstance(optim, torch.optim.Optimizer):
+        optim.register_step_pre_hook(before)
+        optim.register_step_post_hook(after)
+    return optim
+
+
+_STANDING: Mapping[type[Any], type[Any]] = {nn.Parameter: _Whole, DTensor: _Part}
+
+
+def stand_for_sharded(root: nn.Module) -> None:
+    """Let what is gathered of `root` stand for the sharded parameters except in forward and backward."""
+    between = _Between(root)
+    root.register_forward_pre_hook(lambda *_: between.end(), prepend=True)
+    root.register_forward_hook(between.watch, prepend=True)  # before FSDP2's, which backward then calls after it
+    root.register_forward_hook(lambda *_: between.begin(), always_call=True)
+
+
+class _Between:
+    """What stands for sharded parameters, freed or not: an optimizer may hold it since it was gathered."""
+
+    def __init__(self, root: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        modules: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self._groups = [group for module in modules for group in groups_of(module)]
+        self._standing: list[Any] = []
+        for module in modules:
+            module.unshard = partial(self._unshard, module.unshard)
+
+    def begin(self) -> None:
+        """After forward and backward."""
+        self.end()
+        for group in self._groups:
+            for each in group.fsdp_params:
+                self._put(vars(each).get("_unsharded_param"), each.sharded_param)
+            if not (group.is_sharded or group.is_unsharded):  # but spread over fewer processes
+                show_sharded(group)
+
+    def _put(self, gathered: Any, sharded: Any) -> None:
+        if (kind := _STANDING.get(type(gathered))) is not None:  # else a fake, or a kind of tensor of its own
+            gathered.sharded = weakref.ref(sharded)
+            gathered.__class__ = kind
+            self._standing.append(gathered)
+
+    def end(self) -> None:
+        """Before forward and backward."""
+        for gathered in self._standing:
+            gathered.__class__ = DTensor if isinstance(gathered, _Part) else nn.Parameter
+        self._standing.clear()
+
+    def _unshard(self, unshard: Any, async_op: bool = False) -> Any:
+        """FSDP2's method, by which a user asks for what is gathered."""
+        self.end()
+        return unshard(async_op)
+
+    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Be told when the backward of a forward pass begins."""
+
+        def each(leaf: Any, _: str) -> Any:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin_backward)
+            return leaf
+
+        if torch.is_grad_enabled():
+            map_leaves(each, output)
+
+    def _begin_backward(self, _: Tensor) -> None:
+        refuse_second_order("fsdp and zero2, which free in backward what forward has gathered")
+        if not self._standing:
+            return
+        of = [(gathered, gathered.sharded()) for gathered in self._standing]
+        self.end()
+        for gathered, sharded in of:
+            if sharded is not None and gathered.requires_grad != sharded.requires_grad:
+                gathered.requires_grad_(sharded.requires_grad)  # frozen since forward
+        torch.autograd.Variable._execution_engine.queue_callback(self.begin)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch._C._current_graph_task_id() != -1:  # FSDP2's own, or forward once more
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return _read(args[0], func(*map(_sharded, args)))
+        given = tree_leaves((args, kwargs))
+        first = next((_sharded(each) for each in given if isinstance(each, (Outside, _Stands))), None)
+        if first is None:  # in a container that nobody looks into
+            return func(*args, **kwargs)
+        if name in vars(first):  # a factory: `make_plain_tensors`
+            return vars(first)[name](*args[1:], **kwargs)
+        plain = [each for each in given if isinstance(each, Tensor) and not isinstance(each, (DTensor, _Stands))]
+        joins = not _writes(name, kwargs) and any(each.dim() or each.requires_grad for each in plain)
+        if joins and func is torch.autograd.grad:
+            raise ArgumentError(
+                f"torch.autograd.grad was asked for the gradient of {first.path}, which is sharded: its gradient comes "
+                "to the shards by loss.backward() alone; call that, and read parameter.grad"
+            )
+        args, kwargs = tree_map(partial(_joined if joins else _sharded), (args, kwargs))
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            _explain(error, func, first.path, tree_leaves((args, kwargs)))
+            raise
+        return tree_map(partial(_read, first), result) if torch.is_grad_enabled() else result
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function changes what it is given: `add_`, `__iadd__`, `__setitem__`, `out=`."""
+    is_operator = name.startswith("__") and name.endswith("__")
+    return name[2:5] in ("set", "del") or name[2] == "i" if is_operator else name.endswith("_") or "out" in kwargs
+
+
+def _sharded(value: Any) -> Any:
+    return value.sharded() if isinstance(value, _Stands) else value
+
+
+def _joined(value: Any) -> Any:
+    """As it meets plain tensors: a gathered parameter as it is, a number whole."""
+    if isinstance(value, _Whole) and not value.untyped_storage().size():  # it was freed
+        return value.sharded()
+    if not isinstance(value, Outside) or value.dim():
+        return value
+    whole = value.full_tensor()
+    return _AtOnce.apply(whole.detach().requires_grad_(), [whole]) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+
+
+class _AtOnce(torch.autograd.Function):
+    """A number whose gradient reaches the shards before FSDP2's streams, which nobody waits for, write theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, whole: list[Tensor]) -> Tensor:
+        ctx.whole = whole
+        return number.view_as(number)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        torch.autograd.backward(ctx.whole, [gradient], retain_graph=True)
+        return None, None
+
+
+def _read(of: Any, value: Any) -> Any:
+    """What was computed of a parameter for a gradient meets plain tensors no more than it does."""
+    if type(value) is DTensor and value.requires_grad:
+        value.path = _sharded(of).path  # type: ignore[attr-defined]
+        value.__class__ = Outside
+    return value
+
+
+def _explain(error: RuntimeError, func: Any, path: str, given: Iterable[Any]) -> None:
+    """Raise `error` in words of the user's where shards met plain tensors, or cannot be laid out."""
+    tensors = [each for each in given if isinstance(each, Tensor)]
+    whole = [isinstance(each, DTensor) for each in tensors]
+    if func in _FLATTENING:
+        raise ArgumentError(
+            f"{path} is sharded, and its shards cannot be laid out as {func.__name__}() asks: take "
+            "parameter.full_tensor(), which all processes must call"
+        ) from error
+    if any(whole) and not all(whole):
+        raise ArgumentError(
+            f"{path} is sharded while its model does not run, and {func.__name__} takes it beside plain tensors. Call "
+            "the model itself (an argument may tell its forward what to compute), take parameter.full_tensor(), or "
+            f"keep it whole: atorch_ignored_cls=({path!r},)"
+        ) from error
