@@ -264,8 +264,19 @@ class ShardedOptimizer(WrappedOptimizer):
         self._states.update({param: {} for param in params if param not in self._states})
         self._states.update({origin(each)[0]: state for each, state in self.inner.state.items()})
 
+    def _follow_states(self) -> None:
+        """Let the inner optimizer lose the states that users took out of `state`, and have those that they put in."""
+        self._states = self.state
+        for each in list(self.inner.state):
+            state = self._states.get(origin(each)[0])
+            if state:
+                self.inner.state[each] = state
+            else:
+                del self.inner.state[each]
+
     @contextmanager
     def _share_shown(self) -> Iterator[None]:
+        self._follow_states()
         for piece in self._slices:
             follow(piece)
         _show(self.inner, self._mine)

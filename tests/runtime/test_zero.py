@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -52,6 +53,43 @@ def trained(rank: int, size: int, backend: str, name: str, accumulate: int) -> f
         optim = optim or ShardedOptimizer(groups, sgd, world())
     train(model, optim, rank, size, accumulate)
     return deviation(model, name, accumulate)
+
+
+def clear(optim: torch.optim.Optimizer) -> None:
+    optim.state.clear()
+
+
+def replace(optim: torch.optim.Optimizer) -> None:
+    optim.state = defaultdict(dict)
+
+
+def put(optim: torch.optim.Optimizer) -> None:
+    for param, state in optim.state.items():
+        if state:
+            optim.state[param] = {"momentum_buffer": torch.zeros_like(state["momentum_buffer"])}
+
+
+def wiped(rank: int, size: int) -> list[float]:
+    found = []
+    for wipe in (clear, replace, put):
+        weights = []
+        for optimizer in (sgd, lambda groups: ShardedOptimizer(groups, sgd, world())):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+            optim = optimizer(list(model.parameters()))
+            for step in range(4):
+                if step == 2:
+                    wipe(optim)
+                for param in model.parameters():
+                    param.grad = torch.full_like(param, 1.0 + step)
+                optim.step()
+            weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+        found.append(float((weights[0] - weights[1]).abs().max()))
+    return found
+
+
+def test_states_that_are_taken_away_are_gone(pool: Pool) -> None:
+    assert max(max(each) for each in pool.run(wiped)) == 0.0
 
 
 @pytest.mark.parametrize("name", ["awkward", "llama"])
