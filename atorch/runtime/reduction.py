@@ -48,7 +48,7 @@ class Reduction:
             return nullcontext() if self._each else self._held_by_fsdp()
         if self._no_sync is not None and not now:
             return self._no_sync()
-        return nullcontext()
+        return self._reducing() if self._replicas is not None else nullcontext()
 
     def forward(self) -> AbstractContextManager[None]:
         """A forward pass whose backward comes later, maybe after that of others."""
@@ -96,6 +96,16 @@ class Reduction:
                 for group in groups_of(module):
                     for sharded in group.fsdp_params:  # reset_iter_state leaves these, against its documentation
                         drop_unsharded_gradient(sharded)
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """Also within the user's own `no_sync`: what is handed over unreduced, no later pass would reduce."""
+        assert self._replicas is not None
+        before, self._replicas.require_backward_grad_sync = self._replicas.require_backward_grad_sync, True
+        try:
+            yield
+        finally:
+            self._replicas.require_backward_grad_sync = before
 
     @contextmanager
     def _held_by_fsdp(self) -> Iterator[None]:

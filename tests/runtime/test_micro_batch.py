@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -318,6 +319,25 @@ def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(po
             assert calls.count("_reduce_scatter_base_") + calls.count("reduce_scatter_tensor") == calls_of_two, calls
         else:
             assert sent == 4 * num_bytes
+
+
+def in_the_users_no_sync(rank, size):
+    model = Net()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    loss_func = MicroBatched(wrapped, mse, size=2)
+    for shift, context in ((0, wrapped.no_sync()), (10, nullcontext())):
+        batch = make_batch(5, seed=rank + shift)
+        with context:
+            loss_func(batch, wrapped(batch["tokens"])).backward()
+    return gradients(model)
+
+
+def test_nothing_is_left_unreduced_in_the_users_no_sync(pool):
+    plain = Net()
+    for seed in (0, 1, 10, 11):
+        (mse(make_batch(5, seed), plain(make_batch(5, seed)["tokens"])) / 2).backward()
+    for mine in pool.run(in_the_users_no_sync):
+        close(mine, gradients(plain), 1e-5)
 
 
 def test_ranks_find_a_size_together(pool):
