@@ -17,12 +17,14 @@ from torch.utils.data import DataLoader
 
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
+from atorch.cost.splits import REPLICA_AXES
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.runtime.clip import add_clipping
 from atorch.runtime.loader import shares_out
 from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
+from atorch.runtime.parameter_groups import keep_to
 from atorch.runtime.rank_weight import RankWeight, RankWeighted, num_counts
 
 if TYPE_CHECKING:
@@ -159,6 +161,8 @@ class Context:
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale, self.layout))
         add_clipping(built.model)
+        if built.optim is not None and self.mesh is not None and self.mesh.size(*REPLICA_AXES) > 1:
+            keep_to(built.model, built.optim)
         scheduler = None
         if self.make_scheduler is not None and built.optim is not None:
             scheduler = self.make_scheduler(built.optim)

@@ -19,6 +19,7 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, shown
 from atorch.runtime.loader import make_loader, to_device
 from atorch.runtime.optimizer_probe import small
+from atorch.runtime.parameter_groups import in_group, is_group, need_own
 
 InputFormat = Literal["unpack_sequence", "unpack_dict"]
 
@@ -268,7 +269,7 @@ def _param_groups(
             return known
         made = [_listed(entry) for part in parts for entry in _entries(func(part))]
         _check_own(made, known)
-        if parts[0] is model and not any(map(_in_group, made)):
+        if parts[0] is model and not any(map(in_group, made)):
             raise ArgumentError(
                 "optim_param_func gave no parameters, so nothing would be trained; give those of the model that it is "
                 "called with, anew in each call"
@@ -280,7 +281,7 @@ def _param_groups(
 
 def _entries(given: Any) -> Iterable[Any]:
     if not isinstance(given, Iterable) or isinstance(given, (torch.Tensor, nn.Module, Mapping, str)):
-        meant = f"; give [{{'params': …}}], a list of groups, for {shown(given, 40)}" if _is_group(given) else ""
+        meant = f"; give [{{'params': …}}], a list of groups, for {shown(given, 40)}" if is_group(given) else ""
         raise ArgumentError(
             f"optim_param_func returned {shown(given)}; it returns an iterable of the model's parameters, or of groups "
             f"such as {{'params': [weight], 'lr': 1e-4}}{meant}"
@@ -288,42 +289,27 @@ def _entries(given: Any) -> Iterable[Any]:
     return given
 
 
-def _is_group(entry: object) -> bool:
-    return isinstance(entry, Mapping) and "params" in entry
-
-
 def _listed(entry: Any) -> Any:
     """An entry of parameter groups, the user's dicts and generators copied so that they can be read twice."""
-    if not _is_group(entry):
+    if not is_group(entry):
         return entry
     held = entry["params"]
     return {**_own_tensors(entry), "params": [held] if isinstance(held, torch.Tensor) else list(held)}
-
-
-def _in_group(group: Any) -> list[Any]:
-    """What is in a group, or stands without one, without the names that may stand beside parameters."""
-    entries = group["params"] if _is_group(group) else [group]
-    return [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in entries]
 
 
 def _check_own(groups: Iterable[Any], known: Iterable[nn.Parameter]) -> None:
     """Parameters of another module would not be reduced, and ones kept from before may have been replaced."""
     own, seen = set(map(id, known)), set[int]()
     for group in groups:
-        given = _in_group(group)
+        given = in_group(group)
         for parameter in given:
             if not isinstance(parameter, torch.Tensor):
                 raise ArgumentError(
                     f"optim_param_func gave {shown(parameter)}; it gives parameters of the model, or groups of them, "
                     "such as {'params': [model.weight], 'lr': 1e-4}"
                 )
-            if id(parameter) not in own:
-                raise ArgumentError(
-                    f"optim_param_func gave a parameter of shape {tuple(parameter.shape)} that the model does not have "
-                    "(any more: a strategy may replace parameters); take them from the model that it is called with, "
-                    "and make what else is to be trained a submodule of it"
-                )
-            if id(parameter) in seen and _is_group(group):
+            need_own(parameter, own, "optim_param_func gave", "the model that it is called with")
+            if id(parameter) in seen and is_group(group):
                 raise ArgumentError(
                     f"optim_param_func gave a parameter of shape {tuple(parameter.shape)} in two groups, where it "
                     "would be stepped twice; leave it out of one"

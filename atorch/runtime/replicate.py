@@ -7,12 +7,13 @@ of the gradients, bucket by bucket, hidden behind the rest of backward.
 torch's averages what the first backward pass after each forward pass gives, and lets others go unseen: a second one
 with `retain_graph`, that of another output, of the first of two forward passes, of a method or a submodule that was
 called by itself, and whatever parameters get that were frozen when it was made. These are averaged here when such a
-pass ends, in calls of their own.
+pass ends, in calls of their own. Gradients that no backward pass has left, but the user, as from `torch.autograd.grad`,
+are averaged before the optimizer steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,16 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from atorch.distributed.collectives import agreed
 from atorch.distributed.dense_parts import dense_parts, is_dense
 from atorch.distributed.description import described_call
 from atorch.runtime.buckets import average, broadcast
+from atorch.runtime.parameter_groups import TakesParameters
 from atorch.runtime.weak_method import weakly
+from atorch.runtime.wrapped_optimizer import before_steps
 from atorch.runtime.wrapper import Wrapper
 
 
-class Replicated(Wrapper):
+class Replicated(TakesParameters, Wrapper):
     """DistributedDataParallel that speaks the user's names: no `module.` before a parameter, attributes reachable.
 
     It has one and is none: torch.distributed.checkpoint knows one by its type, and insists on names with `module.`.
@@ -51,7 +55,7 @@ class Replicated(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; backward through it averages gradients."""
-        self._unseen.look_for_unfrozen()
+        self._unseen.begin_forward()
         output = self.replicas(*args, **kwargs)
         if torch.is_grad_enabled() and self.replicas.require_backward_grad_sync:
             self._unseen.expect()
@@ -66,6 +70,10 @@ class Replicated(Wrapper):
         """Inside, backward passes add gradients up without averaging them."""
         return self.replicas.no_sync()
 
+    def take_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Average the gradients of parameters that the module was given since it was wrapped, too."""
+        self._unseen.take(parameters)
+
 
 class _Unseen:
     """Averages the gradients that DistributedDataParallel does not see, when the backward pass that gave them ends."""
@@ -73,9 +81,10 @@ class _Unseen:
     def __init__(self, replicas: DistributedDataParallel) -> None:
         self._replicas = replicas
         self._seen = self._is_running = False  # whether torch waits for the next backward pass; whether one runs
-        self._known = [each for each in replicas.module.parameters() if each.requires_grad]
-        self._frozen = [each for each in replicas.module.parameters() if not each.requires_grad]
-        self._unfrozen: list[nn.Parameter] = []
+        self._has_run = False  # one, since the last step
+        self._known: list[torch.Tensor] = [each for each in replicas.module.parameters() if each.requires_grad]
+        self._frozen: list[torch.Tensor] = [each for each in replicas.module.parameters() if not each.requires_grad]
+        self._unfrozen: list[torch.Tensor] = []
         for parameter in self._known:
             parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
 
@@ -83,14 +92,27 @@ class _Unseen:
         """torch averages what the next backward pass gives."""
         self._seen, self._is_running = True, False  # a pass that raised has not ended
 
-    def look_for_unfrozen(self) -> None:
-        """Watch parameters that have been unfrozen since the last forward pass."""
+    def begin_forward(self) -> None:
+        """Watch parameters that have been unfrozen since the last one; forget a backward pass that was cleared."""
+        if self._has_run and torch.is_grad_enabled():
+            self._has_run = any(each.grad is not None for each in (*self._known, *self._unfrozen))
         found = [each for each in self._frozen if each.requires_grad]
         if found:
             self._frozen = [each for each in self._frozen if not each.requires_grad]
-            self._unfrozen += found
-            for parameter in found:
-                parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
+            self._watch(found)
+
+    def take(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch parameters that the module was given since, and let them be equal on all ranks."""
+        old = set(map(id, (*self._known, *self._frozen, *self._unfrozen)))
+        new = [each for each in parameters if id(each) not in old]
+        broadcast([(0, new)], self._replicas.process_group)
+        self._frozen += [each for each in new if not each.requires_grad]
+        self._watch([each for each in new if each.requires_grad])
+
+    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._unfrozen += parameters
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if not self._is_running:
@@ -99,13 +121,29 @@ class _Unseen:
 
     def _end(self) -> None:
         missed = self._unfrozen if self._seen else [*self._known, *self._unfrozen]
-        self._seen = self._is_running = False
+        self._seen, self._is_running, self._has_run = False, False, True
         if missed and self._replicas.require_backward_grad_sync:
             # What was averaged before stays as it is, since averages are the same everywhere.
             average_gradients(missed, self._replicas.process_group)
 
+    def before_step(self, *_: object) -> None:
+        """Average what is there without a backward pass; what one has left, users may edit as they like."""
+        by_hand, self._has_run = not self._has_run, False
+        if by_hand and any(each.grad is not None for each in self._replicas.module.parameters()):
+            average_gradients(list(self._replicas.module.parameters()), self._replicas.process_group)
 
-def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+
+def average_before_steps(optimizer: Optimizer | None, models: Iterable[nn.Module]) -> None:
+    """Let the steps of `optimizer` find gradients averaged that were assigned by hand, as from `torch.autograd.grad`.
+
+    models: what `replicate` made.
+    """
+    for model in models:
+        if isinstance(model, Replicated):
+            before_steps(optimizer, weakly(model._unseen.before_step))
+
+
+def average_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Average `.grad` over the ranks of a group, where any of them has one; one that has none counts as zero."""
     device = parameters[0].device
     has = torch.tensor([each.grad is not None for each in parameters], dtype=torch.uint8, device=device)

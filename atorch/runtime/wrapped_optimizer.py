@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,6 +71,13 @@ class WrappedOptimizer(Optimizer):
                 f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "
                 "precision than the optimizer. Train in fp32, or with an optimizer that needs no closure"
             )
+
+
+def before_steps(optimizer: Optimizer | None, work: Callable[..., None]) -> None:
+    """Call `work` before each step of `optimizer`, if it is one that can be told to."""
+    # What hooks are kept in is made by a constructor that a stranger's class may not call.
+    if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        optimizer.register_step_pre_hook(work)
 
 
 def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:

@@ -119,6 +119,20 @@ def test_a_models_own_method_stays(pool: Pool) -> None:
         assert float(norm) == pytest.approx(expected, rel=1e-5)
 
 
+def added(rank: int, size: int, strategy: list[Any]) -> str:
+    """What is said of a group of parameters that the model does not have."""
+    result, _ = made(Net(), strategy)
+    with pytest.raises(ArgumentError) as error:
+        result.optim.add_param_group({"params": nn.Linear(3, 3).parameters()})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", [["ddp"], ["fsdp"]], ids=["ddp", "fsdp"])
+def test_parameters_that_the_model_does_not_have_cannot_be_added(pool: Pool, strategy: list[Any]) -> None:
+    for said in pool.run(added, strategy):
+        assert said.startswith("optim.add_param_group was given a parameter of shape (3, 3) that the model does not")
+
+
 def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[str, bool, bool]]:
     """What trains or not, before and after a step, where the module at `path` is in eval mode from the start."""
     model = Net()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch.runtime.replicate import Replicated, replicate
+from atorch.runtime import replicate as module
+from atorch.runtime.replicate import Replicated, average_before_steps, replicate
 from tests.pool import Pool
 from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train
 
@@ -200,3 +202,74 @@ def gradients_of_passes(rank: int, size: int, name: str, find_unused: bool) -> f
 @pytest.mark.parametrize("name", PASSES)
 def test_every_backward_pass_averages(pool: Pool, name: str, find_unused: bool) -> None:
     assert max(pool.run(gradients_of_passes, name, find_unused)) <= 1e-6
+
+
+def assigned(model: Any, x: torch.Tensor) -> None:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(model(x).square().mean(), parameters)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient
+
+
+def edited(model: Any, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.grad = 2 * parameter.grad
+
+
+def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
+    """How far parameters are from those of the whole batch, and when gradients were averaged beside backward."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 3)
+    replicas = replicate(model, world(), CPU)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    average_before_steps(optims[1], [replicas])
+    ordinary(replicas, x)
+    optims[1].zero_grad()  # a pass that is thrown away
+    averaged = []
+    with mock.patch.object(module, "average_gradients", wraps=module.average_gradients) as average:
+        for backward in (assigned, edited, ordinary, assigned):
+            backward(whole, x)
+            backward(replicas, x[rank::size])
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+            averaged.append(average.call_count)
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs), averaged
+
+
+def test_gradients_by_hand_are_averaged_before_a_step(pool: Pool) -> None:
+    for off, averaged in pool.run(steps_by_hand):
+        assert off <= 1e-6
+        assert averaged == [1, 1, 1, 2]
+
+
+def grown(rank: int, size: int) -> float:
+    """How far parameters are from those of the whole batch, where a layer was put into the model later."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 3)
+    replicas: Any = replicate(model, world(), CPU)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    torch.manual_seed(3 + rank)
+    whole.body, model.body = (nn.Sequential(each.body, nn.Linear(4, 4)) for each in (whole, model))
+    replicas.take_parameters(model.body.parameters())
+    whole.body.load_state_dict(model.body.state_dict())
+    for each, optim in zip((whole, model), optims, strict=True):
+        optim.add_param_group({"params": each.body[1].parameters()})
+    for backward in (ordinary, a_method, ordinary):
+        backward(whole, x)
+        backward(replicas, x[rank::size])
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+def test_parameters_that_come_later_are_averaged(pool: Pool) -> None:
+    assert max(pool.run(grown)) <= 1e-6

@@ -13,14 +13,14 @@ from typing import ClassVar
 from pydantic import Field
 from typing_extensions import Self
 
-from atorch.auto.context import Context
+from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.accumulation import add_beside_buckets
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES, share_buffers
 from atorch.cost.splits import replicate as replica_cost
-from atorch.runtime.replicate import replicate
+from atorch.runtime.replicate import average_before_steps, replicate
 from atorch.units import MiB
 
 
@@ -63,4 +63,10 @@ class Ddp(Method):
             )
             for part in ctx.parts
         )
-        return replace(ctx, parts=parts)
+        return replace(ctx, parts=parts).with_finish(averages_before_steps)
+
+
+def averages_before_steps(built: Built) -> Built:
+    """Let the optimizer find gradients averaged that were assigned by hand."""
+    average_before_steps(built.optim, built.parts)
+    return built

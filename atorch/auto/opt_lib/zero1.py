@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.accumulation import add_beside_buckets
+from atorch.auto.opt_lib.ddp import averages_before_steps
 from atorch.auto.opt_lib.optimizers import need_same, replicas
 from atorch.auto.opt_lib.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named, need
 from atorch.auto.strategy.method import Method, Phase, method
@@ -80,9 +81,7 @@ class Zero1(Method):
         )
         if self.backend == "fairscale":
             return fairscale_states(replace(ctx, parts=parts), group)
-        inner = ctx.make_optimizer
+        ctx, inner = replace(ctx, parts=parts).with_finish(averages_before_steps), ctx.make_optimizer
         if inner is None or group.size() == 1:
-            return replace(ctx, parts=parts)
-        return replace(
-            ctx, parts=parts, make_optimizer=lambda groups: ShardedOptimizer(groups, inner, group, is_agreed=True)
-        )
+            return ctx
+        return replace(ctx, make_optimizer=lambda groups: ShardedOptimizer(groups, inner, group, is_agreed=True))

@@ -136,6 +136,7 @@ class SharedGradients(Gradients):
         if self._replicas is not None:
             dist.all_reduce(come, dist.ReduceOp.MAX, group=self._replicas)
         anywhere = {name for name, number in self._numbers.items() if come[number]}
+        self._chunks.reduced |= anywhere
         for chunk, had in self._had.items():
             memory = self._chunks.chunks[chunk]
             memory.has_gradient = had | {slot.name for slot in memory.spec.slots if slot.name in anywhere}

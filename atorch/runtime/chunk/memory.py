@@ -300,6 +300,8 @@ class ChunkSet:
         self.on_device = frozenset(on_device)
         self.host = Tier("host memory") if host is None else host
         self.device_tier = Tier("device memory") if device_tier is None else device_tier
+        self.reduced: set[str] = set()
+        """Parameters whose gradient has come from all processes that share it, since the last step."""
         self._places: dict[Tensor, tuple[ChunkMemory, Slot]] = {}
         chunks = []
         for spec in layout.chunks:

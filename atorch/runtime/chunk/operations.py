@@ -90,6 +90,8 @@ class Operations:
                     self.residency.course = self.course_for()
                 finally:
                     self._foreseeing = False
+            if torch.is_grad_enabled() and not any(chunk.has_gradient for chunk in self.chunks.chunks):
+                self.chunks.reduced.clear()  # by a backward pass whose gradients were cleared
             self._gradients.begin()
             self.residency.begin()
         self._passes += 1
@@ -318,6 +320,12 @@ class Operations:
 
     def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
         memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]
+        if gradient is not None and self.chunks.num_shares > 1 and slot.name not in self.chunks.reduced:
+            raise ArgumentError(
+                f"{slot.name}.grad was assigned, and no backward pass has reduced its gradients since the last step: "
+                f"{self.chunks.num_shares} processes keep a part of it each, and would step on parts of their own. "
+                "Call loss.backward() in place of torch.autograd.grad, and edit .grad after it"
+            )
         memory.has_gradient.discard(slot.name)
         if gradient is not None and gradient.shape == parameter.shape:
             memory.accumulate(slot, gradient)

@@ -110,6 +110,7 @@ class ChunkOptimizer(StandIns):
                 if self._is_cut:
                     self._states.settle(run, self.inner.state)
         gradients.free()
+        self._chunks.reduced.clear()
         for chunk in chunks:
             chunk.updated()
         return value

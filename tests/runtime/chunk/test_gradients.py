@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from tests.pool import Pool
 
 
@@ -84,3 +87,35 @@ def test_a_gradient_that_nobody_foresaw_is_reduced_with_the_rest(pool: Pool) -> 
 def test_after_a_backward_pass_that_raised_the_next_one_is_right(pool: Pool) -> None:
     for found in pool.run(differences, True, ranks=2):
         assert all(distance < 1e-6 and has for distance, has in found)
+
+
+def assigned(rank: int, size: int) -> tuple[str, float]:
+    """What is said of gradients that no backward pass has reduced; how far edited ones are from edited averages."""
+    model, plain = made(), made()
+    first = foreseen(model, batch_of(rank), loss_of, device_type="cpu")
+    operations = chunk(model, first, 10**6, device=torch.device("cpu"), group=dist.group.WORLD)
+    optim = ChunkOptimizer(torch.optim.SGD, model.parameters(), operations.chunks)
+    weight = model.layers[0].weight
+    loss_of(model, batch_of(rank)).backward()
+    for each in range(size):
+        (loss_of(plain, batch_of(each)) / size).backward()
+    mine, edited = weight.grad, 2 * plain.layers[0].weight.grad
+    optim.zero_grad()
+    if mine is not None:
+        weight.grad = 2 * mine
+        place = operations.chunks.place(weight)
+        edited = edited if mine.shape == weight.shape else edited.flatten()[place[0].within(place[1])]
+        edited = (weight.grad - edited).abs().max()
+    optim.step()
+    loss_of(model, batch_of(rank)).backward()
+    optim.zero_grad()  # a pass that is thrown away
+    (gradient,) = torch.autograd.grad(loss_of(model, batch_of(rank)), [weight])
+    with pytest.raises(ArgumentError) as error:
+        weight.grad = gradient
+    return str(error.value), float(edited.max()) if mine is not None else 0.0
+
+
+def test_a_gradient_that_no_process_has_reduced_is_refused(pool: Pool) -> None:
+    for said, off in pool.run(assigned):
+        assert said.startswith("layers.0.weight.grad was assigned, and no backward pass has reduced")
+        assert off <= 1e-6
