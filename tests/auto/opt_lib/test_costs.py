@@ -148,10 +148,9 @@ def test_micro_batches_divide_activations_and_gather_again():
     whole = cost(MESH, "fsdp")
     assert activations(found) == activations(whole) / 2
     assert step_time(found, CPU).launch_s == 2 * step_time(whole, CPU).launch_s
-    gathering, reducing, agreeing = found.comm
+    gathering, reducing = found.comm
     assert (gathering, gathering.each_micro_batch) == (whole.comm[0], True)
     assert reducing == replace(whole.comm[1], each_micro_batch=False)
-    assert (agreeing.kind, agreeing.num_bytes) == ("all_reduce", 4), "on how the micro-batches' losses add up"
     assert (found.grad_bytes, whole.grad_bytes) == (4000, 1000), "whole until the last micro-batch"
     assert cost(MESH, "ddp", ("micro_batch", {"size": 2})).num_micro_batches == 2  # of four samples a device
 

@@ -55,7 +55,7 @@ def test_the_order_is_by_phase_whatever_was_given() -> None:
         (["toy_amp", "toy_half"], r"strategy\[1\]: toy_amp and toy_half exclude each other: .* one toy_precision"),
         (["toy_amp", "toy_mesh", ("toy_amp", "bf16")], r"strategy\[2\]: toy_amp is given twice"),
         ([("toy_amp", {"dtype": "fp8"})], r"strategy\[0\]\[1\].dtype: toy_amp.dtype was given 'fp8'"),
-        ([("toy_amp", "fp8")], r"strategy\[0\]\[1\]: toy_amp.dtype was given 'fp8'"),
+        ([("toy_amp", "fp3")], r"strategy\[0\]\[1\]: toy_amp.dtype was given 'fp3'"),
         ([("toy_mesh", {"slices": [("data", 2), ("tensor", 0.5)]})], r"strategy\[0\]\[1\].slices\[1\]\[1\]: "),
         ([("toy_shard", {"use_ds_zero", True})], r"strategy\[0\]\[1\]: .* write the dict {'use_ds_zero': True}"),
         ([{"toy_amp", "bf16"}], r"strategy\[0\]: .* a set has no order: write a tuple"),
