@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.plain_pass import BANDS, Figures, PlainPass, coarser, generate, repeated, seeded, tried
+from atorch.auto.plain_pass import BANDS, NOISE, Figures, PlainPass, coarser, generate, repeated, seeded, tried
 from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
@@ -44,15 +44,16 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
     """
     if _why_not(applied, result, expected) is not None:
         return
-    band = BANDS[coarser(expected.precision, _precision_of(applied))]
-    found = _run(applied, result, expected)
+    precision = coarser(expected.precision, _precision_of(applied))
+    band, noise = BANDS[precision], NOISE.get(precision, 1.0)
+    found = _run(applied, result, expected, noise)
     if _near(found, expected.training, band):
         return
     if not all(each.is_explained for each in applied.rank_weights):
         return  # shares of a batch tell nothing of the whole, which the user was told
     plain = expected.training
     if expected.evaluating is not None and _is_a_number(found):
-        found, plain = _run(applied, result, expected, in_evaluation_mode=True), expected.evaluating
+        found, plain = _run(applied, result, expected, noise, in_evaluation_mode=True), expected.evaluating
         if _near(found, plain, band):
             return
     how_far, name = found.farthest
@@ -80,7 +81,9 @@ def cannot_evaluate(applied: Context, result: AccelerateResult, expected: PlainP
         return None if failed is None else f"model.generate() fails: {failed}"
 
 
-def _run(applied: Context, result: AccelerateResult, expected: PlainPass, in_evaluation_mode: bool = False) -> Figures:
+def _run(
+    applied: Context, result: AccelerateResult, expected: PlainPass, noise: float, in_evaluation_mode: bool = False
+) -> Figures:
     model, device, mesh = result.model, applied.device, applied.need_mesh()
     plain = (expected.evaluating if in_evaluation_mode else None) or expected.training
     kept = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
@@ -96,7 +99,7 @@ def _run(applied: Context, result: AccelerateResult, expected: PlainPass, in_eva
         far = (0.0, "")
         if norm is not None and math.isfinite(norm):
             group = None if applied.layout is None else mesh.group("tensor")
-            far = farthest(model, plain.gradients, applied.loss_scale(), applied.layout, group)
+            far = farthest(model, plain.gradients, applied.loss_scale(), applied.layout, group, noise)
         _clear(result)
     with torch.no_grad():
         for buffer, before in buffers:

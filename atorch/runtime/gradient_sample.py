@@ -74,6 +74,7 @@ def farthest(
     scale: float = 1.0,
     layout: ModelLayout | None = None,
     group: dist.ProcessGroup | None = None,
+    noise: float = 1.0,
 ) -> tuple[float, str]:
     """How far the gradient farthest from the sample is, as a fraction of it, and whose; (0.0, "") where none is read.
 
@@ -83,6 +84,8 @@ def farthest(
     Args:
         scale: what gradients are multiplied by.
         layout, group: how parameters are split into plain tensors, if they are, and over which ranks.
+        noise: what a gradient has beside the sample's direction counts so many times less than what it lacks or has
+            too much along it. Many layers of rounding add the one; gradients lost or taken twice are the other.
     """
     own = {} if isinstance(model, ClipsItself) else dict(model.named_parameters())
     read = {name: _reader(name, own[name], layout, group) for name in sample if name in own}
@@ -90,7 +93,7 @@ def farthest(
     found = (0.0, "")
     for name, whole in read.items():
         if whole is not None and name not in unread:
-            found = max(found, (_distance(whole(), sample[name], scale), name))
+            found = max(found, (_distance(whole(), sample[name], scale, noise), name))
     every: list[tuple[float, str]] = gather_objects(found)
     return max(every)
 
@@ -106,9 +109,12 @@ def _reader(
     return lambda: whole_tensor(grad, rows, group)
 
 
-def _distance(grad: Tensor, plain: Elements, scale: float) -> float:
+def _distance(grad: Tensor, plain: Elements, scale: float, noise: float) -> float:
     if tuple(grad.shape) != plain.shape:
         return 0.0  # of another module under the same name
     found = grad.reshape(-1)[plain.places.to(grad.device)].float().cpu() / scale
-    how_far = float(torch.linalg.vector_norm(found - plain.values) / torch.linalg.vector_norm(plain.values))
+    square = plain.values.square().sum()
+    along = (found @ plain.values) / square
+    across = (found - along * plain.values).square().sum() / square
+    how_far = float(((along - 1) ** 2 + across / noise**2).sqrt())
     return how_far if how_far == how_far else float("inf")

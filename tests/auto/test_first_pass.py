@@ -162,6 +162,58 @@ def test_the_norm_of_all_gradients_does_not_hide_whose_they_are(damage: Callable
         accelerate(Twins(), [broken])
 
 
+class Residual(nn.Module):
+    """A block of a ResNet, as torchvision makes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+        for each in self.convolutions:
+            nn.init.kaiming_normal_(each.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.norms[0](self.convolutions[0](x)).relu()
+        return (x + self.norms[1](self.convolutions[1](inner))).relu()
+
+
+class Deep(nn.Module):
+    """110 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(Residual(8) for _ in range(55)))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+
+
+def images(rows: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2 * rows, 3, 8, 8, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 10, (2 * rows,), generator=generator))
+
+
+def halve_all(ctx: Context) -> None:
+    for each in ctx.root.parameters():
+        each.register_hook(lambda gradient: gradient * 0.5)
+
+
+FP16 = ("amp_native", {"dtype": "fp16", "init_scale": 256.0})  # the usual scale overflows at first
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", [("amp_native", "bf16"), ("half", "bf16"), FP16], ids=str)
+def test_a_very_deep_model_may_round_and_lose_nothing(precision: Any) -> None:
+    more = {"dataset": images(ROWS), "dataloader_args": {"batch_size": ROWS}}
+    accelerate(Deep(), [precision, "checkpoint"], **more)
+    with registered(halve_all) as broken, pytest.raises(StrategyError, match="does not compute what plain"):
+        accelerate(Deep(), [precision, broken], **more)
+
+
 def test_it_can_be_turned_off() -> None:
     with registered(scale_gradients) as broken:
         accelerate(Net(), [broken], verify=False)
