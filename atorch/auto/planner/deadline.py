@@ -18,12 +18,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from itertools import takewhile
 from types import FrameType
+from typing import Any
 
 import psutil
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 AGAIN_S = 1.0  # an interruption that is swallowed, as in a destructor, is repeated after this
 SOON_S = 0.002  # how often it is looked whether what must not be torn apart is through
@@ -57,12 +63,39 @@ def deadline(seconds: float, before: AbstractSet[int] | None = None) -> Iterator
         raise Overdue
     before = running() if before is None else before
     is_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    modes = _Modes()
     try:
         with _by_signal(seconds) if is_main else _by_interpreter(seconds):
             yield
     except Overdue:
+        modes.put_back()
         _end_programs(before)
         raise
+
+
+class _Modes:
+    """torch's modes as they are: an interruption may come when one is about to be left, and leave it on for ever."""
+
+    def __init__(self) -> None:
+        self._gradients = torch.is_grad_enabled()
+        self._dispatch, self._function = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
+
+    def put_back(self) -> None:
+        """Leave those that were entered since, and enter again those that were left."""
+        while (now := _get_current_dispatch_mode_stack()) != self._dispatch:
+            common = _num_alike(now, self._dispatch)
+            if len(now) > common:
+                _pop_mode(getattr(now[-1], "_mode_key", None))
+            else:
+                _push_mode(self._dispatch[common])
+        while len(_get_current_function_mode_stack()) > len(self._function):
+            _pop_function_mode()
+        torch.set_grad_enabled(self._gradients)
+
+
+def _num_alike(now: Sequence[Any], then: Sequence[Any]) -> int:
+    """How many of the first are the same."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(now, then, strict=False)))
 
 
 @contextmanager

@@ -7,10 +7,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from unittest import mock
 
 import psutil
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
 
 from atorch.auto.planner import deadline as deadlines
 from atorch.auto.planner.candidate import Feed
@@ -203,3 +208,49 @@ def torn(rank, size):
 
 def test_operations_that_torch_hands_to_python_come_to_their_end(pool):
     assert pool.run(torn, ranks=1)[0] > 0
+
+
+class Slow(TorchDispatchMode):
+    """Takes its time to be left."""
+
+    def __exit__(self, *fault):
+        spin(10)
+        super().__exit__(*fault)
+
+
+class SlowFunctions(TorchFunctionMode):
+    def __exit__(self, *fault):
+        spin(10)
+        super().__exit__(*fault)
+
+
+def spin(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def leave_fakes():
+    """Interrupted, fake tensors would stay on."""
+    fakes = FakeTensorMode()
+    fakes.__enter__()
+    spin(10)
+
+
+def leave_no_fakes():
+    """Interrupted, the outer mode would be off."""
+    with torch.no_grad():
+        _pop_mode(FakeTensorMode()._mode_key)
+        spin(10)
+
+
+@pytest.mark.parametrize("mode", [Slow, SlowFunctions, leave_fakes, leave_no_fakes])
+def test_no_mode_stays_on_that_an_interruption_kept_from_being_left(mode):
+    def inside():
+        return _get_current_dispatch_mode_stack(), len(_get_current_function_mode_stack()), torch.is_grad_enabled()
+
+    with FakeTensorMode() if mode is leave_no_fakes else torch.enable_grad():
+        before = inside()
+        with pytest.raises(Overdue), deadline(0.05), mode() or nullcontext():
+            pass
+        assert inside() == before
