@@ -62,18 +62,23 @@ class Deferred:
 
 
 @contextmanager
-def gradients_apart(parameters: Sequence[torch.Tensor]) -> Iterator[Gradients]:
+def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False) -> Iterator[Gradients]:
     """Inside, every `.grad` starts as None. Afterwards they are as before, and the list holds what inside left there.
 
-    Where inside raises, its gradients are dropped.
+    Where inside raises, its gradients are dropped. `reused`: what is there before lies in memory that inside writes.
     """
     before = [parameter.grad for parameter in parameters]
+    if reused:
+        before = [None if gradient is None else gradient.clone() for gradient in before]
     for parameter in parameters:
         parameter.grad = None
     gradients = Gradients()
     try:
         yield gradients
-        gradients += [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, earlier in zip(parameters, before, strict=True):
+            if (made := parameter.grad) is not None:
+                # What is put back there takes the place of what was made.
+                gradients.append((parameter, made.clone() if reused and earlier is not None else made))
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -89,11 +94,13 @@ class Apart:
     @contextmanager
     def gradients(self) -> Iterator[Gradients]:
         """As `gradients_apart`; the reductions find their buckets empty, and are usable where inside raises."""
-        if any(reduction.reuses_gradients for reduction in self._reductions):
-            self._empty_buckets()
+        reused = any(reduction.reuses_gradients for reduction in self._reductions)
+        waiting = self._waiting()
+        if reused and waiting is not None:
+            waiting.detach_from_buckets()
         done = False
         try:
-            with gradients_apart(self._parameters) as gradients:
+            with gradients_apart(self._parameters, reused=reused) as gradients:
                 yield gradients
             done = True
         finally:
@@ -101,15 +108,6 @@ class Apart:
                 for reduction in self._reductions:
                     reduction.recover()
         self._waiting = weakref.ref(gradients)
-
-    def _empty_buckets(self) -> None:
-        """Copy what the reduction ahead would overwrite: gradients of earlier calls, handed over or not."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-        waiting = self._waiting()
-        if waiting is not None:
-            waiting.detach_from_buckets()
 
 
 def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:

@@ -159,7 +159,8 @@ class MicroBatched:
     def _fits(self, model: nn.Module, piece: _Call) -> bool:
         fits = True
         try:
-            with untouched(model), gradients_apart(self._parameters), self._reduction.trial():
+            reused = self._reduction.reuses_gradients
+            with untouched(model), gradients_apart(self._parameters, reused=reused), self._reduction.trial():
                 self._forward_backward(model, piece, 1.0)
         except torch.OutOfMemoryError:
             fits = False

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from atorch.runtime.buckets import average
+from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.fsdp_state import drop_unsharded_gradient, groups_of, reset
 from atorch.runtime.replicate import Replicated, replicas_of
 
@@ -34,8 +35,10 @@ class Reduction:
 
     @property
     def reuses_gradients(self) -> bool:
-        """Whether `.grad` lies in buckets, which the next reduction writes."""
-        return self._replicas is not None and bool(self._replicas.gradient_as_bucket_view)
+        """Whether `.grad` lies in buckets, which the next reduction writes, or in chunks, which the next pass does."""
+        if self._replicas is not None:
+            return bool(self._replicas.gradient_as_bucket_view)
+        return any(isinstance(parameter, ChunkedParameter) for parameter in self._model.parameters())
 
     @property
     def is_sharded(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.foreign.habits import HABITS, MODELS, STEPS, arguments, step
+from tests.foreign.habits import HABITS, MODELS, STEPS, accumulates, arguments, step
 from tests.foreign.script import Training, accelerated, plain
 from tests.foreign.test_scripts import EXACT, ROUNDED, one
 from tests.pool import Pool, RankFailure
@@ -89,6 +89,16 @@ def check(pool: Pool, name: str, strategy: str, processes: int) -> None:
 )
 def test_sample_sees_what_it_sees_plainly(pool: Pool, name: str, strategy: str) -> None:
     check(pool, name, strategy, 2)
+
+
+def accumulated(rank: int, size: int) -> list[float]:
+    return accumulates(accelerated(arguments(), ["chunk", ("micro_batch", {"size": 2})]))
+
+
+def test_gradients_in_chunks_add_up_over_calls_of_micro_batches(pool: Pool) -> None:
+    expected = accumulates(plain(arguments()))
+    assert accumulated(0, 1) == pytest.approx(expected, rel=EXACT)
+    assert [sum(each) / 2 for each in zip(*pool.run(accumulated), strict=True)] == pytest.approx(expected, rel=EXACT)
 
 
 @pytest.mark.matrix
