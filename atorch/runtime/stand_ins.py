@@ -84,7 +84,8 @@ class StandIns(WrappedOptimizer):
     def _changed(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters that were written since values were noted, each with its stand-in.
 
-        What is written to `parameter.data` counts as no version of the parameter, and is seen by its norm.
+        What is written to `parameter.data` counts as no version of the parameter, and is seen by its norm. What
+        leaves the norm as it is, such as other signs or another order, is not seen.
         """
         parameters = [local(parameter) for parameter in self.stand_ins]
         written = [each._version != then for each, then in zip(parameters, self._versions, strict=True)]

@@ -443,9 +443,11 @@ def test_a_look_at_the_model_between_forward_and_backward_changes_nothing() -> N
     model = Net(norm=True)
     inputs, labels = samples()[:ROWS]
     loss = model(inputs, labels).logsumexp(1).mean()
+    (expected,) = torch.autograd.grad(loss, [next(model.parameters())], retain_graph=True)
     with untouched(model), still(model), torch.no_grad():
         model(inputs, labels)
     loss.backward()
+    assert torch.equal(next(model.parameters()).grad, expected)
 
 
 def test_sparse_gradients_have_no_norm_to_compare() -> None:
