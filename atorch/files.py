@@ -43,7 +43,7 @@ def read_bytes(path: AnyPath, kind: FileKind) -> bytes:
     Raises:
         AtorchError: of `kind.error`: it is not there, cannot be read, is no ordinary file, or is too long.
     """
-    named = shown(os.fspath(path))
+    named = _named(path, kind)
     try:
         _refuse_special(path, os.stat(path).st_mode, kind)
         # What is there may have changed since; opening a pipe so does not wait for whoever writes to it.
@@ -98,7 +98,7 @@ def replacing(path: AnyPath, kind: FileKind) -> Iterator[BinaryIO]:
     except OSError as error:
         raise _unwritable(path, kind, error.strerror) from None
     except ValueError as error:
-        raise kind.error(f"{shown(os.fspath(path))} is no file name: {error}") from None
+        raise kind.error(f"{_named(path, kind)} is no file name: {error}") from None
 
 
 def check_source(path: AnyPath, kind: FileKind) -> None:
@@ -107,14 +107,15 @@ def check_source(path: AnyPath, kind: FileKind) -> None:
     Raises:
         AtorchError: of `kind.error`.
     """
+    named = _named(path, kind)
     try:
         _refuse_special(path, os.stat(path).st_mode, kind)
     except FileNotFoundError:
-        raise kind.error(f"there is no {kind.name} {shown(os.fspath(path))}") from None
+        raise kind.error(f"there is no {kind.name} {named}") from None
     except OSError as error:
-        raise kind.error(f"cannot read the {kind.name} {shown(os.fspath(path))}: {error.strerror}") from None
+        raise kind.error(f"cannot read the {kind.name} {named}: {error.strerror}") from None
     except ValueError as error:
-        raise kind.error(f"{shown(os.fspath(path))} is no file name: {error}") from None
+        raise kind.error(f"{named} is no file name: {error}") from None
 
 
 def check_target(path: AnyPath, kind: FileKind) -> None:
@@ -130,19 +131,28 @@ def check_target(path: AnyPath, kind: FileKind) -> None:
     except OSError as error:
         raise _unwritable(path, kind, error.strerror) from None
     except ValueError as error:
-        raise kind.error(f"{shown(os.fspath(path))} is no file name: {error}") from None
+        raise kind.error(f"{_named(path, kind)} is no file name: {error}") from None
     if not is_folder:
         raise _unwritable(path, kind, f"it is in no folder that is there; make {folder!r} first")
     if not os.access(folder, os.W_OK):
         raise _unwritable(path, kind, f"no file can be made in {folder!r}; give another path")
 
 
+def _named(path: AnyPath, kind: FileKind) -> str:
+    """How an error quotes the path; raises where it is none."""
+    try:
+        return shown(os.fspath(path))
+    except TypeError:
+        raise kind.error(f"{shown(path)} is no path; give the path of a {kind.name}") from None
+
+
 def _unwritable(path: AnyPath, kind: FileKind, why: str | None) -> AtorchError:
-    return kind.error(f"the {kind.name} {shown(os.fspath(path))} cannot be written: {why}")
+    return kind.error(f"the {kind.name} {_named(path, kind)} cannot be written: {why}")
 
 
 def _status(path: AnyPath, kind: FileKind) -> os.stat_result | None:
     """Of what is to be replaced; None where nothing is."""
+    _named(path, kind)
     if not os.path.basename(os.fspath(path)):
         raise _unwritable(path, kind, "it names no file; give the path of a file")
     try:
@@ -158,7 +168,7 @@ def _status(path: AnyPath, kind: FileKind) -> os.stat_result | None:
 def _refuse_special(path: AnyPath, mode: int, kind: FileKind) -> None:
     if not stat.S_ISREG(mode):
         what = next((name for is_one, name in _KINDS if is_one(mode)), "something else")
-        raise kind.error(f"{shown(os.fspath(path))} is {what}, no ordinary file; give the path of a {kind.name}")
+        raise kind.error(f"{_named(path, kind)} is {what}, no ordinary file; give the path of a {kind.name}")
 
 
 def _keep_permissions(handle: int, status: os.stat_result) -> None:

@@ -105,6 +105,18 @@ def test_what_cannot_be_written_is_told(path: str, tmp_path: Path, monkeypatch: 
     assert [each.name for each in tmp_path.iterdir()] == ["loop"]
 
 
+@pytest.mark.parametrize("path", [None, 3, ["note"]])
+def test_what_is_no_path_is_told(path: object) -> None:
+    for use in (
+        lambda: read_bytes(path, KIND),  # type: ignore[arg-type]
+        lambda: check_source(path, KIND),  # type: ignore[arg-type]
+        lambda: write(path, "text", KIND),  # type: ignore[arg-type]
+        lambda: check_target(path, KIND),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ArgumentError, match="is no path; give the path of a note"):
+            use()
+
+
 def test_permissions_and_links_stay(tmp_path: Path) -> None:
     path, link = tmp_path / "note", tmp_path / "link"
     link.symlink_to("note")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from atorch.auto.checks import check_job
@@ -172,7 +173,7 @@ def make_context(
         prepare_input=prepare_input or to_device,
         call_model=_calling(model_input_format),
     )
-    _rehearse(ctx, optim_func, lr_scheduler_cls)
+    _rehearse(ctx, optim_func, lr_scheduler_cls, scheduler_args)
     return ctx
 
 
@@ -180,8 +181,11 @@ def _copied(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
-def _rehearse(ctx: Context, optim_func: object, lr_scheduler_cls: object) -> None:
-    """Raise what making optimizer and scheduler would; torch's are made, of small parameters, to see it now."""
+def _rehearse(ctx: Context, optim_func: object, lr_scheduler_cls: object, scheduler_args: Mapping[str, Any]) -> None:
+    """Raise what making optimizer and scheduler would, and a first step of both that trains nothing.
+
+    torch's are made, of small parameters, to see it now.
+    """
     groups = list(ctx.make_param_groups(ctx.parts))
     if ctx.make_optimizer is None:
         return
@@ -190,7 +194,15 @@ def _rehearse(ctx: Context, optim_func: object, lr_scheduler_cls: object) -> Non
         return
     optim = ctx.make_optimizer(few)
     if ctx.make_scheduler is not None and _is_torchs(lr_scheduler_cls) and len(few) == len(optim.param_groups):
-        ctx.make_scheduler(optim)
+        scheduler = ctx.make_scheduler(optim)
+        try:
+            optim.step(lambda: 0.0)  # no parameter has a gradient
+            scheduler.step(*[0.0] * isinstance(scheduler, ReduceLROnPlateau))
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            name = type(scheduler).__name__
+            raise ArgumentError(
+                f"{name} made with lr_scheduler_args {shown(scheduler_args)} cannot step: {error}"
+            ) from error
 
 
 def _is_torchs(given: object) -> bool:

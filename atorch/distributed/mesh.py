@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,10 @@ def rank_table(
         instances: where the product divides `world_size`, that many ranks after the other are a mesh each.
 
     Raises:
-        StrategyError: the sizes do not multiply to `world_size`, or `rank_order` is no permutation of the ranks.
+        StrategyError: `slices` are no pairs, the sizes do not multiply to `world_size`, or `rank_order` is no
+            permutation of the ranks.
     """
+    _need_slices(slices)
     size = math.prod(size for _, size in slices if type(size) is int)
     if instances and 0 < size < world_size and world_size % size == 0:
         order = range(world_size) if rank_order is None else rank_order
@@ -94,6 +96,15 @@ def own_group(rank: int, slices: Slices, order: Sequence[int], names: Sequence[s
 
 def _grid(axes: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(size) for _, size in axes))
+
+
+def _need_slices(slices: Any) -> None:
+    if not isinstance(slices, (list, tuple)) or not all(
+        isinstance(each, (list, tuple)) and len(each) == 2 and isinstance(each[0], str) for each in slices
+    ):
+        raise StrategyError(
+            f'a mesh was given {shown(slices)}; it takes [(name, size), …], e.g. [("tensor", 2), ("data", 4)]'
+        )
 
 
 def _check(slices: Slices, world_size: int, rank_order: Sequence[int] | None) -> None:

@@ -162,9 +162,13 @@ UNUSED: Set[str] = frozenset(
         "prescale_gradients", "communication_data_type", "gradient_predivide_factor", "sparse_gradients", "dump_state",
         "memory_breakdown", "activation_checkpointing", "flops_profiler", "tensorboard", "wandb", "csv_monitor",
         "comms_logger", "aio", "elasticity", "autotuning", "dataloader_drop_last", "data_efficiency",
-        "disable_allgather", "seq_parallel_communication_data_type", "checkpoint",
+        "disable_allgather", "seq_parallel_communication_data_type", "checkpoint", "amp", "bf16", "bfloat16",
+        "compression_training", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "eigenvalue",
+        "quantize_training", "hybrid_engine", "nebula", "comet", "data_types", "timers", "compile", "scheduler",
+        "fp32_allreduce", "load_universal_checkpoint", "vocabulary_size",
     }
 )  # fmt: skip
+PRECISIONS: Set[str] = frozenset({"amp", "bf16", "bfloat16"})  # unused where they are off; on, they are refused
 
 
 class EngineConfig(Section):
@@ -175,9 +179,16 @@ class EngineConfig(Section):
     def _without_unused(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for key in sorted(UNUSED & set(map(str, given))):
-            logger.info("config: %s is DeepSpeed's and has no effect here", key)
-        return {key: value for key, value in given.items() if key not in UNUSED}
+        unused = {key for key in given if key in UNUSED and not (key in PRECISIONS and _is_on(given[key]))}
+        for key in sorted(unused):
+            if key == "scheduler":
+                logger.warning(
+                    "config: scheduler is DeepSpeed's and has no effect here; make a scheduler of torch.optim with the "
+                    "optimizer that initialize_engine returns"
+                )
+            else:
+                logger.info("config: %s is DeepSpeed's and has no effect here", key)
+        return {key: value for key, value in given.items() if key not in unused}
 
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="what steps")
     fp16: Fp16Section | None = Field(None, description="the loss scale; without this section there is none")
@@ -201,6 +212,10 @@ class EngineConfig(Section):
     def chunk_size(self) -> int | None:
         """Elements of a chunk, where the user said so; None where they are to be searched for."""
         return self.default_chunk_size if "default_chunk_size" in self.model_fields_set else None
+
+
+def _is_on(section: Any) -> bool:
+    return bool(section.get("enabled")) if isinstance(section, Mapping) else bool(section)
 
 
 def _explained(error: ValidationError) -> ArgumentError:

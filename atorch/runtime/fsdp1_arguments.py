@@ -91,7 +91,7 @@ def _strategy(value: Any) -> dict[str, Any]:
 
 
 def _offload(value: Any) -> dict[str, Any]:
-    return {"cpu_offload": bool(getattr(value, "offload_params", value))}
+    return {} if value is None else {"cpu_offload": getattr(value, "offload_params", value)}
 
 
 def _policy(value: Any) -> dict[str, Any]:

@@ -210,6 +210,16 @@ NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
             ArgumentError,
             "cannot be made with lr_scheduler_args {'max_lr': 1}: You must define",
         ),
+        (
+            {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": "3"}},
+            ArgumentError,
+            "StepLR made with lr_scheduler_args {'step_size': '3'} cannot step: ",
+        ),
+        (
+            {"lr_scheduler_cls": LinearLR, "lr_scheduler_args": {"total_iters": "3"}},
+            ArgumentError,
+            "LinearLR made with lr_scheduler_args {'total_iters': '3'} cannot step: ",
+        ),
         ({"lr_scheduler_args": {"step_size": 1}}, ArgumentError, "of no scheduler; give its class too"),
         ({"dataset": lambda: PAIRS}, ArgumentError, "dataset is a function; .* give what it returns"),
         ({"dataset": iter(PAIRS)}, ArgumentError, r"give list\(dataset\)"),

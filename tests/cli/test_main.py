@@ -1,10 +1,20 @@
 """The command line as a whole: what a mistake looks like, and what an error of atorch becomes."""
 
+import runpy
+import sys
+
 import pytest
 import typer
 
 from atorch import cli
 from atorch.errors import StrategyError
+
+
+def test_the_package_runs_as_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["atorch", "doktor"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("atorch", run_name="__main__")
+    assert "doktor" in capsys.readouterr().err
 
 
 def test_help_alone(capsys):

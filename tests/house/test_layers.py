@@ -9,6 +9,7 @@ from tests.house.source import Import, Module, imports, modules
 
 LAYERS = {
     "atorch.cli": 7,
+    "atorch.__main__": 7,
     "atorch": 6,  # the public names, drawn from the front doors
     "atorch.auto": 6,  # accelerate, and what it is made of
     "atorch.smp": 6,

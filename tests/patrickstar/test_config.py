@@ -123,5 +123,11 @@ def test_sections_of_deepspeed_are_named_as_unused(caplog: pytest.LogCaptureFixt
         assert EngineConfig.of(given) == EngineConfig.of(GUIDE)
     assert "zero_optimization is DeepSpeed's" in caplog.text
     assert "train_batch_size is DeepSpeed's" in caplog.text
+    caplog.clear()
+    others = {"amp": {"enabled": False}, "bf16": {"enabled": False}, "compression_training": {}, "scheduler": {}}
+    assert EngineConfig.of({**GUIDE, **others}) == EngineConfig.of(GUIDE)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1
+    assert "scheduler is DeepSpeed's and has no effect here; make a scheduler of torch.optim" in told[0]
     with pytest.raises(ArgumentError, match="no key 'bf16'"):
         EngineConfig.of({"bf16": {"enabled": True}})

@@ -38,8 +38,9 @@ class ParallelMode(Method):
         """Also takes the documented `([(name, size), …], rank_order)` and a bare list of `(name, size)`."""
         if isinstance(config, (list, tuple)):
             config = list(config)
-            is_whole = len(config) in (2, 3, 4) and isinstance(config[0], (list, tuple)) and not _is_slice(config[0])
-            slices, order, *flags = config if is_whole else (config, None)
+            is_whole = 1 <= len(config) <= 4 and isinstance(config[0], (list, tuple)) and not _is_slice(config[0])
+            slices, *rest = config if is_whole else [config]
+            order, *flags = rest or [None]
             _check_flags(flags)
             if not isinstance(slices, (list, tuple)) or not all(_is_slice(item) for item in slices):
                 raise StrategyError(

@@ -22,7 +22,7 @@ MAX_METHODS = 100
 OTHER_NAMES: Mapping[str, str] = {
     r"zero_?3|deepspeed|fsdp_?[12]|fully_?sharded(_?data_?parallel)?": "'fsdp'",
     r"zero": "'zero1', 'zero2' or, for stage 3, 'fsdp'",
-    r"dp|data_parallel|distributed(_?data_?parallel)?": "'ddp'",
+    r"dp|auto_ddp|data_parallel|distributed(_?data_?parallel)?": "'ddp'",
     r"amp|autocast|mixed_precision|bf16|bfloat16": "('amp_native', 'bf16')",
     r"fp16|float16": "('amp_native', 'fp16')",
     r"tp|tensor": "'tensor_parallel'",
@@ -31,7 +31,7 @@ OTHER_NAMES: Mapping[str, str] = {
     r"cp|ring(_attention)?": "'context_parallel'",
     r"((gradient|activation)_?)?checkpointing|(gradient|activation)_checkpoint|ckpt|remat|recompute": "'checkpoint'",
     r"grad(ient)?_accum(ulation)?(_steps)?|accumulat(e|ion)|microbatch": "('micro_batch', {'count': 4})",
-    r"torch_?compile|inductor": "'compile'",
+    r"torch_?compile|inductor|(native_|torch_)?dynamo": "'compile'",
     r"cpu_offload": "'offload'",
     r"3d(_parallel)?|megatron": "'mixed_parallel'",
 }
@@ -64,8 +64,9 @@ def strategy_of(items: Sequence[Any], metadata: Mapping[str, Any] | None = None,
 
 
 def _is_one_pair(items: Sequence[Any]) -> bool:
-    """Whether a list is a pair of a method's name and a configuration, where a list of such pairs stands."""
-    if len(items) != 2 or not _is_name(items[0]) or isinstance(items[1], Method):
+    """Whether a list is a method's name and its configuration, perhaps tunable, where a list of such items stands."""
+    is_triple = len(items) == 3 and isinstance(items[2], bool)
+    if not (len(items) == 2 or is_triple) or not _is_name(items[0]) or isinstance(items[1], Method):
         return False
     given = items[1]
     name = given[0] if isinstance(given, (list, tuple)) and given else given

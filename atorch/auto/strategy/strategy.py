@@ -133,10 +133,15 @@ class Strategy(Sequence[Method]):
         """The strategy's method of class `kind`."""
         return next((each for each in self.methods if isinstance(each, kind)), None)
 
-    def with_method(self, new: Method) -> Strategy:
-        """This strategy with `new` in its slot."""
-        kept = tuple(each for each in self.methods if each.slot != new.slot)
-        return Strategy((*kept, new), self.metadata)
+    def with_method(self, new: Any) -> Strategy:
+        """This strategy with `new`, a method or whatever a list may hold for one, in its slot.
+
+        Raises:
+            StrategyError: it is no method.
+        """
+        added = Strategy.of([new]).methods
+        slots = {each.slot for each in added}
+        return Strategy((*(each for each in self.methods if each.slot not in slots), *added), self.metadata)
 
     def without(self, name: str) -> Strategy:
         """This strategy without the method `name`."""

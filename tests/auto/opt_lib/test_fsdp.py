@@ -168,6 +168,7 @@ def test_the_table_has_every_argument_of_fsdp1() -> None:
         ({"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "SHARD_GRAD_OP"}),
         ({"cpu_offload": CPUOffload(offload_params=True)}, {"cpu_offload": True}),
         ({"cpu_offload": None}, {}),
+        ({"cpu_offload": "False"}, {"cpu_offload": False}),
         ({"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, Block})}, {"atorch_wrap_cls": ("Block", "Linear")}),
         (
             {"auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})},

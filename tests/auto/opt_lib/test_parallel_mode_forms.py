@@ -13,7 +13,9 @@ from atorch.errors import StrategyError
 SLICES = [("tensor", 2), ("pipe", 2), ("data", 2)]
 
 
-@pytest.mark.parametrize("config", [(SLICES, None, False), (SLICES, None, False, True), (SLICES, None), SLICES])
+@pytest.mark.parametrize(
+    "config", [(SLICES, None, False), (SLICES, None, False, True), (SLICES, None), (SLICES,), SLICES]
+)
 def test_three_and_four_entries_and_the_axis_pipe(config: Any) -> None:
     expected = Strategy.of([("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))])
     assert Strategy.of([("parallel_mode", config)]) == expected
@@ -39,6 +41,8 @@ def test_triples() -> None:
     assert Strategy.of(given) == Strategy.of(["parallel_mode", ("amp_native", {"dtype": "bf16"}), "checkpoint"])
     with pytest.raises(StrategyError, match="is no method"):
         Strategy.of([("checkpoint", None, "yes")])
+    with pytest.raises(StrategyError, match=r"For one method and its configuration, give \[\('amp_native'"):
+        Strategy.of(("amp_native", {"dtype": "bf16"}, False))
 
 
 def test_several_instances_of_a_mesh() -> None:
@@ -52,3 +56,9 @@ def test_several_instances_of_a_mesh() -> None:
         rank_table(slices, 8)
     with pytest.raises(StrategyError, match="multiply to that"):
         rank_table(slices, 6, instances=True)
+
+
+@pytest.mark.parametrize("given", [None, "data", [("data", 2), "pipe"], (SLICES, None), [("data",)]])
+def test_what_is_no_mesh_is_told(given: Any) -> None:
+    with pytest.raises(StrategyError, match=r"takes \[\(name, size\), …\]"):
+        rank_table(given, 2)

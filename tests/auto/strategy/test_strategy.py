@@ -128,6 +128,20 @@ def test_with_and_without_leave_the_strategy_alone_and_keep_the_metadata() -> No
         BOTH.without("toy_am")
 
 
+@pytest.mark.parametrize("new", ["toy_half", ("toy_half", None), {"name": "toy_half"}])
+def test_with_method_takes_what_a_list_may_hold(new: Any) -> None:
+    assert BOTH.with_method(new) == BOTH.with_method(ToyHalf())
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [("toy_haf", "did you mean 'toy_half'"), (None, "None is no method"), (["toy_half"], "is no method")],
+)
+def test_with_method_refuses_what_a_list_may_not_hold(new: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        BOTH.with_method(new)
+
+
 def test_metadata_does_not_make_two_strategies_differ() -> None:
     assert Strategy(BOTH.methods, {"a": 1}) == BOTH
     assert hash(Strategy(BOTH.methods, {"a": 1})) == hash(BOTH)

@@ -1,0 +1,7 @@
+"""`python -m atorch`: the `atorch` command where its script is not on the path."""
+
+import sys
+
+from atorch.cli import main
+
+sys.exit(main())
