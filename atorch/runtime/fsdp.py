@@ -73,7 +73,7 @@ def shard(
         param_init_fn: fills a module whose parameters are on the meta device, once they are shards on the real one;
             without it the module's `reset_parameters`.
         find_unused_parameters: ranks may leave different parameters of a group unused. Off, that is refused, as are
-            modules that not all ranks run, or not in one order, in any case (`fsdp_order`).
+            modules that not all ranks run, or not in one order, in any case (`collective_order`).
         is_agreed: the ranks are known to call this alike; else they compare models and arguments.
 
     Returns:

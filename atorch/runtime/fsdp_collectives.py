@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from atorch.errors import ArgumentError
-from atorch.runtime.fsdp_order import BACKWARD_ENDS, FORWARD_ENDS, REDUCES, CollectiveOrder, Step
+from atorch.runtime.collective_order import (
+    BACKWARD_ENDS,
+    FORWARD_ENDS,
+    REDUCES,
+    CollectiveOrder,
+    Step,
+    gather_zeros,
+    reduce_zeros,
+)
 from atorch.runtime.fsdp_state import groups_of
 
 if TYPE_CHECKING:
@@ -29,19 +37,17 @@ def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: boo
 
     `root` and modules in it are sharded by `fully_shard` over `mesh`.
     """
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if not groups or any(dist.get_backend(group) == "fake" for group in groups):
-        return None
-    return Passes(root, mesh, find_unused_parameters)
+    order = CollectiveOrder.of([mesh.get_group(axis) for axis in range(mesh.ndim)], mesh.device_type)
+    return None if order is None else Passes(root, order, find_unused_parameters)
 
 
 class Passes:
     """The passes through one sharded model: where they begin and end, and what they used."""
 
-    def __init__(self, root: nn.Module, mesh: DeviceMesh, find_unused_parameters: bool) -> None:
+    def __init__(self, root: nn.Module, order: CollectiveOrder, find_unused_parameters: bool) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        self._order, self._finds_unused = CollectiveOrder(mesh), find_unused_parameters
+        self._order, self._finds_unused = order, find_unused_parameters
         self._backward = -1  # the backward pass whose end this waits for
         self._sharded: list[Any] = []  # FSDP2's parameters, in the model's order
         self._used, self._watched = bytearray(), bytearray()
@@ -166,7 +172,7 @@ class _AllGather(DefaultAllGather):
     ) -> Any:
         step = Step("gathers", self._name, output_tensor.numel(), _is_in_backward())
         like = output_tensor.numel(), input_tensor.numel(), input_tensor.dtype, input_tensor.device
-        self._passes.come_to(step, partial(_gather_zeros, *like, group))
+        self._passes.come_to(step, partial(gather_zeros, *like, group))
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
@@ -181,30 +187,11 @@ class _ReduceScatter(DefaultReduceScatter):
         like = output_tensor.numel(), input_tensor.numel(), input_tensor.dtype, input_tensor.device
         replicas = self._group._all_reduce_process_group if self._group._is_hsdp else None
         with_replicas = replicas if self._group.all_reduce_grads else None
-        step = Step(REDUCES, self._name, input_tensor.numel(), _is_in_backward())
-        self._passes.come_to(step, partial(_reduce_zeros, *like, group, op, with_replicas))
+        in_backward = _is_in_backward()
+        # A pipeline reduces behind its backward passes.
+        step = Step(REDUCES, self._name, input_tensor.numel(), in_backward, is_compared=not in_backward)
+        self._passes.come_to(step, partial(reduce_zeros, *like, group, op, with_replicas))
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
-
-
-def _gather_zeros(
-    numel: int, own: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
-) -> list[Any]:
-    out, given = torch.empty(numel, dtype=dtype, device=device), torch.zeros(own, dtype=dtype, device=device)
-    return [DefaultAllGather()(out, given, group, async_op=True)]
-
-
-def _reduce_zeros(
-    own: int,
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    op: Any,
-    replicas: dist.ProcessGroup | None,
-) -> list[Any]:
-    out, given = torch.empty(own, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device)
-    works = [DefaultReduceScatter()(out, given, group, op, async_op=True)]
-    return works if replicas is None else [*works, dist.all_reduce(out.clone(), op, group=replicas, async_op=True)]
 
 
 def _sum_zeros(

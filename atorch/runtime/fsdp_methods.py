@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from atorch.runtime.fsdp_order import Step
+from atorch.runtime.collective_order import Step
 from atorch.runtime.fsdp_state import drop_unsharded_gradient, groups_of
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.schedule import Moment, Schedule, Shortfall, choose_pinned, schedule
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
+from atorch.runtime.collective_order import CollectiveOrder
 from atorch.runtime.override import override
 from atorch.units import format_bytes
 
@@ -99,13 +100,8 @@ def chunk(
     if group is None:
         plan = planned()
     else:
-        given: dict[str, Any] = {
-            "budget_bytes": budget_bytes,
-            "state_bytes": state_bytes,
-            "prefetch": prefetch,
-            "dtype": dtype,
-        }
-        given |= {"in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
+        given: dict[str, Any] = {"budget_bytes": budget_bytes, "state_bytes": state_bytes, "prefetch": prefetch}
+        given |= {"dtype": dtype, "in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
         plan = agreed("chunk", lambda: {"arguments": _facts(given)}, planned, _Planned.facts, group)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
@@ -123,9 +119,12 @@ def chunk(
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
     way = transfer or transfer_for(device)
-    gradients = Gradients(chunks, slots, way) if group is None else SharedGradients(chunks, slots, way, names, replicas)
-    residency = Residency(chunks, managed, budget_bytes, plan.first, way, plan.staying, plan.beside_bytes)
-    operations = Operations(chunks, slots, gradients, residency, plan.course_of, CompiledModules.of(model, compiled))
+    order = CollectiveOrder.of([group, replicas], device.type)
+    shared = None if group is None else SharedGradients(chunks, slots, way, names, replicas, order)
+    gradients = shared or Gradients(chunks, slots, way)
+    residency = Residency(chunks, managed, budget_bytes, plan.first, way, plan.staying, plan.beside_bytes, order)
+    compiled_modules = CompiledModules.of(model, compiled)
+    operations = Operations(chunks, slots, gradients, residency, plan.course_of, compiled_modules, order)
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
     bound = _Bound(operations)

@@ -12,6 +12,7 @@ them. What nobody had a gradient for has none afterwards: one small message at t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd import Variable
 from atorch.runtime.chunk.layout import Layout, Slot
 from atorch.runtime.chunk.memory import ChunkSet, Keep
 from atorch.runtime.chunk.transfer import Transfer, Wait, put
+from atorch.runtime.collective_order import BACKWARD_ENDS, REDUCES, CollectiveOrder, Step, reduce_zeros
 
 
 def completion(layout: Layout, gradients: Sequence[str]) -> list[int]:
@@ -90,6 +92,7 @@ class SharedGradients(Gradients):
     Args:
         foreseen: names of parameters in the order in which their gradients come.
         replicas: processes that keep the same share of other copies of the chunks; None for one copy.
+        order: is told of reductions before they are issued.
     """
 
     def __init__(
@@ -99,9 +102,10 @@ class SharedGradients(Gradients):
         transfer: Transfer,
         foreseen: Sequence[str],
         replicas: dist.ProcessGroup | None = None,
+        order: CollectiveOrder | None = None,
     ) -> None:
         super().__init__(chunks, slots, transfer)
-        self._replicas = replicas
+        self._replicas, self._collectives = replicas, order
         self._order = completion(chunks.layout, foreseen)
         self._numbers = {name: number for number, name in enumerate(slots)}
         self.begin()
@@ -130,6 +134,8 @@ class SharedGradients(Gradients):
         """Backward is over: reduce the rest, and learn what had gradients anywhere."""
         for chunk in self._waiting:
             self._reduce(chunk)
+        if self._collectives is not None:
+            self._collectives.come_to(BACKWARD_ENDS)
         come = torch.zeros(len(self._numbers), dtype=torch.uint8, device=self._chunks.device)
         come[[self._numbers[name] for name in self._come]] = 1
         dist.all_reduce(come, dist.ReduceOp.MAX, group=self._chunks.group)
@@ -144,6 +150,12 @@ class SharedGradients(Gradients):
 
     def _reduce(self, chunk: int) -> None:
         memory = self._chunks.chunks[chunk]
+        if self._collectives is not None and (group := self._chunks.group) is not None:
+            like = len(memory.compute), memory.spec.numel, memory.dtype, self._chunks.device, group
+            self._collectives.come_to(
+                Step(REDUCES, str(memory.spec), memory.spec.numel, in_backward=True),
+                partial(reduce_zeros, *like, dist.ReduceOp.AVG, self._replicas),
+            )
         whole = self._open.pop(chunk, None)
         if whole is None:
             whole = self._zeros(chunk)

@@ -46,6 +46,10 @@ class ChunkSpec:
     dtype: str
     trainable: bool
 
+    def __str__(self) -> str:
+        more = f" and {len(self.slots) - 1} more" if len(self.slots) > 1 else ""
+        return f"chunk {self.index} ({self.slots[0].name}{more})" if self.slots else f"chunk {self.index}"
+
 
 @dataclass(frozen=True)
 class Layout:

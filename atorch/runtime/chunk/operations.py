@@ -30,11 +30,15 @@ from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, GradientPart, Home, manage
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
+from atorch.runtime.collective_order import FORWARD_ENDS, CollectiveOrder, Step
 from atorch.runtime.weak_method import weakly
 
 _TENSOR: Any = Tensor
 _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
 _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
+
+PASS_BEGINS = Step("begins a pass", is_compared=True)  # since processes then agree on its course
+FORWARD_BEGINS = Step("begins a forward pass without gradients", is_compared=True)
 
 
 def host_values(model: nn.Module) -> dict[str, Tensor]:
@@ -67,9 +71,10 @@ class Operations:
         residency: Residency,
         course_of: Callable[[Pass], Course],
         compiled: CompiledModules,
+        order: CollectiveOrder | None = None,
     ) -> None:
         self.chunks, self.residency, self.course_of = chunks, residency, course_of
-        self._compiled = compiled
+        self._compiled, self._order = compiled, order
         self._slots, self._gradients = slots, gradients
         self._nodes = Nodes()
         self._views: dict[int, set[int]] = {}  # by chunk: views that operations made and somebody holds
@@ -84,6 +89,8 @@ class Operations:
         """A forward pass of the whole model. Its backward pass goes on until the next one begins."""
         if self._passes == 0:
             self._compiled.begin()
+            if self._order is not None:
+                self._order.come_to(PASS_BEGINS if torch.is_grad_enabled() else FORWARD_BEGINS)
             if self.course_for is not None and torch.is_grad_enabled():
                 self._foreseeing = True
                 try:
@@ -99,6 +106,8 @@ class Operations:
             yield
         finally:
             self._passes -= 1
+        if self._passes == 0 and self._order is not None and not torch.is_grad_enabled():
+            self._order.come_to(FORWARD_ENDS)
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
         """Manage a parameter whose values the chunks have taken."""

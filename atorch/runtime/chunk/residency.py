@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import point
 from atorch.runtime.chunk.tier import Tier
 from atorch.runtime.chunk.transfer import Transfer, Wait
+from atorch.runtime.collective_order import CollectiveOrder, Step, gather_zeros
 from atorch.units import format_bytes
 
 LETTING_GO_S = 0.5  # many times what gloo's threads were seen to take on a busy machine, 26 ms
@@ -45,6 +47,7 @@ class Residency:
         budget_bytes: of the device, for chunks and everything else that lives while operations run.
         staying: chunks that the device has for good.
         beside_bytes: what else it has for good: gradients and states, shares of chunks.
+        order: of processes that share the chunks, told of what is gathered before it is.
     """
 
     def __init__(
@@ -56,12 +59,13 @@ class Residency:
         transfer: Transfer,
         staying: Collection[int] = (),
         beside_bytes: int = 0,
+        order: CollectiveOrder | None = None,
     ) -> None:
         self.chunks, self.course = chunks, course
         self.tier = Tier("device budget", budget_bytes)
         self.fetched_bytes = self.peak_bytes = 0
         self.observer: Observer | None = None
-        self._parameters, self._transfer = parameters, transfer
+        self._parameters, self._transfer, self._order = parameters, transfer, order
         self._away = {
             name: parameter.data for name, parameter in parameters.items()
         }  # what shows while values are away
@@ -136,7 +140,9 @@ class Residency:
         missing = [chunk for chunk in chunks if chunk not in self._here]
         needed = sum(self._num_bytes(chunk) for chunk in missing)
         for chunk in [each for each in self._here if each not in chunks and each not in self._stays]:
-            if self._room() >= needed:
+            # What others hold leaves at another moment on each process, and processes that share chunks drop the same.
+            others = 0 if self._order is None else sum(size for _, size in self._held)
+            if self._room() + others >= needed:
                 break
             self._drop(chunk)
         for chunk in missing:
@@ -156,7 +162,10 @@ class Residency:
         memory, num_bytes = self.chunks.chunks[chunk], self._num_bytes(chunk)
         if num_bytes > self._room():
             self._wait_for_threads(num_bytes)
-        if num_bytes > self._room():
+        fits = num_bytes <= self._room()
+        if self._order is not None:
+            self._come_to("gathers" if fits else "has no room for", memory)
+        if not fits:
             raise OutOfBudgetError(self._too_much(chunk, num_bytes))
         self.tier.take(num_bytes, f"chunk {chunk}")
         buffer = torch.empty(memory.spec.numel, dtype=memory.dtype, device=self.chunks.device)
@@ -165,6 +174,15 @@ class Residency:
         self.fetched_bytes += num_bytes
         if self.observer is not None:
             self.observer.moved(chunk, True, num_bytes)
+
+    def _come_to(self, action: str, memory: ChunkMemory) -> None:
+        assert self._order is not None
+        assert self.chunks.group is not None
+        like = memory.spec.numel, len(memory.compute), memory.dtype, self.chunks.device, self.chunks.group
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._order.come_to(
+            Step(action, str(memory.spec), memory.spec.numel, in_backward), partial(gather_zeros, *like)
+        )
 
     def _wait_for_threads(self, num_bytes: int) -> None:
         """A thread that gathered a chunk lets go of it a little after it said that it was there."""

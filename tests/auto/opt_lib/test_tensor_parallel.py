@@ -28,7 +28,7 @@ from atorch.errors import AtorchError, StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.pool import Pool
 from tests.runtime.tensor_parallel import models
-from tests.runtime.test_fsdp_order import CAN_FIND
+from tests.runtime.test_collective_order import CAN_FIND
 
 AXES = {"tensor": 4}
 ALONE = ("parallel_mode", ([("tensor", 2)], None))

@@ -1,8 +1,8 @@
-"""One order of FSDP2's collectives on all ranks, compared where it is new, followed without a word after that.
+"""One order of collectives on all ranks that share parameters, compared where new, followed without a word after that.
 
-FSDP2 gathers and reduces wherever a rank's own pass goes. Ranks that take different branches would pair up collectives
-of different modules: equal sizes mix parameters silently, unequal ones hang. So before a collective every rank says
-which it is going to issue, its *step*. The ranks compare steps only where they do not know what comes:
+FSDP2 and chunks gather and reduce wherever a rank's own pass goes. Ranks that take different branches would pair up
+collectives of different parameters: equal sizes mix them silently, unequal ones hang. So before a collective every rank
+says which it is going to issue, its *step*. The ranks compare steps only where they do not know what comes:
 
 - a step after which another one has never come, or after which several have: they compare digests, on the host;
 - a step after which one has always come: a rank that wants that one issues it. A rank that wants another does not
@@ -20,15 +20,12 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from atorch.errors import StrategyError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Work = Callable[[], "list[dist.Work | None]"]
 
@@ -40,11 +37,8 @@ class Step(NamedTuple):
     name: str = ""
     numel: int = 0
     in_backward: bool = False
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether ranks always compare it: the ends, and reductions that a pipeline does behind its backward passes."""
-        return self in ENDS or (self.action == REDUCES and not self.in_backward)
+    is_compared: bool = False
+    """Whether ranks always compare it, also where it is known to come."""
 
     def __str__(self) -> str:
         size = f" of {self.numel:,} elements" if self.numel else ""
@@ -52,21 +46,25 @@ class Step(NamedTuple):
 
 
 REDUCES = "reduces gradients of"
-BACKWARD_ENDS = Step("ends its backward pass")
-FORWARD_ENDS = Step("ends a forward pass without gradients")
+BACKWARD_ENDS = Step("ends its backward pass", is_compared=True)
+FORWARD_ENDS = Step("ends a forward pass without gradients", is_compared=True)
 ENDS = (BACKWARD_ENDS, FORWARD_ENDS)
 
 
 class CollectiveOrder:
-    """The steps that may follow each other, known to all ranks of a mesh alike.
+    """The steps that may follow each other, known to all ranks of some groups alike.
 
     Every rank tells it the steps that it comes to, before it issues what belongs to them.
+
+    Args:
+        groups: whose ranks are compared, those of several together, as the axes of a mesh.
+        device_type: where backends exchange numbers that cannot on the host.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-        on_host = all("cpu:gloo" in dist.get_backend_config(group) for group in self._groups)
-        self._device = torch.device("cpu" if on_host else mesh.device_type)
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device_type: str) -> None:
+        self._groups = groups
+        on_host = all("cpu:gloo" in dist.get_backend_config(group) for group in groups)
+        self._device = torch.device("cpu" if on_host else device_type)
         self._following: dict[Step | None, list[Step]] = {}
         self._stand_ins: dict[Step, Work] = {}
         self._last: Step | None = None
@@ -101,6 +99,14 @@ class CollectiveOrder:
             known.append(step)
         self._last, self._passed = step, {step} - set(ENDS)
         return flag
+
+    @classmethod
+    def of(cls, groups: Sequence[dist.ProcessGroup | None], device_type: str) -> CollectiveOrder | None:
+        """That of the ranks of some groups; None where there is nobody else."""
+        several = [group for group in groups if group is not None and group.size() > 1]
+        if not several or any(dist.get_backend(group) == "fake" for group in several):
+            return None
+        return cls(several, device_type)
 
     @property
     def is_at_end(self) -> bool:
@@ -154,7 +160,30 @@ def _told(said: Sequence[str]) -> str:
     different = list(dict.fromkeys(said))[:8]
     return (
         f"processes take different ways through the model: {'; '.join(different)}. Where parameters are sharded (fsdp, "
-        "zero2) all processes must run the same modules in the same order and leave the same parameters without a "
-        "gradient: draw what a branch depends on alike on all (one seed, or rank 0's value), or use ddp or zero1 with "
-        "find_unused_parameters=True"
+        "zero2, chunk) all processes must run the same modules in the same order and leave the same parameters without "
+        "a gradient: draw what a branch depends on alike on all (one seed, or rank 0's value), or use ddp or zero1 "
+        "with find_unused_parameters=True"
     )
+
+
+def gather_zeros(
+    numel: int, own: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> list[dist.Work | None]:
+    """Take part in gathering `numel` elements, `own` of which are this rank's."""
+    out, given = torch.empty(numel, dtype=dtype, device=device), torch.zeros(own, dtype=dtype, device=device)
+    return [dist.all_gather_into_tensor(out, given, group=group, async_op=True)]
+
+
+def reduce_zeros(
+    own: int,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    op: Any,
+    replicas: dist.ProcessGroup | None,
+) -> list[dist.Work | None]:
+    """Take part in reducing `numel` elements, of which this rank keeps `own`, and then among `replicas` of those."""
+    out, given = torch.empty(own, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device)
+    works = [dist.reduce_scatter_tensor(out, given, op, group=group, async_op=True)]
+    return works if replicas is None else [*works, dist.all_reduce(out.clone(), op, group=replicas, async_op=True)]

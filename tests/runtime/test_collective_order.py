@@ -222,10 +222,10 @@ def test_unused_parameters_of_a_group_may_differ_where_they_are_looked_for(pool:
 
 
 def comparisons(rank: int, size: int) -> list[int]:
-    from atorch.runtime import fsdp_order
+    from atorch.runtime import collective_order
 
     model, counts = sharded(size, (16, 16, 16), False, False), []
-    inner: Callable[..., object] = fsdp_order.dist.all_reduce
+    inner: Callable[..., object] = collective_order.dist.all_reduce
     calls = 0
 
     def counted(*args: object, **kwargs: object) -> object:
@@ -234,7 +234,7 @@ def comparisons(rank: int, size: int) -> list[int]:
         return inner(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp_order.dist, "all_reduce", counted)
+        patch.setattr(collective_order.dist, "all_reduce", counted)
         for step in range(4):
             x, y = data(rank, step)
             before = calls
