@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr as _keystr
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from atorch.duplicates import duplicate
 
@@ -35,7 +35,8 @@ def record_calls(model: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
     def keep(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in calls:
-                calls[name] = copy.deepcopy(Call(args, kwargs))  # caches among them are filled later
+                # Caches among them are filled later; what has a graph, where a model asks for gradients itself, has no copy.
+                calls[name] = copy.deepcopy(tree_map_only(Tensor, _without_graph, Call(args, kwargs)))
 
         return hook
 
@@ -46,6 +47,10 @@ def record_calls(model: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
         for handle in handles:
             handle.remove()
     return calls
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def apart(block: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows
-from atorch.runtime.tensor_parallel.recorded import Call, apart
+from atorch.runtime.tensor_parallel.recorded import Call, apart, record_calls
 
 WIDTH, TOKENS = 8, 6
 
@@ -126,3 +126,16 @@ def test_what_cannot_be_split_has_a_reason(module: nn.Module, degree: int, name:
     (kept,) = [each for each in layout.kept if each.name == name]
     assert reason in kept.reason
     assert kept.heads == heads
+
+
+def test_arguments_that_have_a_graph_are_recorded() -> None:
+    """A model of energies asks for gradients in its forward, whatever mode it is called in."""
+    block, given = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH, requires_grad=True)
+
+    def run(model: nn.Module) -> None:
+        with torch.enable_grad():
+            model(given * 2)
+
+    (argument,) = record_calls(block, {"": block}, run)[""].args
+    assert torch.equal(argument, given * 2)
+    assert argument.is_leaf
