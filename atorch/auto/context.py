@@ -112,7 +112,7 @@ class Context:
     args: Mapping[str, bool] = field(default_factory=dict)
 
     sample_batch: Any = None
-    plain_pass: PlainPass | None = None  # plain training's first pass, to which dry runs are held
+    plain_pass: PlainPass | None = None  # plain training's first pass, to which strategies are held
     profile: ModelProfile | None = None
     layout: ModelLayout | None = None  # how parameters are split over the axis tensor
     on_host: tuple[torch.Tensor, ...] = ()  # parameters, and what more memory is asked of, that are in host memory
@@ -121,6 +121,11 @@ class Context:
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
     told: MutableSet[str] = field(default_factory=set)  # what is said once a job, however many candidates find it
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
+
+    @property
+    def leaves_unused(self) -> bool:
+        """Whether passes may leave parameters without a gradient: the user says so, or plain training's first did."""
+        return self.find_unused_parameters or (self.plain_pass is not None and bool(self.plain_pass.leaves_unused))
 
     @property
     def device(self) -> torch.device:

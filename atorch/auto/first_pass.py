@@ -12,11 +12,14 @@ is shared out, both are taken in evaluation mode.
 
 from __future__ import annotations
 
+import logging
 import math
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.plain_pass import BANDS, NOISE, Figures, PlainPass, coarser, generate, repeated, seeded, tried
@@ -25,10 +28,12 @@ from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError
 from atorch.runtime.clip import clip_grad_norm
-from atorch.runtime.gradient_sample import farthest
+from atorch.runtime.gradient_sample import farthest, not_as_written
 from atorch.runtime.losses import value_of
 from atorch.runtime.split import num_rows, take
-from atorch.runtime.still import evaluation_mode, still
+from atorch.runtime.still import Attributes, evaluation_mode, still, untouched
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_NORM = 1e-6  # norms below this are taken for rounding
 
@@ -47,6 +52,13 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
     precision = coarser(expected.precision, _precision_of(applied))
     band, noise = BANDS[precision], NOISE.get(precision, 1.0)
     found = _run(applied, result, expected, noise)
+    if found.lost is not None:
+        raise StrategyError(
+            f"the model's forward pass writes to {found.lost}, which under {applied.strategy} is not afterwards what "
+            "it is in plain training: what is written to a gathered copy of a sharded parameter is lost, and what "
+            "follows from a part of the batch differs from process to process. Write to it after the optimizer's step, "
+            "make it a buffer, or train with ddp or zero1"
+        )
     if _near(found, expected.training, band):
         return
     if not all(each.is_explained for each in applied.rank_weights):
@@ -71,7 +83,8 @@ def cannot_evaluate(applied: Context, result: AccelerateResult, expected: PlainP
     if _why_not(applied, result, expected) is not None:
         return None
     model = result.model
-    with preserved_rng(), evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    as_it_was, eagerly = _untouched(model, expected.changes), torch.compiler.set_stance("force_eager")
+    with preserved_rng(), as_it_was, evaluation_mode(model), torch.no_grad(), eagerly:
         share = result.prepare_input(_share(applied, expected), applied.device)
         _, failed = tried(lambda: applied.call_model(model, share)) if expected.evaluates else (None, None)
         if failed is not None:
@@ -87,23 +100,24 @@ def _run(
     model, device, mesh = result.model, applied.device, applied.need_mesh()
     plain = (expected.evaluating if in_evaluation_mode else None) or expected.training
     kept = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     # A compiler would compile once more for a pass in evaluation mode, which training does not need.
     eagerly = torch.compiler.set_stance("force_eager") if in_evaluation_mode else nullcontext()
-    with seeded(), torch.enable_grad(), eagerly, still(model) if in_evaluation_mode else nullcontext():
+    mode = still(model) if in_evaluation_mode else nullcontext()
+    attributes = Attributes(model)
+    with _untouched(model, expected.changes), seeded(), torch.enable_grad(), eagerly, mode:
         _clear(result)
         batch = result.prepare_input(_share(applied, expected), device)
         loss = value_of(result.loss_func(batch, applied.call_model(model, batch)))
         loss.backward()
         norm = None if plain.grad_norm is None else float(clip_grad_norm(model, math.inf))
-        far = (0.0, "")
+        far, group = (0.0, ""), None if applied.layout is None else mesh.group("tensor")
         if norm is not None and math.isfinite(norm):
-            group = None if applied.layout is None else mesh.group("tensor")
             far = farthest(model, plain.gradients, applied.loss_scale(), applied.layout, group, noise)
+        lost = None
+        if not in_evaluation_mode:
+            _tell_of_counters(applied, expected.counters, attributes.counters())
+            lost = not_as_written(_values(model, expected.changes), expected.changes, applied.layout, group)
         _clear(result)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
     for parameter, grad in kept.items():
         parameter.grad = grad
     if norm is not None and not math.isfinite(norm) and applied.loss_scale() != 1.0:
@@ -112,7 +126,34 @@ def _run(
     weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
     part = weight * float(loss.detach()) if weight else 0.0
     by_share = dict(gather_objects((mesh.rank(*BATCH_AXES), part)))
-    return Figures(sum(by_share.values()) / len(by_share), norm, farthest=far)
+    return Figures(sum(by_share.values()) / len(by_share), norm, farthest=far, lost=lost)
+
+
+@contextmanager
+def _untouched(model: nn.Module, written: Collection[str]) -> Iterator[None]:
+    """As `untouched`, with the parameters that its forward pass writes."""
+    values = {name: each.clone() for name, each in _values(model, written).items()}
+    try:
+        with untouched(model):
+            yield
+    finally:
+        if values:
+            model.load_state_dict(values, strict=False)
+
+
+def _tell_of_counters(applied: Context, plain: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """Warn of counters that a plain forward pass sets to one value and a strategy's to another."""
+    for name, value in plain.items():
+        if found.get(name, value) != value:
+            logger.warning(
+                "a forward pass sets %s to %d in plain training and to %d under %s, as where it counts passes; what "
+                "depends on it is not plain training's", name, value, found[name], applied.strategy,
+            )  # fmt: skip
+
+
+def _values(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Those of some parameters, as they are spread over processes."""
+    return {name: each for name, each in model.state_dict().items() if name in names} if names else {}
 
 
 def _clear(result: AccelerateResult) -> None:

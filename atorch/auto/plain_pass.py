@@ -30,7 +30,7 @@ from atorch.distributed.rng import preserved_rng
 from atorch.runtime.gradient_sample import Sample, sample_of
 from atorch.runtime.losses import value_of
 from atorch.runtime.split import joined, num_rows, take
-from atorch.runtime.still import evaluation_mode, put_back, still
+from atorch.runtime.still import Attributes, Change, evaluation_mode, put_back, still
 from atorch.units import format_bytes
 
 T = TypeVar("T")
@@ -63,6 +63,7 @@ class Figures:
     grad_norm: float | None  # None where it cannot be taken: sparse gradients, fp16 ones that overflowed
     gradients: Sample = field(default_factory=dict)  # of plain training
     farthest: tuple[float, str] = (0.0, "")  # from these: how far, and whose gradient
+    lost: str | None = None  # a parameter that the forward pass wrote, and that is not what plain training made of it
 
     def __str__(self) -> str:
         return f"loss {self.loss:.6g}" + ("" if self.grad_norm is None else f", gradient norm {self.grad_norm:.6g}")
@@ -86,6 +87,11 @@ class PlainPass:
     evaluating: Figures | None = None  # where the pass in training mode depends on how the batch is shared out
     evaluates: bool = False  # whether the model runs in evaluation mode without gradients
     prompt: Tensor | None = None  # tokens from which the model generates
+    changes: Mapping[str, Change] = field(default_factory=dict)  # of parameters that the forward pass writes itself
+    counters: Mapping[str, int] = field(
+        default_factory=dict
+    )  # attributes that it sets to whole numbers, by their paths
+    leaves_unused: tuple[str, ...] = ()  # trainable parameters that get no gradient
 
 
 class _Incomparable(Exception):
@@ -97,6 +103,9 @@ class _Seen:
     figures: Figures
     precision: str
     depends_on_sharing: bool
+    changes: Mapping[str, Change]
+    counters: Mapping[str, int]
+    unused: tuple[str, ...]
 
 
 def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Within = nullcontext) -> PlainPass:
@@ -124,7 +133,19 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         evaluates, prompt = _on_every_process(lambda: _evaluation(ctx, batch, within))
     except _Incomparable as reason:
         return PlainPass(why_not=str(reason))
-    return PlainPass(None, batch, shares, is_repeated, seen.precision, training, evaluating, evaluates, prompt)
+    return PlainPass(
+        batch=batch,
+        shares=shares,
+        is_repeated=is_repeated,
+        precision=seen.precision,
+        training=training,
+        evaluating=evaluating,
+        evaluates=evaluates,
+        prompt=prompt,
+        changes=seen.changes,
+        counters=seen.counters,
+        leaves_unused=seen.unused,
+    )
 
 
 def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[Any, bool]:
@@ -194,20 +215,23 @@ def _run_plainly(ctx: Context, batch: Any, within: Within, in_evaluation_mode: b
         return tensor
 
     mode = still(model) if in_evaluation_mode else nullcontext()
-    with put_back(model, ctx.device), mode, seeded(), torch.enable_grad():
+    with put_back(model, ctx.device) as writes, mode, seeded(), torch.enable_grad():
+        attributes = Attributes(model)
         drawn, buffers = _random_state(ctx.device), [buffer.clone() for buffer in model.buffers()]
         with within():
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            with writes, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 inputs = ctx.prepare_input(batch, ctx.device)
                 loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
             loss.backward()
         depends = not torch.equal(drawn, _random_state(ctx.device)) or not _equal(buffers, list(model.buffers()))
         figures = Figures(float(loss.detach()), _norm(model), sample_of(model))
+        changes, counters = writes.changes(), attributes.counters()
+        unused = tuple(name for name, each in model.named_parameters() if each.requires_grad and each.grad is None)
     dtypes |= {parameter.dtype for parameter in model.parameters()}
     precision = "tf32" if ctx.device.type == "cuda" else "fp32"
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         precision = coarser(precision, name) if dtype in dtypes else precision
-    return _Seen(figures, precision, depends)
+    return _Seen(figures, precision, depends, changes, counters, unused)
 
 
 def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
@@ -245,7 +269,7 @@ def _norm(model: nn.Module) -> float | None:
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:
     """Whether the plain model runs in evaluation mode, and a prompt from which it generates, where it does."""
     model = ctx.root
-    with put_back(model, ctx.device), preserved_rng(), evaluation_mode(model), torch.no_grad():
+    with put_back(model, ctx.device) as writes, writes, preserved_rng(), evaluation_mode(model), torch.no_grad():
         inputs = ctx.prepare_input(batch, ctx.device)
         _, failed = tried(lambda: _inside(within, lambda: ctx.call_model(model, inputs)))
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None

@@ -108,6 +108,13 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     if ctx.world.size > 1:
         synchronise(tensors)
     expected = _expected(ctx, place[1]) if verify and strategy.methods else None
+    ctx = replace(ctx, plain_pass=expected)
+    if ctx.leaves_unused and not ctx.find_unused_parameters and {"ddp", "zero1"} & set(strategy.names()):
+        unused = () if expected is None else expected.leaves_unused
+        logger.warning(
+            "ddp looks for unused parameters in every step, as plain training's first pass gives %d no gradient (%s); "
+            "freeze what is never used", len(unused), ", ".join(unused[:3]),
+        )  # fmt: skip
     applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own

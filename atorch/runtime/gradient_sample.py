@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import gather_objects
 from atorch.runtime.clip import ClipsItself
+from atorch.runtime.still import Change
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 from atorch.runtime.tensor_parallel.state import whole_tensor
 
@@ -96,6 +97,31 @@ def farthest(
             found = max(found, (_distance(whole(), sample[name], scale, noise), name))
     every: list[tuple[float, str]] = gather_objects(found)
     return max(every)
+
+
+@torch.no_grad()
+def not_as_written(
+    values: Mapping[str, Tensor],
+    changes: Mapping[str, Change],
+    layout: ModelLayout | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> str | None:
+    """A parameter that is not what a plain model's forward pass made of it; None where all are.
+
+    All ranks call it together and get the same.
+
+    Args:
+        values: of parameters, by name, as they are spread.
+    """
+    if not changes:
+        return None
+    lost = []
+    for name, value in values.items():
+        rows = None if layout is None else layout.rows.get(name)
+        if name in changes and not changes[name].is_in(whole_tensor(value, rows, group)):
+            lost.append(name)
+    found: list[str] = sum(gather_objects(lost), start=[])
+    return found[0] if found else None
 
 
 def _reader(

@@ -135,7 +135,7 @@ class MicroBatched:
 
         def pair_losses(first: int) -> tuple[float, float, float]:
             both = take(call, bounds[first][0], bounds[first + 1][1], bounds[-1][1])
-            with torch.no_grad(), still(model):
+            with torch.no_grad(), untouched(model), still(model):
                 losses = [
                     float(value_of(self._loss_func(batch, model(*args, **kwargs))))
                     for batch, args, kwargs in (*pieces[first : first + 2], both)

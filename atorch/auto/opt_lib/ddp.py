@@ -56,7 +56,7 @@ class Ddp(Method):
                 part,
                 group,
                 ctx.device,
-                find_unused_parameters=self.find_unused_parameters or ctx.find_unused_parameters,
+                find_unused_parameters=self.find_unused_parameters or ctx.leaves_unused,
                 static_graph=self.static_graph,
                 is_agreed=True,
                 bucket_cap_mb=self.bucket_cap_mb,

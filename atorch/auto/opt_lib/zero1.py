@@ -76,7 +76,7 @@ class Zero1(Method):
             return deepspeed(ctx, self.name, stage=1)
         group = ctx.need_mesh().group(*REPLICA_AXES)
         parts = tuple(
-            replicate(part, group, ctx.device, find_unused_parameters=ctx.find_unused_parameters, is_agreed=True)
+            replicate(part, group, ctx.device, find_unused_parameters=ctx.leaves_unused, is_agreed=True)
             for part in ctx.parts
         )
         if self.backend == "fairscale":

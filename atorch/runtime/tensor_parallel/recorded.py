@@ -35,7 +35,7 @@ def record_calls(model: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
     def keep(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in calls:
-                # Caches among them are filled later; what has a graph, where a model asks for gradients itself, has no copy.
+                # Caches among them are filled later. What has a graph cannot be copied: some models ask for gradients.
                 calls[name] = copy.deepcopy(tree_map_only(Tensor, _without_graph, Call(args, kwargs)))
 
         return hook

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import AtorchError
+from atorch.runtime.still import evaluation_mode, untouched
 from atorch.runtime.tensor_parallel.model_layout import blocks_of, shapes_of
 from atorch.runtime.tensor_parallel.products import Product, SeeProducts
 from atorch.runtime.tensor_parallel.recorded import Call, record_calls, tensors_of
@@ -72,19 +73,9 @@ class Watched:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode and records no gradients; modes, buffers, random states are back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.eval()
-    try:
-        with torch.no_grad(), preserved_rng():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for buffer, before in buffers:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
+    """Inside, the model is in eval mode and records no gradients; it is afterwards as it was, as are random states."""
+    with untouched(model), evaluation_mode(model), torch.no_grad(), preserved_rng():
+        yield
 
 
 def _kinds(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
