@@ -22,6 +22,7 @@ from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.runtime.clip import add_clipping
+from atorch.runtime.deferred import Deferred
 from atorch.runtime.loader import shares_out
 from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
 from atorch.runtime.parameter_groups import keep_to
@@ -240,7 +241,14 @@ def _make_step(
         if missing is not None:
             raise ArgumentError(missing)
         batch = prepare_input(batch, device)
-        loss = (own or loss_func)(batch, call_model(model, batch))
+        output = call_model(model, batch)
+        try:
+            loss = (own or loss_func)(batch, output)
+        except (TypeError, AttributeError):
+            if isinstance(output, Deferred):
+                with torch.no_grad():
+                    call_model(model, batch)  # runs at once, and says what of the batch does not fit the model
+            raise
         value = loss[0] if isinstance(loss, (list, tuple)) else loss
         if own is None:
             if args["use_optim_backward"]:

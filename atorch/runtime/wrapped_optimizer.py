@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,13 +19,23 @@ class WrappedOptimizer(Optimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
-        super().__init__(inner.param_groups, inner.defaults)
+        state = inner.state
+        super().__init__(inner.param_groups, inner.defaults)  # sets an empty state
+        inner.state = state
         self._share()
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The inner optimizer's state; another that is put here is put there."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        self.inner.state = state
 
     def _share(self) -> None:
         # The very objects, so that a learning rate set here is set there. Loading a state makes new ones.
         self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give the inner optimizer one more group; a group that it has stays as it is."""

@@ -251,9 +251,17 @@ class ShardedOptimizer(WrappedOptimizer):
         _, where = origin(self._pieces.get(param, param))
         return entry if is_slice or where is None else sliced(entry, param, where)
 
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """By the whole model's parameters."""
+        return self._states
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._states = state
+
     def _share(self) -> None:
         super()._share()
-        self.state = self._states
         self._note_states(())
 
     def _note_states(self, params: Iterable[Tensor]) -> None:
@@ -266,7 +274,6 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def _follow_states(self) -> None:
         """Let the inner optimizer lose the states that users took out of `state`, and have those that they put in."""
-        self._states = self.state
         for each in list(self.inner.state):
             state = self._states.get(origin(each)[0])
             if state:

@@ -282,6 +282,14 @@ def test_a_batch_of_another_form_is_told_with_the_form_to_give(form: str, batch:
         result.step(batch)
 
 
+@pytest.mark.parametrize("strategy", [[("micro_batch", {"size": 1})]])
+def test_a_step_in_parts_names_the_input_format(strategy: Any) -> None:
+    _, result, _ = auto_accelerate(Net(), **job(model_input_format=None, load_strategy=strategy, verify=False))
+    assert result is not None
+    with pytest.raises(ArgumentError, match=r"model_input_format is None.* give 'unpack_sequence' for"):
+        result.step(next(iter(result.dataloader)))
+
+
 class OfOne(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.linear(x)

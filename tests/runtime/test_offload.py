@@ -1,6 +1,7 @@
 """An optimizer on the host: plain training bit for bit, whole parameters by share, to users one of the model."""
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -45,6 +46,18 @@ def train(net, optim, data, schedule=None):
 
 def same(net, twin):
     return all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+def test_states_that_are_taken_away_are_gone():
+    net, make = make_net(), MAKERS["adam"]
+    twin = copy.deepcopy(net)
+    optims = make(net.parameters()), HostOptimizer(make, twin.parameters())
+    for _ in range(2):
+        for each, optim in zip((net, twin), optims, strict=True):
+            train(each, optim, batches())
+            optim.state = defaultdict(dict)
+    assert same(net, twin)
+    assert optims[1].state is optims[1].inner.state
 
 
 @pytest.mark.parametrize("share", [0.2, 0.7, 1.0])

@@ -147,6 +147,7 @@ class ChunkOptimizer(StandIns):
 
         Where processes share the chunks it is what this one has, parts of parameters, and under `share` which.
         """
+        self._states.settle([piece for piece in self._in_order if piece in self._states], self.inner.state)
         with self._stand_ins_shown():
             self._show_inner(self._in_pieces())
             saved = self.inner.state_dict()

@@ -29,20 +29,17 @@ class FlatStates:
     def __init__(self, disk: Path | None = None) -> None:
         self._disk = disk
         self._flats: dict[tuple[int, str], Tensor] = {}
-        self._settled: dict[Piece, int] = {}  # how many states each had then
+        self._settled: dict[Piece, dict[str, Tensor]] = {}  # what of each piece's states is in place
 
     @torch.no_grad()
     def settle(self, pieces: Iterable[Piece], state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Move into place what the optimizer has made for `pieces` since the last time."""
+        """Move into place what the optimizer, or the user, has made for `pieces` since the last time."""
         for piece in pieces:
-            mine = state.get(piece.view, {})
-            if self._settled.get(piece) == len(mine):
-                continue
+            mine, settled = state.get(piece.view, {}), self._settled.setdefault(piece, {})
             for key, value in mine.items():
-                if is_cut(value, piece):
-                    mine[key] = piece.of(self._flat(piece.chunk, key, value))
+                if value is not settled.get(key) and is_cut(value, piece):
+                    mine[key] = settled[key] = piece.of(self._flat(piece.chunk, key, value))
                     mine[key].copy_(value)
-            self._settled[piece] = len(mine)
 
     def __contains__(self, piece: Piece) -> bool:
         """Whether a piece's states are in place."""

@@ -3,6 +3,7 @@
 import copy
 import errno
 import os
+from collections import defaultdict
 
 import pytest
 import torch
@@ -215,6 +216,34 @@ def assert_same_state(theirs, mine):
             if isinstance(value, torch.Tensor):
                 assert value.shape == mine[number][key].shape
                 assert torch.equal(value, mine[number][key])
+
+
+def clear(optim):
+    optim.state.clear()
+
+
+def replace(optim):
+    optim.state = defaultdict(dict)
+
+
+def put(optim):
+    for state in optim.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+@pytest.mark.parametrize("wipe", [clear, replace, put])
+def test_states_that_are_taken_away_are_gone(wipe):
+    plain, reference, net, chunks, optim = train(adam, steps=2)
+    for each in (reference, optim):
+        wipe(each)
+    for number in (2, 3):
+        step_both(plain, reference, net, chunks, optim, number)
+    assert_alike(plain, net, chunks)
+    for each in (reference, optim):
+        wipe(each)
+    expected, got = reference.state_dict()["state"], optim.state_dict()["state"]
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[number]["exp_avg"], expected[number]["exp_avg"]) for number in expected)
 
 
 def test_the_state_of_other_groups_is_refused():
