@@ -125,9 +125,9 @@ class Space:
         if without is not None and self._is_open(without):
             yield without
 
-    @staticmethod
-    def _without(node: Node, level: Level) -> Node | None:
-        if level.is_needed:
+    def _without(self, node: Node, level: Level) -> Node | None:
+        needs_mesh = self.is_checked and self.world_size > 1 and level.kind.slot == MESH
+        if level.is_needed or needs_mesh:
             return None
         return Node(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split)
 

@@ -151,6 +151,13 @@ def test_what_does_not_hold():
         answer(llama(), replace(CLUSTER, devices_per_node=3), global_batch=16, fixed=fixed)
 
 
+def test_a_batch_that_cannot_be_shared_out_is_the_reason():
+    splits = ["tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel"]
+    with pytest.raises(StrategyError, match="7 samples are not shared out evenly over 4 processes") as told:
+        answer(llama(), CLUSTER, global_batch=7, excluded=splits)
+    assert "host memory" not in str(told.value)
+
+
 def test_a_job_that_fits_nowhere_names_the_nearest_miss_and_remedies_that_work():
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=1e9))
     excluded = ["offload", "chunk"]
