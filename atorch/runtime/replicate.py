@@ -7,25 +7,28 @@ of the gradients, bucket by bucket, hidden behind the rest of backward.
 torch's averages what the first backward pass after each forward pass gives, and lets others go unseen: a second one
 with `retain_graph`, that of another output, of the first of two forward passes, of a method or a submodule that was
 called by itself, and whatever parameters get that were frozen when it was made. These are averaged here when such a
-pass ends, in calls of their own. Gradients that no backward pass has left, but the user, as from `torch.autograd.grad`,
-are averaged before the optimizer steps.
+pass ends, in calls of their own. Gradients that no backward pass has left, but the user, are averaged before the
+optimizer steps, and so are all where some were taken by `torch.autograd.grad`: averages stay what they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import agreed
 from atorch.distributed.dense_parts import dense_parts, is_dense
 from atorch.distributed.description import described_call
+from atorch.runtime.asked import is_captured
 from atorch.runtime.buckets import average, broadcast
 from atorch.runtime.parameter_groups import TakesParameters
 from atorch.runtime.weak_method import weakly
@@ -81,12 +84,13 @@ class _Unseen:
     def __init__(self, replicas: DistributedDataParallel) -> None:
         self._replicas = replicas
         self._seen = self._is_running = False  # whether torch waits for the next backward pass; whether one runs
-        self._has_run = False  # one, since the last step
+        self._has_run = self._was_taken = False  # one, since the last step; gradients, by `torch.autograd.grad`
+        self._task = -1  # the last pass that was asked whose it is
+        self._accumulators: list[Node] = []
         self._known: list[torch.Tensor] = [each for each in replicas.module.parameters() if each.requires_grad]
         self._frozen: list[torch.Tensor] = [each for each in replicas.module.parameters() if not each.requires_grad]
         self._unfrozen: list[torch.Tensor] = []
-        for parameter in self._known:
-            parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
+        self._hook(self._known)
 
     def expect(self) -> None:
         """torch averages what the next backward pass gives."""
@@ -111,8 +115,20 @@ class _Unseen:
 
     def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
         self._unfrozen += parameters
+        self._hook(parameters)
+
+    def _hook(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
+            parameter.register_hook(partial(weakly(self._arrives), len(self._accumulators)))
+            self._accumulators.append(get_gradient_edge(parameter).node)
             parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
+
+    def _arrives(self, number: int, _: torch.Tensor) -> None:
+        """Note, once a pass, whether gradients go to whoever called `torch.autograd.grad`."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._was_taken |= is_captured(self._accumulators[number])
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if not self._is_running:
@@ -126,9 +142,24 @@ class _Unseen:
             # What was averaged before stays as it is, since averages are the same everywhere.
             average_gradients(missed, self._replicas.process_group)
 
-    def before_step(self, *_: object) -> None:
+    def before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Average what is there without a backward pass; what one has left, users may edit as they like."""
-        by_hand, self._has_run = not self._has_run, False
+        self._average_by_hand()
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        name, closure = next(((k, v) for k, v in given.items() if k in (1, "closure") and callable(v)), (None, None))
+        if closure is None:
+            return None
+
+        def averaged() -> Any:
+            loss = closure()
+            self._average_by_hand()
+            return loss
+
+        given[name] = averaged
+        return tuple(given[place] for place in range(len(args))), {key: given[key] for key in kwargs}
+
+    def _average_by_hand(self) -> None:
+        by_hand, self._has_run, self._was_taken = not self._has_run or self._was_taken, False, False
         if by_hand and any(each.grad is not None for each in self._replicas.module.parameters()):
             average_gradients(list(self._replicas.module.parameters()), self._replicas.process_group)
 

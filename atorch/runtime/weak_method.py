@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """The bound method `method`; it does nothing once its object is gone."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         alive = reference()
-        if alive is not None:
-            alive(*args)
+        return None if alive is None else alive(*args)
 
     return call

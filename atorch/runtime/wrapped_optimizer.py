@@ -84,8 +84,8 @@ class WrappedOptimizer(Optimizer):
             )
 
 
-def before_steps(optimizer: Optimizer | None, work: Callable[..., None]) -> None:
-    """Call `work` before each step of `optimizer`, if it is one that can be told to."""
+def before_steps(optimizer: Optimizer | None, work: Callable[..., Any]) -> None:
+    """Call `work` before each step of `optimizer`, as torch's hook, if it is one that can be told to."""
     # What hooks are kept in is made by a constructor that a stranger's class may not call.
     if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         optimizer.register_step_pre_hook(work)

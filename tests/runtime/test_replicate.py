@@ -247,6 +247,49 @@ def test_gradients_by_hand_are_averaged_before_a_step(pool: Pool) -> None:
         assert averaged == [1, 1, 1, 2]
 
 
+def added(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> Any:
+    """Gradients of `torch.autograd.grad` in place, behind those of a backward pass."""
+    model(x).mean().backward()
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(model(x).square().mean(), parameters), strict=True):
+        parameter.grad += gradient
+    return optim.step()
+
+
+def in_a_closure(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> Any:
+    def closure() -> torch.Tensor:
+        optim.zero_grad()
+        assigned(model, x)
+        return model(x).detach().square().mean()
+
+    return optim.step(closure)
+
+
+STEPS = {each.__name__: each for each in (added, in_a_closure)}
+
+
+def steps_with_gradients_taken(rank: int, size: int, name: str) -> float:
+    """How far parameters are from those of the whole batch."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 3)
+    replicas = replicate(model, world(), CPU)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    average_before_steps(optims[1], [replicas])
+    for _ in range(3):
+        for each, part, optim in ((whole, x, optims[0]), (replicas, x[rank::size], optims[1])):
+            STEPS[name](each, part, optim)
+            optim.zero_grad()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_that_were_taken_are_averaged(pool: Pool, name: str) -> None:
+    assert max(pool.run(steps_with_gradients_taken, name)) <= 1e-6
+
+
 def grown(rank: int, size: int) -> float:
     """How far parameters are from those of the whole batch, where a layer was put into the model later."""
     torch.manual_seed(3)
