@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from atorch.runtime.asked import can_be_reached, is_asked, is_captured
+from atorch.runtime.first_order import refuse_second_order
 from atorch.runtime.reduction import Reduction
 from atorch.runtime.wrapped_optimizer import local
 
@@ -111,27 +113,48 @@ class Apart:
 
 
 def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-    """`loss`, whose backward adds `gradients` times the arriving gradient to `.grad`. It can run once."""
-    deposited: torch.Tensor = _Deposit.apply(loss.detach().requires_grad_(), gradients)  # type: ignore[no-untyped-call]
+    """`loss`, whose backward adds `gradients` times the arriving gradient to `.grad`, of each parameter once.
+
+    With `inputs=…` it does so for those alone, and `torch.autograd.grad` gets them in place of `.grad`.
+    """
+    places = [place for place, (parameter, _) in enumerate(gradients) if can_be_reached(parameter)]
+    reached = [gradients[place][0] for place in places]
+    leaf = loss.detach().requires_grad_()
+    deposited: torch.Tensor = _Deposit.apply(leaf, gradients, places, *reached)  # type: ignore[no-untyped-call]
     return deposited
 
 
 class _Deposit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradients: Gradients, places: Sequence[int], *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.places, ctx.gone = gradients, places, set()
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, factor: torch.Tensor) -> tuple[None, None]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_order("losses that are computed piece by piece (micro_batch, pipeline_parallel)")
+        (whole, _), *edges = ctx.next_functions
+        reached = dict(zip(ctx.places, (accumulator for accumulator, _ in edges), strict=True))
+        asked = range(len(ctx.gradients)) if is_asked(whole) else [each for each in reached if is_asked(reached[each])]
+        if not ctx.gone.isdisjoint(asked) or (not asked and ctx.gone):
             raise RuntimeError("backward ran a second time through this loss; call loss_func again for a new one")
-        pairs = [(parameter, grad.coalesce() if grad.is_sparse else grad) for parameter, grad in gradients]
-        _multiply([gradient for _, gradient in pairs], factor)
-        for parameter, gradient in pairs:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        return None, None
+        ctx.gone.update(asked)
+        taken = {each for each in asked if each in reached and is_captured(reached[each])}
+        returned: dict[int, torch.Tensor] = {}
+        given = [(each, *ctx.gradients[each]) for each in asked]
+        given = [(each, p, grad.coalesce() if grad.is_sparse else grad) for each, p, grad in given]
+        given = [(each, p, grad.clone() if each in taken else grad) for each, p, grad in given]
+        _multiply([grad for _, _, grad in given], factor)
+        for each, parameter, gradient in given:
+            if each in taken:
+                returned[each] = gradient
+            else:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if len(ctx.gone) == len(ctx.gradients):
+            ctx.gradients = ()
+        return None, None, None, *(returned.get(each) for each in ctx.places)
 
 
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from atorch.distributed.collectives import agreed
 from atorch.distributed.dense_parts import dense_parts, is_dense
 from atorch.distributed.description import described_call
-from atorch.runtime.asked import is_captured
+from atorch.runtime.asked import expects_none, is_captured
 from atorch.runtime.buckets import average, broadcast
 from atorch.runtime.parameter_groups import TakesParameters
 from atorch.runtime.weak_method import weakly
@@ -85,6 +85,7 @@ class _Unseen:
         self._replicas = replicas
         self._seen = self._is_running = False  # whether torch waits for the next backward pass; whether one runs
         self._has_run = self._was_taken = False  # one, since the last step; gradients, by `torch.autograd.grad`
+        self._is_none = False  # the gradient that has arrived last
         self._task = -1  # the last pass that was asked whose it is
         self._accumulators: list[Node] = []
         self._known: list[torch.Tensor] = [each for each in replicas.module.parameters() if each.requires_grad]
@@ -119,19 +120,20 @@ class _Unseen:
 
     def _hook(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
-            parameter.register_hook(partial(weakly(self._arrives), len(self._accumulators)))
+            parameter.register_hook(expects_none(partial(weakly(self._arrives), len(self._accumulators))))
             self._accumulators.append(get_gradient_edge(parameter).node)
-            parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
+            parameter.register_post_accumulate_grad_hook(expects_none(weakly(self._accumulated)))
 
-    def _arrives(self, number: int, _: torch.Tensor) -> None:
-        """Note, once a pass, whether gradients go to whoever called `torch.autograd.grad`."""
+    def _arrives(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Note whether there is one, and, once a pass, whether they go to whoever called `torch.autograd.grad`."""
+        self._is_none = gradient is None
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             self._was_taken |= is_captured(self._accumulators[number])
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        if not self._is_running:
+        if not (self._is_running or self._is_none):
             self._is_running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 

@@ -339,3 +339,29 @@ def test_gradients_that_are_sharded(pool):
         assert same
         assert scale == 4.0
         assert error < 1e-5
+
+
+def with_penalty(model, x, loss_func, scale, within):
+    """A loss with a gradient penalty over parameters, computed by the loss function or behind it."""
+
+    def penalized(batch, output):
+        loss = mse(batch, output)
+        found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + sum(each.square().sum() for each in found)
+
+    if within:
+        return loss_func(penalized)(x, model(x))
+    loss = loss_func(mse)(x, model(x))
+    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + scale() * sum((each / scale()).square().sum() for each in found)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_gradient_penalties_with_a_scale(within):
+    torch.manual_seed(0)
+    plain, x = nn.Linear(3, 3), torch.randn(5, 3)
+    model, scale = copy.deepcopy(plain), LossScale(2.0**10)
+    with_penalty(plain, x, lambda loss_func: loss_func, lambda: 1.0, True).backward()
+    with_penalty(model, x, lambda loss_func: scale_loss(loss_func, scale), scale, within).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad / scale(), theirs.grad)

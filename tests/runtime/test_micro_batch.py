@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.amp import LossScale, ScaledOptimizer, scale_loss
+from atorch.runtime.fsdp import shard
+from atorch.runtime.fsdp_groups import Group
 from atorch.runtime.micro_batch import MicroBatched
+from atorch.runtime.replicate import replicate
 
 
 class Net(nn.Module):
@@ -396,3 +400,66 @@ def raises_under_fsdp(rank, size):
 def test_fsdp_forgets_what_raised(pool):
     for after, fresh in pool.run(raises_under_fsdp):
         close(after, fresh, 0)
+
+
+def asked(model, loss_func, factor=2.0):
+    """Gradients of some parameters, in a pass of their own, and of the others by `torch.autograd.grad`."""
+    loss = factor * loss_func(make_batch(), model(make_batch()["tokens"]))
+    first, *others = model.parameters()
+    loss.backward(inputs=[first], retain_graph=True)
+    assert [p.grad is None for p in model.parameters()] == [False, True, True, True, True]
+    return [first.grad, *torch.autograd.grad(loss, others, retain_graph=True)], loss, [first, *others]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_go_to_those_that_are_asked_for(hooked):
+    model, loss_func = micro(size=2)
+    if hooked:
+        model.head.weight.register_hook(lambda gradient: gradient + 0)  # autograd would call it with None
+        loss = loss_func(make_batch(), model(make_batch()["tokens"]))
+        loss.backward()
+        return close(gradients(model), asked(Net(), mse, 1.0)[0])
+    mine, loss, parameters = asked(model, loss_func)
+    close(mine, asked(Net(), mse)[0])
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward(inputs=parameters, retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    return None
+
+
+def test_a_gradient_penalty_of_pieces_is_named():
+    model, loss_func = micro(size=2)
+    loss = loss_func(make_batch(), model(make_batch()["tokens"]))
+    with pytest.raises(ArgumentError, match=r"create_graph=True.*piece by piece"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def asked_under(rank, size, kind):
+    """The gradient of one parameter, which have one, and how often handing them all over communicates."""
+    model = Net()
+    if kind == "fsdp":
+        shard(model, init_device_mesh("cpu", (size,)), [Group((model.head,))])
+    wrapped = model if kind == "fsdp" else replicate(model, dist.group.WORLD, torch.device("cpu"))
+    loss_func = MicroBatched(wrapped, mse, size=2)
+    parameters = list(model.parameters())
+    for _ in range(2):
+        model.zero_grad()
+        loss = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
+        loss.backward(inputs=parameters[3:4])
+    has = [each.grad is not None for each in parameters]
+    (whole,) = [each.grad.full_tensor() if kind == "fsdp" else each.grad for each in parameters[3:4]]
+    loss = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
+    with Counting() as counting:
+        loss.backward()
+    return whole.clone(), has, len(counting.calls)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gradients_of_one_parameter_over_processes(pool, kind):
+    plain = Net()
+    for seed in (0, 1):
+        (mse(make_batch(4, seed), plain(make_batch(4, seed)["tokens"])) / 2).backward()
+    for gradient, has, more in pool.run(asked_under, kind):
+        assert (has, more) == ([False, False, False, True, False], 0)
+        torch.testing.assert_close(gradient, plain.head.weight.grad)

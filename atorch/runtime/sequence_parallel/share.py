@@ -121,6 +121,7 @@ class _Gather(torch.autograd.Function):
         return share.all_gather(x, dim)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         share: Share = ctx.share
         own = share.part(grad, ctx.dim)

@@ -44,6 +44,7 @@ class _Reduce(torch.autograd.Function):
         return x
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -54,6 +55,7 @@ class _Share(torch.autograd.Function):
         return x / size
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -66,6 +68,7 @@ class _Gather(torch.autograd.Function):
         return join(x, counts, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(-1, ctx.start, ctx.count), None, None
 
