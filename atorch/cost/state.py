@@ -160,6 +160,11 @@ class Cost:
         return sum(each.count for each in self.segments if each.is_block)
 
     @property
+    def num_distinct_blocks(self) -> int:
+        """Of those, each that runs again counted once."""
+        return sum(each.count for each in self.segments if each.is_block and (each.num_params or not each.tied_params))
+
+    @property
     def block_share(self) -> float:
         """Share of the forward FLOPs that is in repeated blocks."""
         flops = [each.count * (each.matmul_flops + each.attention_flops) for each in self.segments]

@@ -331,16 +331,18 @@ def _ending(
     optimizer_s = _optimizer_bytes(cost) / reached_bandwidth(cluster)
     waited, last, longest = 0.0, (0.0, 0.0), 0.0
     unfilled = _unfilled(cost)
-    waiting = host_s + (1.0 - unfilled) * BACKWARD * max(run.micro.total_s for run in runs)
+    slowest = max((run.micro for run in runs), key=attrgetter("total_s"))
+    waiting = host_s + (1.0 - unfilled) * BACKWARD * slowest.total_s
     for _, number, micro in runs:
         share = micro.params / whole.num_params if cost.stages > 1 else 1.0
         backward = unfilled * BACKWARD * micro.total_s
         exposed = share * whole.once[0] + max(0.0, share * whole.once[1] - backward - waiting)
         optimizer = micro.trainable * optimizer_s
         if exposed + optimizer - waited > longest:
-            last = max(0.0, exposed - waited), optimizer
-            longest = last[0] + last[1]
-        waited += number * backward
+            longest = exposed + optimizer - waited
+            left = max(0.0, exposed - waited)
+            last = left, longest - left
+        waited += number * backward + (unfilled * host_s if micro is slowest else 0.0)
     return last
 
 

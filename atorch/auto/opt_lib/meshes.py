@@ -26,7 +26,7 @@ def meshes(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[Slices]:
         for sequence, context in _cuts(profile, cluster, tensor):
             inner = tensor * sequence * context
             for pipeline in _divisors(world // inner):
-                if pipeline > max(1, profile.num_blocks):
+                if pipeline > max(1, profile.num_distinct_blocks):
                     break
                 for zero in _shards(cluster, inner, world // inner // pipeline):
                     sizes = {"tensor": tensor, "sequence": sequence, "context": context, "zero": zero}

@@ -76,8 +76,9 @@ class PipelineParallel(Method):
     def unfit(self, cost: Cost) -> str | None:
         """A piece has at least one block, and a micro-batch at least one sample."""
         stages = cost.size("pipeline") * self.pieces
-        if stages > cost.num_blocks:
-            return f"a pipeline of {stages} pieces needs as many repeated blocks; the model has {cost.num_blocks}"
+        blocks = cost.num_distinct_blocks
+        if stages > blocks:
+            return f"a pipeline of {stages} pieces needs as many repeated blocks; the model has {blocks}"
         if self.split_points and len(self.split_points) != stages - 1:
             return f"split_points has {len(self.split_points)} modules; {stages} pieces begin at {stages - 1}"
         if self.micro_batches is not None and cost.batch_size % self.micro_batches:
@@ -138,13 +139,13 @@ class PipelineParallel(Method):
 
         None where modules look across samples, of which they would see those of a micro-batch.
         """
-        if cluster.world_size == 1 or profile.num_blocks < 2:
+        if cluster.world_size == 1 or profile.num_distinct_blocks < 2:
             return
         if any("BatchNorm" in name for name in profile.module_classes):
             return
         yield cls()
         for pieces in (2, 4):
-            if 2 * pieces <= profile.num_blocks:
+            if 2 * pieces <= profile.num_distinct_blocks:
                 yield cls(schedule="interleaved", interleave=pieces)
         yield cls(schedule="zero_bubble")
 
