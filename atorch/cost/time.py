@@ -331,8 +331,7 @@ def _ending(
     optimizer_s = _optimizer_bytes(cost) / reached_bandwidth(cluster)
     waited, last, longest = 0.0, (0.0, 0.0), 0.0
     unfilled = _unfilled(cost)
-    slowest = max((run.micro for run in runs), key=attrgetter("total_s"))
-    waiting = host_s + (1.0 - unfilled) * BACKWARD * slowest.total_s
+    waiting = host_s + (1.0 - unfilled) * BACKWARD * max(run.micro.total_s for run in runs)
     for _, number, micro in runs:
         share = micro.params / whole.num_params if cost.stages > 1 else 1.0
         backward = unfilled * BACKWARD * micro.total_s
@@ -342,7 +341,7 @@ def _ending(
             longest = exposed + optimizer - waited
             left = max(0.0, exposed - waited)
             last = left, longest - left
-        waited += number * backward + (unfilled * host_s if micro is slowest else 0.0)
+        waited += number * backward
     return last
 
 
