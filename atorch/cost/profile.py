@@ -84,11 +84,6 @@ class Segment:
         return hash((self.name, self.count, self.num_params))
 
     @property
-    def num_distinct_blocks(self) -> int:
-        """Repeated blocks, one that runs again counted once."""
-        return sum(each.count for each in self.blocks if each.num_params or not each.tied_params)
-
-    @property
     def matmul_flops(self) -> float:
         """Forward FLOPs of the products with weights."""
         return sum(each.flops for each in self.matmuls)
