@@ -327,21 +327,24 @@ def _ending(
     What can overlap hides behind the backward of the last micro-batch, which takes as long as the slowest stage's as
     far as other work fills the gaps, and `host_s` longer for what comes from the host. Later stages are done with
     theirs earlier, while the first ones still wait for gradients; so of equal stages only the first can be the last.
+    The slowest stage's time is left out of that, since what comes from the host may hide how long it takes.
     """
     optimizer_s = _optimizer_bytes(cost) / reached_bandwidth(cluster)
-    waited, last, longest = 0.0, (0.0, 0.0), 0.0
-    unfilled = _unfilled(cost)
-    waiting = host_s + (1.0 - unfilled) * BACKWARD * max(run.micro.total_s for run in runs)
+    last, longest = (0.0, 0.0), 0.0
+    unfilled, slowest_s = _unfilled(cost), max(run.micro.total_s for run in runs)
+    waiting = host_s + (1.0 - unfilled) * BACKWARD * slowest_s
+    earlier = -slowest_s
     for _, number, micro in runs:
         share = micro.params / whole.num_params if cost.stages > 1 else 1.0
         backward = unfilled * BACKWARD * micro.total_s
+        waited = max(0.0, unfilled * BACKWARD * earlier)
         exposed = share * whole.once[0] + max(0.0, share * whole.once[1] - backward - waiting)
         optimizer = micro.trainable * optimizer_s
         if exposed + optimizer - waited > longest:
             longest = exposed + optimizer - waited
             left = max(0.0, exposed - waited)
             last = left, longest - left
-        waited += number * backward
+        earlier += number * micro.total_s
     return last
 
 
