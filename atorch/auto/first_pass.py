@@ -27,6 +27,7 @@ from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError
+from atorch.runtime.amp import LossScale
 from atorch.runtime.clip import clip_grad_norm
 from atorch.runtime.gradient_sample import farthest, not_as_written
 from atorch.runtime.losses import value_of
@@ -35,6 +36,7 @@ from atorch.runtime.still import Attributes, evaluation_mode, still, untouched
 
 logger = logging.getLogger(__name__)
 
+LESS = 16.0  # a loss scale is divided by, where gradients overflow; training's first steps halve it
 SMALLEST_NORM = 1e-6  # norms below this are taken for rounding
 
 
@@ -97,6 +99,23 @@ def cannot_evaluate(applied: Context, result: AccelerateResult, expected: PlainP
 def _run(
     applied: Context, result: AccelerateResult, expected: PlainPass, noise: float, in_evaluation_mode: bool = False
 ) -> Figures:
+    """The pass at the first loss scale, from the present one down, whose gradients do not overflow, if there is one."""
+    found, scale = _run_once(applied, result, expected, noise, in_evaluation_mode), applied.loss_scale
+    if not isinstance(scale, LossScale) or scale.backoff >= 1:
+        return found
+    present = scale.value
+    try:
+        while found.grad_norm is None and expected.training.grad_norm is not None and scale.value > LESS:
+            scale.value /= LESS
+            found = _run_once(applied, result, expected, noise, in_evaluation_mode)
+    finally:
+        scale.value = present
+    return found
+
+
+def _run_once(
+    applied: Context, result: AccelerateResult, expected: PlainPass, noise: float, in_evaluation_mode: bool
+) -> Figures:
     model, device, mesh = result.model, applied.device, applied.need_mesh()
     plain = (expected.evaluating if in_evaluation_mode else None) or expected.training
     kept = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
@@ -121,7 +140,7 @@ def _run(
     for parameter, grad in kept.items():
         parameter.grad = grad
     if norm is not None and not math.isfinite(norm) and applied.loss_scale() != 1.0:
-        norm = None  # scaled gradients overflowed; the first steps find a scale
+        norm = None  # scaled gradients overflowed
     # The weight that its gradients have: a sum is that of all samples, and a rank without labels has no say.
     weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
     part = weight * float(loss.detach()) if weight else 0.0

@@ -25,6 +25,9 @@ from atorch.errors import ArgumentError, AtorchError, shown
 from atorch.logs import OF_THIS_RANK, logger
 
 T = TypeVar("T")
+# torch 2.13 has given the second of each the first name, and warns of them.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MAX_DIFFERENCES = 3  # that an error names
 MEETING = timedelta(seconds=4)  # how long processes wait for others without a word
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from atorch.distributed.collectives import all_gather_single, reduce_scatter_single
 from atorch.errors import StrategyError
 
 Work = Callable[[], "list[dist.Work | None]"]
@@ -171,7 +172,7 @@ def gather_zeros(
 ) -> list[dist.Work | None]:
     """Take part in gathering `numel` elements, `own` of which are this rank's."""
     out, given = torch.empty(numel, dtype=dtype, device=device), torch.zeros(own, dtype=dtype, device=device)
-    return [dist.all_gather_into_tensor(out, given, group=group, async_op=True)]
+    return [all_gather_single(out, given, group=group, async_op=True)]
 
 
 def reduce_zeros(
@@ -185,5 +186,5 @@ def reduce_zeros(
 ) -> list[dist.Work | None]:
     """Take part in reducing `numel` elements, of which this rank keeps `own`, and then among `replicas` of those."""
     out, given = torch.empty(own, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device)
-    works = [dist.reduce_scatter_tensor(out, given, op, group=group, async_op=True)]
+    works = [reduce_scatter_single(out, given, op, group=group, async_op=True)]
     return works if replicas is None else [*works, dist.all_reduce(out.clone(), op, group=replicas, async_op=True)]

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from atorch.distributed.collectives import all_gather_single
 from atorch.runtime.buckets import BUCKET_BYTES, IN_FLIGHT
 
 ALIGNMENT = 32  # elements
-# torch 2.13 has given the second of these the first name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +108,7 @@ def _start(line: Line, group: dist.ProcessGroup) -> _Gathering:
             start = starts[param]
             buffer[start + where.start : start + where.stop] = param.data.view(-1)[where]
     mine = whole[first : first + line.share]
-    return _Gathering(_all_gather(whole, mine, group=group, async_op=True), line, buffer)
+    return _Gathering(all_gather_single(whole, mine, group=group, async_op=True), line, buffer)
 
 
 def _finish(gathering: _Gathering, rank: int) -> None:

@@ -470,3 +470,15 @@ def test_a_scripted_module_keeps_no_gradient_of_the_plain_pass() -> None:
     with put_back(model, torch.device("cpu")):
         model(torch.ones(1, 2)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("damage", [scale_gradients, detach_inner])
+def test_gradients_are_compared_below_the_loss_scale_that_overflows(damage: Callable[[Context], None]) -> None:
+    def loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
+        return 1e3 * loss_func(batch, output)
+
+    fp16 = ("amp_native", "fp16")
+    result = accelerate(Net(), [fp16], loss_func=loss)
+    assert result.optim.state_dict()["loss_scale"]["scale"] == 2.0**16
+    with registered(damage) as broken, pytest.raises(StrategyError, match="does not compute"):
+        accelerate(Net(), [fp16, broken], loss_func=loss)

@@ -30,7 +30,7 @@ def run(script: str, *arguments: str, processes: int = 1, path: Path | None = No
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, env=environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -44,7 +44,7 @@ def before_and_after(printed: str) -> tuple[float, float]:
 
 @pytest.mark.matrix  # `make demo` is its search
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_train_lm_searches_once_and_then_reuses_what_it_found(tmp_path: Path) -> None:
     saved = tmp_path / "strategy.json"
     printed = run("train_lm.py", *TINY, "--time-limit", "10", "--out", str(saved), processes=2)
@@ -139,7 +139,7 @@ def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("models", "methods"),
     [

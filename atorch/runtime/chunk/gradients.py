@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from atorch.distributed.collectives import reduce_scatter_single
 from atorch.runtime.chunk.layout import Layout, Slot
 from atorch.runtime.chunk.memory import ChunkSet, Keep
 from atorch.runtime.chunk.transfer import Transfer, Wait, put
@@ -160,7 +161,7 @@ class SharedGradients(Gradients):
         if whole is None:
             whole = self._zeros(chunk)
         share = torch.empty_like(whole[memory.share])
-        dist.reduce_scatter_tensor(share, whole, dist.ReduceOp.AVG, group=self._chunks.group)
+        reduce_scatter_single(share, whole, dist.ReduceOp.AVG, group=self._chunks.group)
         if self._replicas is not None:
             dist.all_reduce(share, dist.ReduceOp.AVG, group=self._replicas)
         self._had[chunk] = set(memory.has_gradient)

@@ -17,10 +17,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Course, Nodes, Pass
@@ -309,7 +309,7 @@ class Operations:
     def _gather(self, memory: ChunkMemory) -> Tensor:
         mine = memory.master.to(self.chunks.device)
         whole = torch.empty(memory.spec.numel, dtype=mine.dtype, device=mine.device)
-        dist.all_gather_into_tensor(whole, mine, group=self.chunks.group)
+        all_gather_single(whole, mine, group=self.chunks.group)
         return whole.to(memory.device)
 
     def _gradient(self, parameter: Any) -> Tensor | None:

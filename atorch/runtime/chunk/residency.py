@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from atorch.distributed.collectives import all_gather_single
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.course import Course
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
@@ -198,7 +198,7 @@ class Residency:
         if buffer.device != mine.device:
             mine = buffer[memory.share]
             self._transfer.start(mine, memory.compute)()
-        work: Any = dist.all_gather_into_tensor(buffer, mine, group=self.chunks.group, async_op=True)
+        work: Any = all_gather_single(buffer, mine, group=self.chunks.group, async_op=True)
         wait: Wait = work.wait
         return wait
 
