@@ -14,7 +14,7 @@ from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
 FLAT_BYTES = 32 * 2**20
-"""Of the flat buckets in which parameters are sent by their owners, or gathered (runtime/buckets.py, lines.py)."""
+"""Of buckets in which parameters are sent by their owners, or gathered (runtime/buckets.py, sliced_buckets.py)."""
 MOST_VECTORS = 1024
 """Of a copy of a segment, that are told apart: more would be no vectors, but weights that no product tells of."""
 
@@ -33,15 +33,15 @@ def deal_out(cost: Cost, shards: int) -> tuple[int, float]:
     return _dealt(sizes, shards, FLAT_BYTES / cost.param_itemsize)
 
 
-def num_lines(cost: Cost) -> int:
+def num_sliced_buckets(cost: Cost) -> int:
     """Gathers of parameters that all ranks have slices of: a large one alone, small ones side by side."""
     sizes = _sizes(cost.segments, cost.tensor, cost.expert_divisor)
-    return _lined_up(sizes, FLAT_BYTES / cost.param_itemsize)
+    return _in_order(sizes, FLAT_BYTES / cost.param_itemsize)
 
 
 @lru_cache(maxsize=256)
-def _lined_up(sizes: tuple[float, ...], most: float) -> int:
-    """From the first parameter to the last: a line is closed by the first that does not fit."""
+def _in_order(sizes: tuple[float, ...], most: float) -> int:
+    """From the first parameter to the last: a bucket is closed by the first that does not fit."""
     num, held = 0, 0.0
     for size in reversed(sizes):
         if size >= most:

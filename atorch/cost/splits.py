@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from atorch.cost.buckets import deal_out, num_lines, num_reductions
+from atorch.cost.buckets import deal_out, num_reductions, num_sliced_buckets
 from atorch.cost.profile import Segment
 from atorch.cost.state import Comm, Cost
 
@@ -88,20 +88,20 @@ def shard_optimizer(
     bucket_bytes: float = 25 * MiB,
     overlaps: bool = True,
     reduces: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter",
-    gathers: Literal["all_gather", "broadcast", "lines"] = "all_gather",
+    gathers: Literal["all_gather", "broadcast", "sliced"] = "all_gather",
 ) -> Cost:
     """Optimizer state sharded: gradients reduced to their owners, parameters gathered from them after the update.
 
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1. Gradients are reduced over `axes`, the state is sharded
-    `over` as many or fewer of them. Who has whole parameters broadcasts them; slices are gathered, in "lines" where
-    these are not as the gradients' buckets (runtime/lines.py).
+    `over` as many or fewer of them. Who has whole parameters broadcasts them; slices are gathered, in "sliced" where
+    these are not as the gradients' buckets (runtime/sliced_buckets.py).
     """
     shards = cost.size(*over)
     calls, share = cost.param_bytes / bucket_bytes + 1, 1 / shards
     if gathers == "broadcast":
         calls, share = deal_out(cost, shards)
-    elif gathers == "lines":
-        calls, gathers = num_lines(cost), "all_gather"
+    elif gathers == "sliced":
+        calls, gathers = num_sliced_buckets(cost), "all_gather"
     return cost.but(optim_shards=cost.optim_shards / share).send(
         _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
         Comm(gathers, over, cost.param_bytes, count=calls),

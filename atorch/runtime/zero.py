@@ -1,9 +1,9 @@
 """ZeRO-1: every rank steps its own share of the parameters and sends the result to the others.
 
 Where the optimizer is known to step every element by itself, parameters are cut wherever equal shares need it
-(`lines.py`): a rank steps flat slices of them. Any other may look at whole matrices, and so do parameters that are not
-laid out plainly stay whole: they are dealt out, the largest first, each to the rank with the fewest bytes. A rank makes
-its optimizer over its share alone: only there do momentum, variance and fp32 copies exist.
+(`sliced_buckets.py`): a rank steps flat slices of them. Any other may look at whole matrices, for which parameters stay
+whole, as those do that are not laid out plainly: they are dealt out, the largest first, each to the rank with fewest
+bytes. A rank makes its optimizer over its share alone: only there do momentum, variance and fp32 copies exist.
 
 Memory: optimizer bytes / ranks; of whole parameters as even as these allow. Communication per step: every updated
 parameter once, slices gathered by all, whole ones sent by their owners, in flat buckets. Why not torch's
@@ -26,9 +26,9 @@ from atorch.distributed.collectives import agreed, meet
 from atorch.distributed.description import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.buckets import broadcast
-from atorch.runtime.lines import can_cut, gather, lines_of
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.optimizer_probe import MakeOptimizer, makes_elementwise
+from atorch.runtime.sliced_buckets import can_cut, gather, sliced_buckets
 from atorch.runtime.slices import follow, gradient_values, lend_gradient, origin, slice_of
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.zero_state import SLICES, merged, sliced
@@ -107,13 +107,13 @@ class ShardedOptimizer(WrappedOptimizer):
         num_ranks, mine = self._group.size(), self._group.rank()
         params = dict.fromkeys(self._params)
         self._trained = {param for param in params if param.requires_grad}
-        self._lines = lines_of(filter(can_cut, params), num_ranks) if is_elementwise and num_ranks > 1 else []
-        cut = {param for line in self._lines for param in line.params}
+        self._buckets = sliced_buckets(filter(can_cut, params), num_ranks) if is_elementwise and num_ranks > 1 else []
+        cut = {param for bucket in self._buckets for param in bucket.params}
         whole = [param for param in params if param not in cut]
         dealt = list(zip(whole, deal_out([_bytes_to_train(param) for param in whole], num_ranks), strict=True))
         self._shares = [(rank, [param for param, owner in dealt if owner == rank]) for rank in range(num_ranks)]
         self._pieces: dict[Tensor, Tensor] = {}  # of what is cut, what the inner optimizer has: a slice, or the whole
-        for param, where in (each for line in self._lines for each in line.held(mine)):
+        for param, where in (each for bucket in self._buckets for each in bucket.held(mine)):
             self._pieces[param] = param if where == slice(0, param.numel()) else slice_of(param, where)
         self._slices = [piece for param, piece in self._pieces.items() if piece is not param]
 
@@ -160,7 +160,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._trained.update(param for param in self._params if param.requires_grad)
         shares = ((rank, [param for param in share if param in self._trained]) for rank, share in self._shares)
         broadcast(shares, self._group)
-        gather((line for line in self._lines if not self._trained.isdisjoint(line.params)), self._group)
+        gather((bucket for bucket in self._buckets if not self._trained.isdisjoint(bucket.params)), self._group)
         self._note_states(self._params)
         return result
 

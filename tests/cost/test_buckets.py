@@ -1,7 +1,7 @@
 """Calls by bucket, counted by hand on a model of three parts."""
 
 from atorch.cost import Cost, Matmul, Segment
-from atorch.cost.buckets import FLAT_BYTES, deal_out, num_lines, num_reductions
+from atorch.cost.buckets import FLAT_BYTES, deal_out, num_reductions, num_sliced_buckets
 
 HEAD = Segment(name="head", num_params=40, num_trainable=40, matmuls=(Matmul(rows=8, inner=4, columns=10),))
 BLOCK = Segment(
@@ -33,5 +33,5 @@ def test_a_head_that_is_the_table_is_not_counted_twice():
 def test_a_line_is_closed_by_what_does_not_fit():
     # 50 | 16 + 16 + 4 | 16 + 16 + 4 + ... of 40 elements, from the table to the head, which is as large as a line
     in_40 = MODEL.but(param_itemsize=FLAT_BYTES / 40)
-    assert num_lines(in_40) == 1 + 2 + 1
-    assert num_lines(MODEL) == 1
+    assert num_sliced_buckets(in_40) == 1 + 2 + 1
+    assert num_sliced_buckets(MODEL) == 1

@@ -50,7 +50,7 @@ class Zero1(Method):
         """The optimizer's share of this device; ddp's all-reduce, and every parameter once from who has stepped it."""
         cost = add_beside_buckets(share_buffers(cost.but(grads_persist=True)))
         is_cut = cost.optim_is_elementwise and self.backend == "torch"
-        return shard_optimizer(cost, reduces="all_reduce", gathers="lines" if is_cut else "broadcast")
+        return shard_optimizer(cost, reduces="all_reduce", gathers="sliced" if is_cut else "broadcast")
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
