@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import gather_objects
+from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.clip import ClipsItself
 from atorch.runtime.still import Change
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
@@ -129,6 +130,8 @@ def _reader(
 ) -> Callable[[], Tensor] | None:
     """What gives the whole gradient of a parameter, on all ranks that have it together; None where none can be had."""
     grad = parameter.grad
+    if grad is None and not isinstance(parameter, ChunkedParameter):  # whose gradient is elsewhere
+        grad = torch.zeros_like(parameter.detach())
     if grad is None or getattr(parameter, "shared_over", None) or grad.layout != torch.strided:
         return None
     rows = None if layout is None else layout.rows.get(name)

@@ -188,6 +188,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return _read(args[0], func(*map(_sharded, args)))
+        if name == "__set__" and args[1] is None:  # as optimizers clear gradients
+            return func(_sharded(args[0]), None)
         given = tree_leaves((args, kwargs))
         first = next((_sharded(each) for each in given if isinstance(each, (Outside, _Stands))), None)
         if first is None:  # in a container that nobody looks into

@@ -44,7 +44,7 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/auto/strategy/method.py:RECIPES": "the registry of recipes",
     "atorch/cost/buckets.py:_filled": "a memory of pure results, as below",
     "atorch/cost/buckets.py:_dealt": "a memory of pure results, as below",
-    "atorch/cost/buckets.py:_lined_up": "a memory of pure results, as below",
+    "atorch/cost/buckets.py:_in_order": "a memory of pure results, as below",
     "atorch/cost/buckets.py:_sizes": "a memory of pure results, as below",
     "atorch/cost/memory.py:_peak_beside_host": "a memory of pure results, as below",
     "atorch/cost/moments.py:_copy": "a memory of pure results, as below",
