@@ -126,7 +126,8 @@ def point(parameter: nn.Parameter, values: Tensor) -> None:
 
 _TENSOR: Any = Tensor
 _PROPERTIES = """shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad_fn _base _version
-    _backward_hooks is_cpu is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested is_xpu is_mps"""
+    _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_meta is_sparse is_sparse_csr is_quantized is_mkldnn
+    is_nested is_xpu is_mps"""
 _METHODS = """size stride dim ndimension numel nelement element_size untyped_storage storage_offset data_ptr get_device
     is_contiguous is_floating_point is_complex is_conj is_neg is_inference is_pinned is_same_size is_set_to is_shared
     is_signed dim_order __len__ requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad
