@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -87,7 +87,7 @@ class _Unseen:
         self._has_run = self._was_taken = False  # one, since the last step; gradients, by `torch.autograd.grad`
         self._is_none = False  # the gradient that has arrived last
         self._task = -1  # the last pass that was asked whose it is
-        self._accumulators: list[Node] = []
+        self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = [each for each in replicas.module.parameters() if each.requires_grad]
         self._frozen: list[torch.Tensor] = [each for each in replicas.module.parameters() if not each.requires_grad]
         self._unfrozen: list[torch.Tensor] = []
@@ -120,8 +120,8 @@ class _Unseen:
 
     def _hook(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
-            parameter.register_hook(expects_none(partial(weakly(self._arrives), len(self._accumulators))))
-            self._accumulators.append(get_gradient_edge(parameter).node)
+            parameter.register_hook(expects_none(partial(weakly(self._arrives), len(self._hooked))))
+            self._hooked.append(parameter)
             parameter.register_post_accumulate_grad_hook(expects_none(weakly(self._accumulated)))
 
     def _arrives(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -130,7 +130,7 @@ class _Unseen:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self._was_taken |= is_captured(self._accumulators[number])
+            self._was_taken |= is_captured(get_gradient_edge(self._hooked[number]).node)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if not (self._is_running or self._is_none):

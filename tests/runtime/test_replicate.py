@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,8 @@ CPU = torch.device("cpu")
 def trained(rank: int, size: int, name: str, accumulate: int) -> float:
     model = replicate(make(name, seed=rank), world(), CPU)  # rank 0's weights count
     train(model, sgd(param_groups(model)), rank, size, accumulate)
+    copied = copy.deepcopy(model)  # as weights are averaged over steps
+    assert all(map(torch.equal, copied.parameters(), model.parameters()))
     return deviation(model, name, accumulate)
 
 
