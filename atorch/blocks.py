@@ -7,13 +7,14 @@ which are the blocks and whatever else has parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import nn
 
 from atorch.errors import StrategyError, near_miss, shown
 
+_NAMES_OF_DEPTH = ("layer", "depth", "block")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -46,6 +47,58 @@ def _outermost(
             yield path, child
         else:
             yield from _outermost(child, f"{path}.", parents, known)
+
+
+def num_repeats(model: nn.Module) -> int | None:
+    """How many blocks the model repeats, where they are all alike, in one list, and share nothing; else None."""
+    blocks = repeated_blocks(model)
+    parents = {name.rpartition(".")[0] for name in blocks}
+    if len(parents) != 1:
+        return None
+    container = model.get_submodule(parents.pop())
+    if not isinstance(container, (nn.ModuleList, nn.Sequential)) or list(container) != list(blocks.values()):
+        return None
+    described = [_described(block) for block in blocks.values()]
+    parameters = [id(parameter) for block in blocks.values() for parameter in block.parameters()]
+    alike = all(each == described[0] for each in described) and len(set(parameters)) == len(parameters)
+    return len(blocks) if alike else None
+
+
+def block_names(model: nn.Module, repeats: int) -> list[str]:
+    """The names of the first `repeats` blocks of a model with `num_repeats`."""
+    return list(repeated_blocks(model))[:repeats]
+
+
+def shorten(model: nn.Module, repeats: int) -> None:
+    """Keep the first `repeats` blocks of a model with `num_repeats`, in place, and let its own attributes say so."""
+    name = next(iter(repeated_blocks(model))).rpartition(".")[0]
+    container: Any = model.get_submodule(name)
+    before = len(container)
+    del container[repeats:]
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            for attribute, value in list(getattr(owner, "__dict__", {}).items()):
+                if type(value) is int and value == before and any(part in attribute for part in _NAMES_OF_DEPTH):
+                    setattr(owner, attribute, repeats)
+
+
+def told_of_all(found: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
+    """What was found out, as JSON has it, of a model's first blocks, told of all: lists of their names are longer."""
+    if isinstance(found, Mapping):
+        return {key: told_of_all(value, few, all_of_them) for key, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return (
+            list(all_of_them) if list(found) == list(few) else [told_of_all(each, few, all_of_them) for each in found]
+        )
+    return found
+
+
+def _described(block: nn.Module) -> tuple[Any, ...]:
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return (
+        [type(module) for module in block.modules()],
+        [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors],
+    )
 
 
 def largest_children(model: nn.Module) -> dict[str, nn.Module]:

@@ -69,7 +69,9 @@ def auto_accelerate(
             exact numbers: "fp32", "autocast", "half" or "fp8"), find_unused_parameters, sampler_seed,
             loss_weight (what the loss is a mean over, where that is not to be found out), sample_batch
             (for methods that watch the model at work, where there is no dataset), verify (whether a strategy's first
-            pass is held to plain training's; True), timeout (seconds that processes wait for one another, 600; a
+            pass is held to plain training's; True), param_init_fn (fills a module of a model on the meta device, in
+            place of its `reset_parameters`), empty_init (such a model stays without values, for a checkpoint that is
+            loaded before the first step; False), timeout (seconds that processes wait for one another, 600; a
             group that you made keeps its own), and calibration: whether the search uses and keeps what was
             measured on this machine, in the user's cache directory (True) or the file that it names.
 

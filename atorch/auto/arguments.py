@@ -98,6 +98,8 @@ class Options:
     loss_weight: Any = "auto"  # what the loss is a mean over, of parts of a batch and over processes: see LossWeight
     sample_batch: Any = None  # what `prepare_input` takes, for methods that watch the model where there is no dataset
     verify: bool = True  # whether a strategy's first pass is held to plain training's
+    param_init_fn: Any = None  # fills a module whose parameters are on the meta device, instead of reset_parameters
+    empty_init: bool = False  # whether such parameters stay without values, for a checkpoint that is loaded after
     timeout: float = worlds.TIMEOUT.total_seconds()  # seconds that processes wait for one another in their groups
 
     @classmethod
@@ -116,7 +118,12 @@ class Options:
             raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
         if not _is_timeout(options.timeout):
             raise ArgumentError(f"timeout is {options.timeout!r}; it is a finite number of seconds above 0")
-        for name in ("ignore_dryrun_on_load_strategy", "verbose", "find_unused_parameters", "verify"):
+        if options.param_init_fn is not None and not callable(options.param_init_fn):
+            raise ArgumentError(
+                f"param_init_fn is {shown(options.param_init_fn)}; it is a function that writes the parameters of a "
+                "module that it is called with"
+            )
+        for name in ("ignore_dryrun_on_load_strategy", "verbose", "find_unused_parameters", "verify", "empty_init"):
             need_bool(name, getattr(options, name))
         seed = options.sampler_seed
         if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:

@@ -23,8 +23,10 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.runtime.clip import add_clipping
 from atorch.runtime.deferred import Deferred
+from atorch.runtime.initial_values import InitialValues, give_values
 from atorch.runtime.loader import shares_out
 from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
+from atorch.runtime.meta_device import give_memory, put, unfilled
 from atorch.runtime.parameter_groups import keep_to
 from atorch.runtime.rank_weight import RankWeight, RankWeighted, num_counts
 
@@ -119,6 +121,8 @@ class Context:
     on_host: tuple[torch.Tensor, ...] = ()  # parameters, and what more memory is asked of, that are in host memory
     loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
     unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # by parameter, where known
+    initial: InitialValues | None = None  # of a model on the meta device; None where it has values, or shall get none
+    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # into a parameter that is held elsewhere
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
     told: MutableSet[str] = field(default_factory=set)  # what is said once a job, however many candidates find it
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
@@ -148,8 +152,11 @@ class Context:
 
     def build(self) -> AccelerateResult:
         """Make optimizer, loader and scheduler, and bind them: the one place where this happens."""
+        self.give_memory()
         for part in self.parts:
             _move(part, self.device)
+        if self.initial is not None:
+            give_values(self.initial, self.parts, self.device, self._part_of, self._write)
         optim = None if self.make_optimizer is None else self.make_optimizer(self.make_param_groups(self.parts))
         built = Built(
             model=self.parts[0],
@@ -173,6 +180,27 @@ class Context:
         if self.make_scheduler is not None and built.optim is not None:
             scheduler = self.make_scheduler(built.optim)
         return self._result(built, scheduler)
+
+    def give_memory(self, make: Callable[[torch.Tensor, torch.device], torch.Tensor] = unfilled) -> None:
+        """Let parameters and buffers that are still on the meta device be real: `build` writes their values.
+
+        make: what one has there; memory of its own, if nothing else is said.
+        """
+        give_memory(self.parts, lambda each: make(each, self.device))
+
+    def _part_of(self, names: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
+        """This process's rows of a parameter that is split over the axis tensor; else all of it."""
+        cut = {} if self.layout is None else self.layout.rows
+        rows = next((cut[name] for name in names if name in cut), None)
+        return value if rows is None else rows.take(value, self.need_mesh().rank("tensor"))
+
+    def _write(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        if self.write_value is not None:
+            self.write_value(target, value)
+            return
+        put(target, value)
+        if target.requires_grad and value.dtype != target.dtype and not hasattr(target, "placements"):
+            self.unrounded[target] = value.detach().clone()
 
     def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> RankWeight | None:
         """What this rank's loss weighs among those of ranks that see other samples, if there are any.

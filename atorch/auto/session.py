@@ -14,7 +14,7 @@ from atorch.auto.attempt import attempt
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.first_pass import cannot_evaluate, check
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.completion import batch_place, complete, fills_meta, idle_axes
+from atorch.auto.opt_lib.completion import batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.plain_pass import PlainPass, plain_pass
 from atorch.auto.provenance import fingerprint, provenance, versions
@@ -27,6 +27,8 @@ from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
 from atorch.profiler.storages import separate
+from atorch.runtime.initial_values import InitialValues
+from atorch.runtime.meta_device import has_meta, need_values
 
 if TYPE_CHECKING:
     from atorch.auto.planner.calibration import Calibration
@@ -41,7 +43,7 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     with speaking(options.verbose and worlds.init().rank == 0):
         ctx = _context(call)
         given = None if call.strategy is None else _loaded(call.strategy, ctx)
-        together(lambda: _check_real(ctx.root, None if call.searches else given))
+        ctx = replace(ctx, initial=together(lambda: _initial(ctx.root, given, call)))
         if not call.searches and (call.excluded or call.included or options.time_limit is not None):
             logger.warning(
                 "excluded, included and time_limit are the search's; the load_strategy is applied as it is "
@@ -104,6 +106,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     strategy.check_optimizer(ctx)
     ctx = with_sample(ctx, strategy)
     tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
+    waits_for_values = ctx.initial is None and has_meta([ctx.root])
     separate(tensors)
     if ctx.world.size > 1:
         synchronise(tensors)
@@ -117,6 +120,8 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         )  # fmt: skip
     applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
+    if waits_for_values:
+        need_values(applied.parts)
     if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
         agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
     if expected is not None:
@@ -222,13 +227,34 @@ def _calibration(options: Options, ctx: Context) -> Calibration | None:
     return Calibration.of(options.calibration, ctx.cluster, versions())
 
 
-def _check_real(model: nn.Module, given: Strategy | None) -> None:
-    """That the model has values, or the strategy gives it some."""
-    if any(parameter.is_meta for parameter in model.parameters()) and (given is None or not fills_meta(given)):
+def _initial(model: nn.Module, given: Strategy | None, call: Call) -> InitialValues | None:
+    """What fills the parameters that the model has on the meta device; None where it has none there, or shall not.
+
+    Raises:
+        ArgumentError: nothing fills one of them, or the strategy asks for their values before they are there.
+    """
+    options = call.options
+    knobs = (getattr(each, "param_init_fn", None) for each in given or ())
+    functions = [each for each in (options.param_init_fn, *knobs) if each is not None]
+    if not has_meta([model]):
+        if options.empty_init:
+            raise ArgumentError("empty_init=True is for a model on the meta device; this one has values, leave it out")
+        return None
+    name = type(model).__name__
+    if call.searches or given is None:
         raise ArgumentError(
-            f"{type(model).__name__} has parameters on the meta device, without values; atorch.plan() plans for it, "
-            "and fsdp in a load_strategy fills it by reset_parameters; else give it on a real device"
+            f"{name} has parameters on the meta device, without values, and a search takes real steps; atorch.plan() "
+            "for a cluster plans for it, and a load_strategy gives it values; else give it on a real device"
         )
+    asking = needs_values(given)
+    if asking is not None:
+        raise ArgumentError(
+            f"{name} has parameters on the meta device, and {asking} tries itself on their values before it splits "
+            f"or converts them; leave {asking} out, or give the model on a real device"
+        )
+    if len(functions) > 1 or (functions and options.empty_init):
+        raise ArgumentError("param_init_fn is given twice, or beside empty_init=True; give one of them")
+    return None if options.empty_init else InitialValues(model, *functions)
 
 
 def _loaded(source: Any, ctx: Context) -> Strategy:

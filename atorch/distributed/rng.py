@@ -22,18 +22,31 @@ class RandomState:
     devices: tuple[torch.Tensor, ...]
 
     @classmethod
-    def now(cls) -> RandomState:
-        """Of this moment."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+    def now(cls, only: torch.device | None = None) -> RandomState:
+        """Of this moment; `only`: of this device beside the host, whatever its number."""
+        if only is None:
+            cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        else:
+            cuda = [torch.cuda.get_rng_state(only)] if only.type == "cuda" else []
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), tuple(cuda))
 
-    def restore(self) -> None:
+    def restore(self, only: torch.device | None = None) -> None:
         """They continue from here."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.host)
-        for device, state in enumerate(self.devices):
-            torch.cuda.set_rng_state(state, device)
+        for number, state in enumerate(self.devices):
+            torch.cuda.set_rng_state(state, number if only is None else only)
+
+    def is_same(self, other: RandomState) -> bool:
+        """Whether the same numbers follow."""
+        mine, others = (self.host, *self.devices), (other.host, *other.devices)
+        return (
+            self.python == other.python
+            and all(np.array_equal(one, two) for one, two in zip(self.numpy, other.numpy, strict=True))
+            and len(mine) == len(others)
+            and all(map(torch.equal, mine, others))
+        )
 
 
 @contextmanager

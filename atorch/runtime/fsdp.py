@@ -26,6 +26,8 @@ from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.fsdp_groups import Group
 from atorch.runtime.fsdp_state import end_forward, is_gathered, versions
+from atorch.runtime.initial_values import InitialValues, give_values
+from atorch.runtime.meta_device import give_memory, has_meta, unfilled
 from atorch.runtime.offload import within
 from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapped_optimizer import local
@@ -50,6 +52,7 @@ def shard(
     forward_prefetch: bool = False,
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
+    fills_meta: bool = True,
     find_unused_parameters: bool = False,
     is_agreed: bool = False,
 ) -> list[nn.Parameter]:
@@ -70,8 +73,9 @@ def shard(
             whole groups, in their order and the root's last, each that still fits.
         forward_prefetch: issue the next group's all-gather before a group's forward, for models bound by the host.
         sync_module_states: start from rank 0's values. Off, each rank contributes its own shard of its own values.
-        param_init_fn: fills a module whose parameters are on the meta device, once they are shards on the real one;
-            without it the module's `reset_parameters`.
+        param_init_fn: fills a module whose parameters are on the meta device, in place of its `reset_parameters`; it
+            sees them whole, one module after the other (`initial_values`).
+        fills_meta: off, such parameters get memory alone, and the caller fills it.
         find_unused_parameters: ranks may leave different parameters of a group unused. Off, that is refused, as are
             modules that not all ranks run, or not in one order, in any case (`collective_order`).
         is_agreed: the ranks are known to call this alike; else they compare models and arguments.
@@ -80,7 +84,7 @@ def shard(
         The parameters that wait in host memory.
 
     Raises:
-        ArgumentError: a module on the meta device that nothing can fill, or a parameter with a hook on its gradient,
+        ArgumentError: a parameter on the meta device that nothing fills, or a parameter with a hook on its gradient,
             which torch's would never call; from the next forward pass, if it is registered later. The ranks gave
             different models or arguments: on all of them, with the models as they were.
     """
@@ -108,15 +112,15 @@ def shard(
             forward_prefetch=forward_prefetch,
             sync_module_states=sync_module_states,
             param_init_fn=param_init_fn,
+            fills_meta=fills_meta,
             find_unused_parameters=find_unused_parameters,
         )
+    initial = InitialValues(module, param_init_fn) if fills_meta and has_meta([module]) else None
+    whole = _real(module, whole, device)
     _make_contiguous(each for each in module.named_parameters() if each[1] not in whole)
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
     mp_policy = mp_policy or MixedPrecisionPolicy()
-    policies = [(group, mp_policy) for group in groups] + [(Group((module,)), root_mp_policy or mp_policy)]
-    if mp_policy.param_dtype is not None:
-        whole_precision = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype)
-        policies = [(group, whole_precision) for group in _batch_norms(module, groups)] + policies
+    policies = _policies(module, groups, mp_policy, root_mp_policy or mp_policy)
     owned = _owned([group for group, _ in policies], whole)
     before = dict(module.named_parameters())
     away = within(offload, [sum(o.get_parameter(name).numel() for o, name in each) for each in owned])
@@ -132,16 +136,17 @@ def shard(
     keep_methods(module, passes)
     _keep_whole(module, whole, device, mesh, passes)
     waiting = [place for places, is_away in zip(owned, away, strict=True) if is_away for place in places]
-    on_host = {owner for owner, _ in waiting}
-    _materialize(module, lambda each: torch.device("cpu") if each in on_host else device, param_init_fn)
+    on_host = {owner.get_parameter(name) for owner, name in waiting}
+    give_memory([module], lambda each: unfilled(each, torch.device("cpu") if each in on_host else device))
     if forward_prefetch:
         _prefetch_in_order(module, groups)
     refuse_replaced(module, before)
     make_plain_tensors(module)
     _reshard_without_gradients(module)
     stand_for_sharded(module)
-    sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
-    module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
+    _refuse_later_hooks(module, whole)
+    if initial is not None:
+        give_values(initial, [module], device)
     return [owner.get_parameter(name) for owner, name in waiting]
 
 
@@ -192,10 +197,34 @@ def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool =
             )
 
 
+def _refuse_later_hooks(module: nn.Module, whole: Collection[Tensor]) -> None:
+    sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
+    module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
+
+
 def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _real(module: nn.Module, parameters: Collection[nn.Parameter], device: torch.device) -> set[nn.Parameter]:
+    """The parameters, and what stands in the place of those on the meta device."""
+    made: Mapping[Any, Any] = give_memory([module], lambda each: unfilled(each, device), parameters)
+    return {made.get(each, each) for each in parameters}
+
+
+def _policies(
+    module: nn.Module, groups: Sequence[Group], policy: MixedPrecisionPolicy, root_policy: MixedPrecisionPolicy
+) -> list[tuple[Group, MixedPrecisionPolicy]]:
+    """What is sharded as one, in order, and the dtypes of each: the root comes last."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policies = [(group, policy) for group in groups] + [(Group((module,)), root_policy)]
+    if policy.param_dtype is None:
+        return policies
+    whole_precision = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype)
+    return [(group, whole_precision) for group in _batch_norms(module, groups)] + policies
 
 
 def _batch_norms(module: nn.Module, groups: Sequence[Group]) -> list[Group]:
@@ -271,27 +300,6 @@ def _averager(mesh: DeviceMesh, passes: Passes | None, name: str) -> Callable[[T
             gradient /= size
 
     return average
-
-
-def _materialize(
-    root: nn.Module,
-    place: Callable[[nn.Module], torch.device],
-    fill: Callable[[nn.Module], Any] | None,
-) -> None:
-    for name, module in root.named_modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(tensor.is_meta for tensor in own):
-            module.to_empty(device=place(module), recurse=False)
-            reset = getattr(module, "reset_parameters", None)
-            if fill is not None:
-                fill(module)
-            elif reset is not None:
-                reset()
-            else:
-                raise ArgumentError(
-                    f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
-                    "reset_parameters; give param_init_fn, or load its weights first"
-                )
 
 
 def _prefetch_in_order(root: nn.Module, groups: Sequence[Group]) -> None:

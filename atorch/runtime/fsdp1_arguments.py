@@ -297,8 +297,8 @@ ROWS: Mapping[str, Row] = {
         Row(
             "param_init_fn",
             "applied",
-            "It fills modules on the meta device, once they are sharded, in place of their reset_parameters. A "
-            "strategy file cannot hold it: saving such a strategy is refused.",
+            "It fills modules on the meta device, in place of their reset_parameters: whole ones, one after the other, "
+            "of which each process keeps its part. A strategy file cannot hold it: saving such a strategy is refused.",
             _fill,
         ),
         Row(

@@ -166,7 +166,7 @@ NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
         ({"save_strategy_to_file": 3}, ArgumentError, "save_strategy_to_file is 3"),
         ({"save_strategy_to_file": "/no/such/folder/strategy.json"}, ArgumentError, "no file can be written"),
         ({"model": nn.LazyLinear(1)}, ArgumentError, "run one batch through it"),
-        ({"model": nn.Linear(4, 1, device="meta")}, ArgumentError, "on the meta device"),
+        ({"model": nn.Linear(4, 1, device="meta"), "load_strategy": None}, ArgumentError, "on the meta device"),
         ({"dataset": 3}, ArgumentError, "dataset is a int"),
         ({"optim_param_func": lambda model: nn.Linear(2, 2).parameters()}, ArgumentError, r"shape \(2, 2\)"),
         ({"optim_args": {"lrr": 0.1}}, ArgumentError, "optim_args has 'lrr', .* did you mean 'lr'"),

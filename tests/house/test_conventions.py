@@ -30,10 +30,12 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/distributed/description.py:described_dataset": "what a user's __len__ raises is no concern of a comparison",
     "atorch/profiler/trace.py:_stepped_alone": "a user's optimizer need not be able to step alone",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
+    "atorch/runtime/initial_values.py:InitialValues._watch": "a user's function may fail in any way without values",
     "atorch/runtime/loss_look.py:Look._losses": "a loss may fail on a part of a batch in any way; the warning says so",
     "atorch/runtime/optimizer_probe.py:_attempt": "a user's optimizer may refuse small parameters, or parts of them",
     "atorch/runtime/pipeline/exported.py:_export": "a model may resist export in any way; the error says both reasons",
     "atorch/runtime/pipeline/observing.py:_observed": "a loss may fail in any way on fakes, or on a few rows",
+    "atorch/runtime/pipeline/observing.py:_without_values": "a forward may fail on fakes in any way; the error says so",
     "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
 }
 

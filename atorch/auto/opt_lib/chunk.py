@@ -45,9 +45,10 @@ from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.course import Course, Pass
 from atorch.runtime.chunk.courses import Courses, Foresee
-from atorch.runtime.chunk.memory import ChunkSet
+from atorch.runtime.chunk.memory import ChunkSet, stand_in
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from atorch.runtime.losses import LossFunc, value_of
+from atorch.runtime.meta_device import unfilled
 from atorch.runtime.split import take
 
 DEFAULT_FRACTION = 0.9
@@ -156,6 +157,7 @@ class Chunk(Method):
         budget = -largest([-self._budget(ctx)], everyone)[0]  # the smallest machine's
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
+        ctx.give_memory(_place_in_chunk)
         compiled = _compiled(ctx, part)
         courses = Courses(_foresee(ctx, part, compiled), everyone, ctx.device)
         courses.expect(ctx.sample_batch, tensors_of(ctx.sample_batch))
@@ -181,7 +183,12 @@ class Chunk(Method):
             return inner_prepare(batch, device)
 
         figures = _figures(operations.chunks, operations.residency.course)
-        ctx = replace(ctx, prepare_input=prepare_input, learnt={**ctx.learnt, self.name: figures})
+        ctx = replace(
+            ctx,
+            prepare_input=prepare_input,
+            write_value=partial(_write, operations.chunks),
+            learnt={**ctx.learnt, self.name: figures},
+        )
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
             return ctx
@@ -204,6 +211,24 @@ def _axes(mesh: Cost | Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if mesh.size("data") == 1 or mesh.size("zero") == 1:
         return REPLICA_AXES, ()
     return tuple(axis for axis in REPLICA_AXES if axis != "data"), ("data",)
+
+
+def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What a tensor without values has until its chunk has them: a parameter no memory, a buffer its own."""
+    if isinstance(tensor, nn.Parameter):
+        return stand_in(tensor.shape, tensor.dtype, device)
+    return unfilled(tensor, device)
+
+
+@torch.no_grad()
+def _write(chunks: ChunkSet, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a parameter have `value`, as wide as it comes, in its chunk; and what lies in none where it is."""
+    place = chunks.place(tensor)
+    if place is None:
+        tensor.copy_(value)
+    else:
+        memory, slot = place
+        memory.write(slot, value)
 
 
 def _state_bytes(ctx: Context) -> float:

@@ -10,6 +10,8 @@ from atorch.cost.splits import REPLICA_AXES
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 
 SLOT = "data_parallel"
+NEEDING_VALUES = ("sequence_parallel", "context_parallel", "fp8")
+"""Methods that try on the model's own blocks what they make of them, or convert what parameters hold."""
 
 
 def complete(strategy: Strategy, world_size: int) -> Strategy:
@@ -49,7 +51,12 @@ def batch_place(strategy: Strategy, device_type: str) -> tuple[int, int]:
     return mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES)
 
 
-def fills_meta(strategy: Strategy) -> bool:
-    """Whether a method of the strategy gives parameters on the meta device memory and values."""
+def has_fsdp(strategy: Strategy) -> bool:
+    """Whether torch's FSDP2 shards parameters: under fsdp, and zero2 without another backend."""
     sharding = strategy.get(Fsdp)  # zero2 is one, whatever its backend
     return sharding is not None and getattr(sharding, "backend", "fsdp") == "fsdp"
+
+
+def needs_values(strategy: Strategy) -> str | None:
+    """The method of the strategy that asks a model for the values of its parameters, if one does."""
+    return next((name for name in strategy.names() if name in NEEDING_VALUES), None)

@@ -51,6 +51,7 @@ class Ddp(Method):
     def apply(self, ctx: Context) -> Context:
         """Wrap every part."""
         group = ctx.need_mesh().group(*REPLICA_AXES)
+        ctx.give_memory()
         parts = tuple(
             replicate(
                 part,

@@ -81,7 +81,7 @@ class Fsdp(Method):
     ignored_modules: SkipJsonSchema[tuple[Any, ...]] = Field(default=(), exclude=True, repr=False)
     """Modules and parameters of the model; their names are added to atorch_ignored_cls."""
     param_init_fn: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
-    """Fills modules on the meta device, once they are sharded; no file can hold it."""
+    """Fills modules on the meta device, as `auto_accelerate`'s argument of this name does; no file can hold it."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
@@ -241,7 +241,7 @@ class Fsdp(Method):
                 offload=max(float(self.cpu_offload), parameters_on_host(ctx.strategy)),
                 forward_prefetch=self.forward_prefetch,
                 sync_module_states=self.sync_module_states,
-                param_init_fn=self.param_init_fn,
+                fills_meta=False,
                 find_unused_parameters=ctx.find_unused_parameters,
                 is_agreed=True,
             )

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, model_validator
 from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.completion import fills_meta
+from atorch.auto.opt_lib.completion import has_fsdp
 from atorch.auto.opt_lib.divisible import indivisible
 from atorch.auto.opt_lib.optimizers import need_same
 from atorch.auto.opt_lib.parallel_mode import size_of
@@ -27,15 +28,20 @@ from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
 from atorch.auto.opt_lib.zero_backends import in_pipeline
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
+from atorch.blocks import num_repeats, repeated_blocks, shorten, told_of_all
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import split_tensor
 from atorch.distributed.collectives import from_rank_zero
+from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError
 from atorch.logs import logger
+from atorch.profiler.copying import copy_structure, lazy_copy
+from atorch.runtime.meta_device import has_meta
 from atorch.runtime.tensor_parallel import ModelLayout, apply_layout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
+FEW = 2  # blocks, the fewest that are seen to repeat
 BESIDE_FP8 = "fp8 hides the products that tensor_parallel would split; leave one of them out, or take amp_native"
 
 
@@ -109,23 +115,46 @@ class TensorParallel(Method):
             return ctx
         self.check(ctx)
         (model,) = ctx.parts  # stages are cut later
-        tensor, spreads = mesh.device_mesh("tensor"), fills_meta(strategy)
+        tensor, spreads = mesh.device_mesh("tensor"), has_fsdp(strategy)
         is_compiled = hasattr(ctx.loss_func, "_torchdynamo_orig_callable")  # compilers take no split logits
         splits = self.loss_parallel and not is_compiled
         layout = self._known(model, from_rank_zero(strategy.metadata.get(KEY)), mesh.size("tensor"))
+        how: Any = {"as_dtensors": spreads, "loss_parallel": splits}
         if layout is not None:
-            apply_layout(model, layout, tensor, as_dtensors=spreads, loss_parallel=splits)
+            apply_layout(model, layout, tensor, **how)
         else:
             run = on_few_tokens(ctx, self.name)
-            layout = tensor_parallel(
-                model, run, tensor, **self._asked, as_dtensors=spreads, loss_parallel=splits, is_agreed=True
-            )
+            seen = self._few_blocks_of(model, ctx.device) if has_meta([model]) else model
+            layout = tensor_parallel(seen, run, tensor, **self._asked, **how, is_agreed=True)
+            if seen is not model:
+                layout = self._of_all_blocks(layout, seen, model)
+                apply_layout(model, layout, tensor, **how)
             _tell(model, layout)
         for each in strategy:
             if isinstance(each, SequenceParallel):
                 each.complete(ctx, layout)
         share_random_state(mesh.group("tensor"), ctx.device)
         return replace(ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, KEY: written(layout, self._asked)})
+
+    def _few_blocks_of(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """A copy of a model without values that has some, the same on all processes, and the first of its blocks.
+
+        How few bytes a process can hold depends on all blocks: where that is asked for, or blocks are of several kinds,
+        the copy has all.
+        """
+        copied = copy_structure(model, lambda tensor: tensor)
+        if self.parameter_bytes is None and (num_repeats(copied) or 0) > FEW:
+            shorten(copied, FEW)
+        with preserved_rng():
+            torch.manual_seed(0)
+            return lazy_copy(copied, device)
+
+    def _of_all_blocks(self, layout: ModelLayout, few: nn.Module, model: nn.Module) -> ModelLayout:
+        kept = told_of_all(written(layout, self._asked), list(repeated_blocks(few)), list(repeated_blocks(model)))
+        found = read_layout(kept, model, layout.degree, self._asked)
+        if isinstance(found, str):
+            raise StrategyError(f"tensor_parallel cannot tell all blocks of {type(model).__name__} from two: {found}")
+        return found
 
     @property
     def _asked(self) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Zero1(Method):
                 return replace(ctx)  # the pipeline's engine shares the states out
             return deepspeed(ctx, self.name, stage=1)
         group = ctx.need_mesh().group(*REPLICA_AXES)
+        ctx.give_memory()
         parts = tuple(
             replicate(part, group, ctx.device, find_unused_parameters=ctx.leaves_unused, is_agreed=True)
             for part in ctx.parts

@@ -59,6 +59,7 @@ def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
 def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Context:
     """States spread by OSS, gradients by ShardedDataParallel, which needs the OSS to wrap the model."""
     inner = _needed_optimizer(ctx, name)
+    ctx.give_memory()
     for part in ctx.parts:
         part.to(ctx.device)
     made: list[Optimizer] = []

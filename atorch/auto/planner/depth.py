@@ -12,15 +12,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from torch import nn
-
-from atorch.blocks import repeated_blocks
 from atorch.profiler.live_bytes import ACTIVATIONS, Moment
 
 SHORT, LONG = 3, 4
-_NAMES_OF_DEPTH = ("layer", "depth", "block")
 
 Sent = Mapping[tuple[str, tuple[str, ...]], tuple[float, float]]  # (kind, axes) → (calls, bytes)
 
@@ -55,39 +50,6 @@ class UnlikeError(Exception):
     """Two depths whose moments do not correspond, so that nothing follows for a third."""
 
 
-def num_repeats(model: nn.Module) -> int | None:
-    """How many blocks the model repeats, where they are all alike, in one list, and share nothing; else None."""
-    blocks = repeated_blocks(model)
-    parents = {name.rpartition(".")[0] for name in blocks}
-    if len(parents) != 1:
-        return None
-    container = model.get_submodule(parents.pop())
-    if not isinstance(container, (nn.ModuleList, nn.Sequential)) or list(container) != list(blocks.values()):
-        return None
-    described = [_described(block) for block in blocks.values()]
-    parameters = [id(parameter) for block in blocks.values() for parameter in block.parameters()]
-    alike = all(each == described[0] for each in described) and len(set(parameters)) == len(parameters)
-    return len(blocks) if alike else None
-
-
-def block_names(model: nn.Module, repeats: int) -> list[str]:
-    """The names of the first `repeats` blocks of a model with `num_repeats`."""
-    return list(repeated_blocks(model))[:repeats]
-
-
-def shorten(model: nn.Module, repeats: int) -> None:
-    """Keep the first `repeats` blocks of a model with `num_repeats`, in place, and let its own attributes say so."""
-    name = next(iter(repeated_blocks(model))).rpartition(".")[0]
-    container: Any = model.get_submodule(name)
-    before = len(container)
-    del container[repeats:]
-    for module in model.modules():
-        for owner in (module, getattr(module, "config", None)):
-            for attribute, value in list(getattr(owner, "__dict__", {}).items()):
-                if type(value) is int and value == before and any(part in attribute for part in _NAMES_OF_DEPTH):
-                    setattr(owner, attribute, repeats)
-
-
 def extend(short: Observed, long: Observed, repeats: int) -> Observed:
     """What a model of `repeats` blocks does, from what was seen at SHORT and at LONG of them.
 
@@ -110,14 +72,6 @@ def extend(short: Observed, long: Observed, repeats: int) -> Observed:
         for key, (calls, size) in long.sent.items()
     }
     return Observed(tuple(moments), sent)
-
-
-def _described(block: nn.Module) -> tuple[Any, ...]:
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    return (
-        [type(module) for module in block.modules()],
-        [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors],
-    )
 
 
 def _same_runs(seen: Observed, other: Observed) -> list[list[Moment]]:

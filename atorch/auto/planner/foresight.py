@@ -6,7 +6,6 @@ goes with the strategy as a saved one has it. Values do not matter to them: a mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.planner.depth import block_names, shorten
 from atorch.auto.strategy import Phase, Strategy
+from atorch.blocks import block_names, shorten, told_of_all
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.world import World
 from atorch.originals import Originals
@@ -48,17 +47,8 @@ def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, 
             elif Phase.MESH < each.phase < Phase.TENSOR:
                 job = each.apply(job)
     if repeats is not None and told_of is not None:
-        learnt = _of_more(learnt, block_names(ctx.root, repeats), block_names(ctx.root, told_of))
+        learnt = told_of_all(learnt, block_names(ctx.root, repeats), block_names(ctx.root, told_of))
     return replace(strategy, metadata={**strategy.metadata, **learnt})
-
-
-def _of_more(learnt: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
-    """What was learnt of a few blocks, told of all: lists of these blocks' names are longer."""
-    if isinstance(learnt, Mapping):
-        return {key: _of_more(value, few, all_of_them) for key, value in learnt.items()}
-    if isinstance(learnt, (list, tuple)):
-        return list(all_of_them) if list(learnt) == list(few) else [_of_more(each, few, all_of_them) for each in learnt]
-    return learnt
 
 
 def _with_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,11 +30,11 @@ from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.opt_lib.completion import batch_place, complete
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.tensor_parallel import TensorParallel
-from atorch.auto.planner.depth import LONG, SHORT, Observed, Sent, UnlikeError, extend, num_repeats, shorten
+from atorch.auto.planner.depth import LONG, SHORT, Observed, Sent, UnlikeError, extend
 from atorch.auto.planner.foresight import foreseen
 from atorch.auto.planner.stages import num_stages, with_fewer_micro_batches
 from atorch.auto.strategy import Strategy
-from atorch.blocks import repeated_blocks
+from atorch.blocks import num_repeats, repeated_blocks, shorten
 from atorch.distributed.fake import Pretending, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from atorch.duplicates import duplicate_with
 from atorch.errors import AtorchError, StrategyError
 from atorch.logs import logger
 from atorch.runtime.nested import map_leaves
@@ -35,24 +35,42 @@ def route_of(
         StrategyError: the model cannot be watched, or its units hand over what a pipeline cannot pass on.
     """
     device = next(model.parameters()).device
+    if device.type == "meta":
+        return _without_values(model, units, batch, call_model, loss_func)
     batch = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
-    # What is written to a real buffer is written, also among fakes.
-    as_it_was = nullcontext() if device.type == "meta" else untouched(model)
     try:
-        with as_it_was, FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
-            fake = map_leaves(_faked, batch)
-            return _observed(model, units, fake, call_model, loss_func, is_last=device.type == "meta")
+        # What is written to a real buffer is written, also among fakes.
+        with untouched(model), FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
+            return _observed(model, units, map_leaves(_faked, batch), call_model, loss_func, is_last=False)
     except AtorchError:
         raise
     except Exception as error:  # a forward may fail on fakes in any way; a real run shows faults of its own
-        if device.type == "meta":
-            raise StrategyError(
-                f"{type(model).__name__} is on the meta device, where it does not run ({type(error).__name__}: "
-                f"{error}), so it cannot be cut into stages; give it on a real device"
-            ) from error
         logger.info("the model is watched in a real run, it does not run on fake tensors: %s", error)
     with untouched(model):
         return _observed(model, units, batch, call_model, loss_func, is_last=True)
+
+
+def _without_values(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    batch: Any,
+    call_model: Callable[[nn.Module, Any], Any],
+    loss_func: Callable[[Any, Any], Any] | None,
+) -> Route:
+    """The route of a model on the meta device, seen on fakes of host tensors: code may ask for a device it knows."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
+            beside = call_model, loss_func
+            copied, (call_model, loss_func) = duplicate_with(model, beside, convert=lambda each: _faked(each, ""))
+            inside = {name: copied.get_submodule(name) for name in units}
+            return _observed(copied, inside, map_leaves(_faked, batch), call_model, loss_func, is_last=True)
+    except AtorchError:
+        raise
+    except Exception as error:  # a forward may fail on fakes in any way
+        raise StrategyError(
+            f"{type(model).__name__} is on the meta device and does not run on fake tensors ({type(error).__name__}: "
+            f"{error}), so it cannot be cut into stages; give it on a real device"
+        ) from error
 
 
 def _observed(
@@ -90,7 +108,8 @@ class _Reads(TorchDispatchMode):
 def _faked(leaf: Any, place: str) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    device = "cpu" if leaf.device.type == "meta" else leaf.device
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
 
 class _Fakes(TorchDispatchMode):

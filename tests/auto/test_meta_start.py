@@ -1,0 +1,438 @@
+"""Models made on the meta device start with the values that plain PyTorch gives them, under every strategy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.nn import functional as F
+
+from atorch import auto_accelerate
+from atorch.errors import ArgumentError
+from atorch.profiler.tensors import local_part
+from atorch.runtime.initial_values import InitialValues
+from atorch.runtime.tensor_parallel import whole_state
+from tests.contract.job import BATCH, STEPS, VOCAB, Tokens
+from tests.pool import Pool
+
+SEED = 5
+CPU = torch.device("cpu")
+ARGUMENTS = (8, 2, 16), (4,), (4, 5), (4, 7, False)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.head_size = width // 4
+        self.norm, self.inner_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.inner_norm(x))))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Plain modules, equal blocks, a head that is tied to the embedding, a buffer and a parameter of the root's."""
+
+    def __init__(self, width: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.empty(()))
+        self.register_buffer("offset", torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Of its own."""
+        nn.init.constant_(self.scale, 0.5)
+        self.offset.normal_(std=0.02)
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        x = self.embed(input_ids) + self.offset
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * self.scale  # type: ignore[no-any-return]
+
+
+def reset(module: nn.Module) -> None:
+    if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
+    )
+
+
+def initialised_by_transformers(model: nn.Module) -> Callable[[nn.Module], None]:
+    return model._init_weights  # type: ignore[return-value]
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "decoder": (Decoder, lambda model: reset),
+    "llama": (llama, initialised_by_transformers),
+}
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output["logits"]  # type: ignore[no-any-return]
+
+
+def loss_func(batch: Any, output: Any) -> torch.Tensor:
+    logits = logits_of(output)[:, :-1].float()
+    return F.cross_entropy(logits.reshape(-1, VOCAB), batch["labels"][:, 1:].reshape(-1))
+
+
+def made(kind: str, on_meta: bool) -> nn.Module:
+    if on_meta:
+        with torch.device("meta"):
+            return KINDS[kind][0]()
+    model = KINDS[kind][0]()
+    fill = KINDS[kind][1](model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and not (kind == "llama" and tensor.dim() == 1 and tensor.numel() < 8):
+            tensor.data.fill_(torch.nan)
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        model.apply(fill)
+    return model
+
+
+def trained_plainly(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Values before, values after, losses: by plain PyTorch on the global batches."""
+    model = made(kind, on_meta=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        tokens = Tokens().tokens[step * BATCH : (step + 1) * BATCH]
+        batch = {"input_ids": tokens, "labels": tokens}
+        loss = loss_func(batch, model(**batch))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return before, dict(model.state_dict()), losses
+
+
+def farthest(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    missing = expected.keys() - got.keys()
+    assert not missing, sorted(missing)
+    return max(((got[name].float() - expected[name].float()).abs().max().item(), name) for name in expected)
+
+
+def started(rank: int, size: int, kind: str, strategy: Any) -> tuple[float, float, float]:
+    """How far values are from plain ones before a step and after three, and the losses."""
+    model = made(kind, on_meta=True)
+    torch.manual_seed(SEED + rank)  # rank 0's count
+    _, result, _ = auto_accelerate(
+        model,
+        torch.optim.SGD,
+        Tokens(),
+        loss_func,
+        model_input_format="unpack_dict",
+        optim_args={"lr": 0.1, "momentum": 0.9},
+        dataloader_args={"batch_size": BATCH},
+        load_strategy=strategy,
+        param_init_fn=None if kind == "decoder" else KINDS[kind][1](model),
+    )
+    before, after, losses = trained_plainly(kind)
+    first, _ = farthest(whole_state(result.model), before)
+    found = []
+    for batch in result.dataloader:
+        batch = result.prepare_input(batch, torch.device("cpu"))
+        loss = result.loss_func(batch, result.model(**batch))
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+        found.append(float(loss))
+    mean = torch.tensor(found, dtype=torch.float64)
+    if size > 1:
+        dist.all_reduce(mean)
+    last, _ = farthest(whole_state(result.model), after)
+    return first, last, float((mean / size - torch.tensor(losses)).abs().max())
+
+
+def mesh(**slices: int) -> Any:
+    return ("parallel_mode", (list(slices.items()), None))
+
+
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "plain": (1, []),
+    "chunk alone": (1, ["chunk"]),
+    "ddp": (2, ["ddp"]),
+    "zero1": (2, ["zero1"]),
+    "zero2": (2, ["zero2"]),
+    "fsdp": (2, ["fsdp", "checkpoint"]),
+    "hybrid": (4, [mesh(zero=2, data=2), "fsdp"]),
+    "chunk": (2, ["chunk"]),
+    "tensor": (2, [mesh(tensor=2), "tensor_parallel"]),
+    "tensor + ddp": (4, [mesh(tensor=2, data=2), "tensor_parallel", "ddp"]),
+    "tensor + fsdp": (4, [mesh(tensor=2, data=2), "tensor_parallel", "fsdp"]),
+    "tensor + chunk": (4, [mesh(tensor=2, data=2), "tensor_parallel", "chunk"]),
+    "pipeline": (2, [mesh(pipeline=2), "pipeline_parallel"]),
+    "interleaved": (
+        2,
+        [mesh(pipeline=2), ("pipeline_parallel", {"schedule": "interleaved"})],
+    ),
+    "pipeline + zero1": (4, [mesh(pipeline=2, data=2), "pipeline_parallel", "zero1"]),
+    "pipeline + fsdp": (4, [mesh(pipeline=2, data=2), "pipeline_parallel", "fsdp"]),
+    "pipeline + tensor": (4, [mesh(pipeline=2, tensor=2), "pipeline_parallel", "tensor_parallel"]),
+}
+SAMPLE = {("decoder", "fsdp"), ("decoder", "tensor + fsdp"), ("llama", "pipeline"), ("decoder", "chunk")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=[] if (kind, name) in SAMPLE else pytest.mark.matrix)
+        for kind in KINDS
+        for name in STRATEGIES
+    ],
+)
+def test_it_starts_and_trains_as_plainly(pool: Pool, kind: str, name: str) -> None:
+    ranks, strategy = STRATEGIES[name]
+    for first, last, loss in pool.run(started, kind, strategy, ranks=ranks):
+        assert first == 0.0
+        assert last <= 2e-5
+        assert loss <= 1e-5
+
+
+def test_an_order_of_its_own_and_ties_are_as_apply_has_them() -> None:
+    """Attention that sets its projection's bias, a tie of which the last wins, running statistics, an LSTM's lists."""
+    parts = nn.TransformerEncoderLayer(8, 2, 16), nn.BatchNorm1d(4), nn.LSTM(4, 5), nn.Linear(4, 7, bias=False)
+    with torch.device("meta"):
+        on_meta = nn.ModuleList(type(each)(*arguments) for each, arguments in zip(parts, ARGUMENTS, strict=True))
+        on_meta.append(nn.Embedding(7, 4))
+    on_meta[4].weight = on_meta[3].weight
+    torch.manual_seed(SEED)
+    got = {name: value for names, value in InitialValues(on_meta).drawn(CPU) for name in names}
+    after = torch.get_rng_state()
+    real = nn.ModuleList([*parts, nn.Embedding(7, 4)])
+    real[4].weight = real[3].weight
+    torch.manual_seed(SEED)
+    real.apply(lambda module: getattr(module, "reset_parameters", getattr(module, "_reset_parameters", int))())
+    assert torch.equal(after, torch.get_rng_state())
+    expected = real.state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    assert all(each.is_meta for each in on_meta.parameters())
+
+
+class Parent(nn.Module):
+    """Whose function writes what its children hold, as T5's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+def by_parent(module: nn.Module) -> None:
+    if isinstance(module, Parent):
+        nn.init.eye_(module.first.weight)
+        module.second.weight.data.copy_(module.first.weight).mul_(2)
+    elif isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
+
+
+def to_empty_first(module: nn.Module) -> None:
+    module.to_empty(device=CPU, recurse=False)
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def asks_for_values(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.ones_(module.weight)
+        module.weight.data.div_(module.weight.sum().item())
+        nn.init.zeros_(module.bias)
+
+
+@pytest.mark.parametrize("fill", [by_parent, to_empty_first, asks_for_values])
+def test_functions_as_people_write_them(fill: Callable[[nn.Module], None]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Parent(), nn.Linear(3, 2))
+    if fill is by_parent:
+        model[1] = nn.Linear(3, 2)
+    torch.manual_seed(SEED)
+    got = {name: value for names, value in InitialValues(model, fill).drawn(CPU) for name in names}
+    real = nn.Sequential(Parent(), nn.Linear(3, 2))
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        real.apply(fill)
+    assert all(torch.equal(value, real.state_dict()[name]) for name, value in got.items())
+    assert len(got) == (4 if fill is by_parent else 6)
+
+
+class Unfilled(nn.Module):
+    """Nothing writes its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2))
+        self.register_buffer("table", torch.arange(4))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class HalfFilled(Unfilled):
+    """Writes half of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.table
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight[0])
+
+
+class Loose(nn.Linear):
+    """Holds a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.angles = {"of": [torch.ones(2)]}
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(make())
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "told"),
+    [
+        (Unfilled, {}, "0.table on the meta device would get no values"),
+        (HalfFilled, {}, "0.weight was on the meta device, .* unwritten"),
+        (Loose, {}, "0.angles of Sequential"),
+        (Parent, {"param_init_fn": by_parent, "empty_init": True}, "twice"),
+        (Parent, {"param_init_fn": "normal"}, "is a function"),
+        (Parent, {"param_init_fn": lambda module: None}, "param_init_fn does not write it"),
+        (Parent, {"load_strategy": None}, "a search takes real steps"),
+        (Parent, {"load_strategy": ["sequence_parallel"]}, "sequence_parallel tries itself"),
+        (lambda: nn.Linear(2, 2, device="cpu"), {"empty_init": True}, "has values"),
+    ],
+)
+def test_what_cannot_start_is_told(make: Callable[[], nn.Module], more: dict[str, Any], told: str) -> None:
+    data = [torch.ones(2)] * 4
+    given: dict[str, Any] = {"optim_args": {"lr": 0.1}, "load_strategy": [], **more}
+    with pytest.raises(ArgumentError, match=told):
+        auto_accelerate(on_meta(make), torch.optim.SGD, data, lambda batch, output: output.sum(), **given)  # type: ignore[arg-type]
+
+
+def loaded(rank: int, size: int, strategy: Any) -> tuple[str, float]:
+    """What a call says before a checkpoint is loaded, and how far training is from plain after it."""
+    model = made("decoder", on_meta=True)
+    _, result, _ = auto_accelerate(
+        model,
+        torch.optim.SGD,
+        Tokens(),
+        loss_func,
+        model_input_format="unpack_dict",
+        optim_args={"lr": 0.1, "momentum": 0.9},
+        dataloader_args={"batch_size": BATCH},
+        load_strategy=strategy,
+        empty_init=True,
+    )
+    before, after, _ = trained_plainly("decoder")
+    told = ""
+    if rank == 0 and size == 1:
+        with pytest.raises(ArgumentError) as caught:
+            result.model(**next(iter(result.dataloader)))
+        told = str(caught.value)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(result.model, before, options=options)
+    for batch in result.dataloader:
+        loss = result.loss_func(batch, result.model(**batch))
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+    return told, farthest(whole_state(result.model), after)[0]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, []), (2, ["fsdp"]), (2, ["zero1"])])
+def test_a_checkpoint_fills_it(pool: Pool, ranks: int, strategy: Any) -> None:
+    for told, off in pool.run(loaded, strategy, ranks=ranks):
+        assert ranks > 1 or "load a checkpoint before the first step" in told
+        assert off <= 2e-5
+
+
+def test_masters_start_from_what_was_drawn() -> None:
+    """Not from what that is rounded to."""
+    model = made("decoder", on_meta=True)
+    torch.manual_seed(SEED)
+    _, result, _ = auto_accelerate(
+        model, torch.optim.SGD, optim_args={"lr": 0.1}, load_strategy=[("half", "bf16")], loss_func=loss_func
+    )
+    plain = made("decoder", on_meta=False)
+    for state, expected in zip(result.optim.state_dict()["state"].values(), plain.parameters(), strict=True):
+        assert torch.equal(state["master"], expected)
+
+
+def peak(rank: int, size: int, strategy: Any, width: int, depth: int) -> tuple[float, float]:
+    """MiB that a start takes at its highest beyond what was there, and that this process holds of the parameters."""
+    found = 0.0
+    for each in (2 * size, depth):  # the first imports what the second needs
+        with torch.device("meta"):
+            model = Decoder(width, each)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = _resident("VmHWM")
+        _, result, _ = auto_accelerate(
+            model,
+            torch.optim.SGD,
+            Tokens(),
+            loss_func,
+            model_input_format="unpack_dict",
+            optim_args={"lr": 0.1},
+            dataloader_args={"batch_size": BATCH},
+            load_strategy=strategy,
+        )
+        found = _resident("VmHWM") - before
+        held = sum(local_part(each).nbytes for each in result.model.parameters()) / 2**20
+        del result
+    return found, held
+
+
+def _resident(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
+@pytest.mark.parametrize(
+    "name", ["fsdp", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("tensor", "pipeline"))]
+)
+def test_no_process_ever_has_much_more_than_its_part(pool: Pool, name: str) -> None:
+    """Of 680 MB, of which each of 4 processes gets a quarter."""
+    _, strategy = STRATEGIES[name]
+    strategy = [mesh(**{"data" if name == "fsdp" else name: 4}), {"fsdp": "fsdp"}.get(name, f"{name}_parallel")]
+    for found, held in pool.run(peak, strategy, 768, 24, ranks=4, timeout=300):
+        assert 150 < held < 190
+        assert found <= 1.3 * held
