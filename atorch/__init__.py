@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
     from atorch.cluster import ClusterSpec
     from atorch.runtime.clip import clip_grad_norm
+    from atorch.runtime.load_whole_state import load_whole_state
     from atorch.runtime.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
     from atorch.runtime.tensor_parallel.state import whole_state
 
@@ -33,6 +34,7 @@ _HOMES: Mapping[str, str] = {
     "clip_grad_norm": "atorch.runtime.clip",
     "is_recomputing": "atorch.runtime.recompute",
     "load_methods": "atorch.auto.plugins",
+    "load_whole_state": "atorch.runtime.load_whole_state",
     "plan": "atorch.auto.accelerate",
     "whole_state": "atorch.runtime.tensor_parallel.state",
 }
@@ -47,6 +49,7 @@ __all__ = [
     "clip_grad_norm",
     "is_recomputing",
     "load_methods",
+    "load_whole_state",
     "plan",
     "whole_state",
 ]

@@ -66,6 +66,7 @@ class Binding:
     mesh: Mesh | None = None
     loss_scale: Callable[[], float] = _unscaled
     layout: ModelLayout | None = None  # how parameters are split over the axis tensor
+    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # into a parameter that is held elsewhere
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         return self  # a copy of the model lives on the same processes
@@ -172,7 +173,7 @@ class Context:
         if built.loss_func is not None and self.batch_axes and not built.weighs_ranks:
             built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
         for marked in (self.root, built.model):
-            object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale, self.layout))
+            object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale, self.layout, self.write_value))
         add_clipping(built.model)
         if built.optim is not None and self.mesh is not None and self.mesh.size(*REPLICA_AXES) > 1:
             keep_to(built.model, built.optim)

@@ -120,8 +120,8 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         )  # fmt: skip
     applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
-    if waits_for_values:
-        need_values(applied.parts)
+    if waits_for_values and applied.write_value is None:
+        need_values(result.model)
     if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
         agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
     if expected is not None:
@@ -239,6 +239,8 @@ def _initial(model: nn.Module, given: Strategy | None, call: Call) -> InitialVal
     if not has_meta([model]):
         if options.empty_init:
             raise ArgumentError("empty_init=True is for a model on the meta device; this one has values, leave it out")
+        if functions:
+            logger.warning("param_init_fn is not called: it is for a model on the meta device, and this one has values")
         return None
     name = type(model).__name__
     if call.searches or given is None:

@@ -64,11 +64,10 @@ def put(target: Tensor, value: Tensor) -> None:
     target.to_local().copy_(value)  # type: ignore[attr-defined]
 
 
-def need_values(modules: Iterable[nn.Module]) -> None:
-    """Let the first call of each module raise where a parameter still has no value of those that a checkpoint holds."""
-    for module in modules:
-        handles: list[RemovableHandle] = []
-        handles.append(module.register_forward_pre_hook(partial(_refuse_unfilled, handles), prepend=True))
+def need_values(module: nn.Module) -> None:
+    """Let calls of the module raise while a parameter has no value of those that a checkpoint holds."""
+    handles: list[RemovableHandle] = []
+    handles.append(module.register_forward_pre_hook(partial(_refuse_unfilled, handles), prepend=True))
 
 
 def _refuse_unfilled(handles: list[RemovableHandle], module: nn.Module, args: Any) -> None:
@@ -96,8 +95,7 @@ def first_names(names: Sequence[str]) -> str:
 def is_unfilled(tensor: Tensor) -> bool:
     """Whether this process's part of it is as `unfilled` has made it."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    has_memory = any(local.stride()) or local.numel() == 1  # what stands in for one that lies elsewhere has none
-    return has_memory and local.is_floating_point() and local.numel() > 0 and bool(local.detach().isnan().all())
+    return local.is_floating_point() and local.numel() > 0 and bool(local.detach().isnan().all())
 
 
 def like(tensor: Tensor, real: Tensor) -> Tensor:

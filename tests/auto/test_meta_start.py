@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn import functional as F
 
-from atorch import auto_accelerate
+from atorch import auto_accelerate, load_whole_state, whole_state
 from atorch.errors import ArgumentError
 from atorch.profiler.tensors import local_part
 from atorch.runtime.initial_values import InitialValues
-from atorch.runtime.tensor_parallel import whole_state
 from tests.contract.job import BATCH, STEPS, VOCAB, Tokens
 from tests.pool import Pool
 
@@ -346,8 +346,8 @@ def test_what_cannot_start_is_told(make: Callable[[], nn.Module], more: dict[str
         auto_accelerate(on_meta(make), torch.optim.SGD, data, lambda batch, output: output.sum(), **given)  # type: ignore[arg-type]
 
 
-def loaded(rank: int, size: int, strategy: Any) -> tuple[str, float]:
-    """What a call says before a checkpoint is loaded, and how far training is from plain after it."""
+def loaded(rank: int, size: int, strategy: Any, path: str | None) -> tuple[str, float, float]:
+    """What a call says before the values are there, and how far they and those after training are from plain ones."""
     model = made("decoder", on_meta=True)
     _, result, _ = auto_accelerate(
         model,
@@ -361,26 +361,67 @@ def loaded(rank: int, size: int, strategy: Any) -> tuple[str, float]:
         empty_init=True,
     )
     before, after, _ = trained_plainly("decoder")
-    told = ""
-    if rank == 0 and size == 1:
+    told = "load a checkpoint"
+    if "chunk" not in strategy:
         with pytest.raises(ArgumentError) as caught:
             result.model(**next(iter(result.dataloader)))
         told = str(caught.value)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(result.model, before, options=options)
+    with pytest.raises(ArgumentError, match="has scales, other than the model"):
+        load_whole_state(result.model, {name.replace("scale", "scales"): value for name, value in before.items()})
+    with pytest.raises(ArgumentError, match=r"offset of shape \(3,\), and the whole model's is \(32,\)"):
+        load_whole_state(result.model, {**before, "offset": torch.ones(3)})
+    load_whole_state(result.model, before if path is None else path)
+    first, _ = farthest(whole_state(result.model), before)
     for batch in result.dataloader:
         loss = result.loss_func(batch, result.model(**batch))
         loss.backward()
         result.optim.step()
         result.optim.zero_grad()
-    return told, farthest(whole_state(result.model), after)[0]
+    last, _ = farthest(whole_state(result.model), after)
+    load_whole_state(result.model, before)  # while some of it may be gathered
+    return told, max(first, farthest(whole_state(result.model), before)[0]), last
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, []), (2, ["fsdp"]), (2, ["zero1"])])
-def test_a_checkpoint_fills_it(pool: Pool, ranks: int, strategy: Any) -> None:
-    for told, off in pool.run(loaded, strategy, ranks=ranks):
-        assert ranks > 1 or "load a checkpoint before the first step" in told
-        assert off <= 2e-5
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in ("tensor + fsdp", "interleaved") else pytest.mark.matrix) for n in STRATEGIES],
+)
+def test_a_checkpoint_fills_it(pool: Pool, name: str) -> None:
+    ranks, strategy = STRATEGIES[name]
+    for told, first, last in pool.run(loaded, strategy, None, ranks=ranks):
+        assert "load a checkpoint" in told
+        assert first == 0.0
+        assert last <= 2e-5
+
+
+def test_a_checkpoint_comes_from_files(tmp_path: Path) -> None:
+    """Of a folder, in which tied parameters are once."""
+    state, _, _ = trained_plainly("decoder")
+    names = [name for name in state if name != "head.weight"]
+    for place in (0, 1):
+        save_file({name: state[name] for name in names[place::2]}, tmp_path / f"model-{place}.safetensors")
+    told, first, last = loaded(0, 1, [], str(tmp_path))
+    assert (first, last) == (0.0, 0.0)
+    other = auto_accelerate(nn.Linear(2, 2), load_strategy=[])[1]
+    assert other is not None
+    (tmp_path / "model-1.safetensors").write_bytes(b"nothing of it")
+    for path, reason in ((tmp_path, "is no safetensors file"), (tmp_path / "none", "give a state dict")):
+        with pytest.raises(ArgumentError, match=reason):
+            load_whole_state(other.model, path)
+    with pytest.raises(ArgumentError, match="give the model that auto_accelerate returned"):
+        load_whole_state(nn.Linear(2, 2), state)
+
+
+def through_torch(rank: int, size: int) -> float:
+    model = made("decoder", on_meta=True)
+    _, result, _ = auto_accelerate(model, load_strategy=["fsdp"], empty_init=True)
+    expected = made("decoder", on_meta=False).state_dict()
+    set_model_state_dict(result.model, dict(expected), options=StateDictOptions(full_state_dict=True))
+    return farthest(whole_state(result.model), expected)[0]
+
+
+def test_torchs_own_function_fills_it(pool: Pool) -> None:
+    assert pool.run(through_torch) == [0.0, 0.0]
 
 
 def test_masters_start_from_what_was_drawn() -> None:

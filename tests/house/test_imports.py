@@ -32,6 +32,7 @@ PUBLIC = {
     "clip_grad_norm",
     "is_recomputing",
     "load_methods",
+    "load_whole_state",
     "plan",
     "whole_state",
 }

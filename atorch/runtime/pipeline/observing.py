@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from atorch.duplicates import duplicate_with
 from atorch.errors import AtorchError, StrategyError
 from atorch.logs import logger
+from atorch.runtime.meta_device import has_meta
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.route import Route, observe
 from atorch.runtime.still import untouched
@@ -34,9 +35,9 @@ def route_of(
     Raises:
         StrategyError: the model cannot be watched, or its units hand over what a pipeline cannot pass on.
     """
-    device = next(model.parameters()).device
-    if device.type == "meta":
+    if has_meta([model]):
         return _without_values(model, units, batch, call_model, loss_func)
+    device = next(model.parameters()).device
     batch = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
     try:
         # What is written to a real buffer is written, also among fakes.
