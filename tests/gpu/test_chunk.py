@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atorch.auto.opt_lib.chunk import kept_by_products
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.blocks import repeated_blocks
 from atorch.runtime.chunk.chunked import chunk
@@ -130,6 +131,18 @@ def test_a_device_of_the_budget_s_size_is_enough() -> None:
         assert all(map(math.isfinite, losses(model, optimizer)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_what_products_keep_is_known_beforehand() -> None:
+    """Products of any size and type, forward and backward, keep no more than was measured."""
+    kept = kept_by_products(torch.device("cuda", 0))
+    assert kept == kept_by_products(torch.device("cuda", 0))
+    before = torch.cuda.memory_allocated() - kept
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = nn.Linear(WIDTH, WIDTH, device="cuda", dtype=dtype)
+        model(torch.ones(ROWS, WIDTH, device="cuda", dtype=dtype)).sum().backward()
+        del model
+    assert torch.cuda.memory_allocated() - before <= kept
 
 
 def test_batches_of_other_lengths() -> None:

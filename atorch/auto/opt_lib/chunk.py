@@ -71,7 +71,7 @@ class Chunk(Method):
     budget_bytes: Annotated[int, Field(ge=1)] | None = None
     """What a device may hold at any moment, in bytes."""
     budget_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The same as a fraction of the device's memory; None, and no bytes: 0.9."""
+    """The same as a fraction of the device's memory, less the workspaces of cuBLAS; None, and no bytes: 0.9."""
     hybrid: bool = True
     """Keep optimizer states for which the budget has room on the device, and step them there; off, the host holds and
     steps them all."""
@@ -203,7 +203,20 @@ class Chunk(Method):
         if self.budget_bytes is not None:
             return self.budget_bytes
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
-        return int(fraction * ctx.cluster.device.memory_bytes)
+        return int(fraction * ctx.cluster.device.memory_bytes) - kept_by_products(ctx.device)
+
+
+def kept_by_products(device: torch.device) -> int:
+    """Bytes that matrix products keep on a CUDA device for good, in forward and backward; no fake tensor shows them."""
+    if device.type != "cuda":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+        (weight @ weight).sum().backward()  # on autograd's own thread, which has a workspace of its own
+        del weight
+    return torch.cuda.memory_allocated(device) - before
 
 
 def _axes(mesh: Cost | Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
