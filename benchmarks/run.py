@@ -18,6 +18,7 @@ from compare import Row
 CLAIMS = (
     "import_time",
     "step_overhead",
+    "step_times",
     "first_pass",
     "planning_time",
     "search_regret",

@@ -25,6 +25,7 @@ DEFERRED = (
 PUBLIC = {
     "ClusterSpec",
     "Plan",
+    "StepTimes",
     "Strategy",
     "auto_accelerate",
     "checkpoint_sequential",

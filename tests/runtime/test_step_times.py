@@ -1,0 +1,340 @@
+"""What steps take on each process: measured by a clock that the work itself advances, and by the real one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import atorch
+from atorch import StepTimes, auto_accelerate
+from atorch.errors import ArgumentError
+from atorch.runtime.stragglers import StepReport
+from tests.pool import Pool
+
+BATCH, WIDTH = 4, 8
+Work = Callable[[str], None]
+
+
+class Counted:
+    """A clock that stands still but for the work that is told to it."""
+
+    def __init__(self, takes: Mapping[str, float]) -> None:
+        self.time, self.takes = 0.0, takes
+
+    def work(self, part: str) -> None:
+        self.time += self.takes.get(part, 0.0)
+
+    def now(self) -> float:
+        return self.time
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class Net(nn.Module):
+    """Blocks that work in forward and in backward."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))
+        self.work = work
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        self.work("forward")
+        if x.requires_grad:
+            x.register_hook(lambda _: self.work("backward"))
+        return self.last(x)
+
+
+class Rows(Dataset[Tensor]):
+    def __init__(self, num: int, work: Work) -> None:
+        self.rows, self.work = torch.randn(num, WIDTH, generator=torch.Generator().manual_seed(1)), work
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.work("data")
+        return self.rows[index]
+
+
+def loss_func(batch: Tensor, output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def made(work: Work, strategy: Any, steps: int, size: int = 1, **more: Any) -> Any:
+    arguments = {"dataloader_args": {"batch_size": BATCH * size}, "optim_args": {"lr": 0.01}, "verify": False, **more}
+    data = Rows(BATCH * size * steps, work)
+    return auto_accelerate(Net(work), torch.optim.SGD, data, loss_func, load_strategy=strategy, **arguments)[1]
+
+
+def train(result: Any) -> Iterator[int]:
+    for number, batch in enumerate(result.dataloader):
+        loss = result.loss_func(batch, result.model(batch))
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+        yield number
+
+
+def reports(work: Work, strategy: Any, size: int, steps: int, clock: Any, **more: Any) -> list[StepReport]:
+    told: list[StepReport] = []
+    result = made(work, strategy, steps, size)
+    with StepTimes(result.model, result.optim, on_report=told.append, clock=clock, **more):
+        for _ in train(result):
+            pass
+    return told
+
+
+def counted(rank: int, size: int, strategy: Any, takes: Any, steps: int = 8, every: int = 4) -> list[StepReport]:
+    clock = Counted(takes[rank] if isinstance(takes, list) else takes)
+    return reports(clock.work, strategy, size, steps, clock, every=every)
+
+
+def test_the_parts_of_a_step_are_what_they_take() -> None:
+    told = counted(0, 1, [], {"data": 0.25, "forward": 2.0, "backward": 3.0})
+    assert [each.step for each in told] == [4, 8]
+    for each in told:
+        assert each.steps_s == [6.0]
+        assert each.parts_s == {"data": [1.0], "forward": [2.0], "backward": [3.0]}
+        assert not each.stragglers
+
+
+def test_micro_batches_add_up_to_a_step() -> None:
+    told = counted(0, 1, [("micro_batch", {"size": 2})], {"data": 0.25, "forward": 1.0, "backward": 2.0})
+    assert [(each.steps_s, each.parts_s) for each in told] == [
+        ([7.0], {"data": [1.0], "forward": [2.0], "backward": [4.0]})
+    ] * 2
+
+
+def accumulated(clock: Counted, every: int) -> StepReport | None:
+    result = made(clock.work, [], 8)
+    with StepTimes(result.model, result.optim, every=every, clock=clock) as times:
+        for number, batch in enumerate(result.dataloader):
+            (result.loss_func(batch, result.model(batch)) / 2).backward()
+            if number % 2:
+                result.optim.step()
+                result.optim.zero_grad()
+    return times.report
+
+
+def test_a_loop_that_accumulates_waits_for_the_data_of_every_pass() -> None:
+    report = accumulated(Counted({"data": 0.25, "forward": 2.0, "backward": 3.0}), every=4)
+    assert report is not None
+    assert report.steps_s == [12.0]
+    assert report.parts_s == {"data": [2.0], "forward": [4.0], "backward": [6.0]}
+
+
+def test_an_evaluation_is_no_part_of_a_step() -> None:
+    clock = Counted({"data": 0.25, "forward": 2.0, "backward": 3.0})
+    result = made(clock.work, [], 4)
+    with StepTimes(result.model, result.optim, every=4, clock=clock) as times:
+        for _ in train(result):
+            with torch.no_grad():
+                result.model(torch.ones(1, WIDTH))
+                result.model(torch.ones(1, WIDTH))
+    assert times.report is not None
+    assert times.report.steps_s == [6.0]
+    assert times.report.parts_s == {"data": [1.0], "forward": [2.0], "backward": [3.0]}
+
+
+EVEN = {"data": 0.25, "forward": 2.0, "backward": 3.0}
+
+
+def one_slow(part: str) -> list[dict[str, float]]:
+    return [EVEN, EVEN | {part: EVEN[part] + 5.0}, EVEN]
+
+
+@pytest.mark.parametrize("part", ["data", "forward", "backward"])
+def test_a_slow_process_is_named_with_its_part(pool: Pool, part: str) -> None:
+    told, *others = pool.run(counted, ["ddp"], one_slow(part), ranks=3)
+    assert others == [[], []], "rank 0 has the report"
+    assert [[(each.ranks, each.part, each.reports) for each in report.stragglers] for report in told] == [
+        [((1,), part, number)] for number in (1, 2)
+    ]
+    assert told[1].parts_s[part][1] == pytest.approx(told[1].parts_s[part][0] + 5.0 * (4 if part == "data" else 1))
+
+
+def test_even_processes_are_not_named(pool: Pool) -> None:
+    told = pool.run(counted, ["ddp"], EVEN, ranks=2)[0]
+    assert [each.stragglers for each in told] == [[], []]
+
+
+class Waiting:
+    """Work that takes real time, without computing."""
+
+    def __init__(self, takes: Mapping[str, float]) -> None:
+        self.takes = takes
+
+    def __call__(self, part: str) -> None:
+        threading.Event().wait(self.takes.get(part, 0.0))
+
+
+def real(rank: int, size: int, strategy: Any, takes: list[Mapping[str, float]]) -> list[list[tuple[Any, str]]]:
+    told = reports(Waiting(takes[rank]), strategy, size, 6, None, every=6, margin=0.2)
+    return [[(each.ranks, each.part) for each in report.stragglers] for report in told]
+
+
+AXES = {"ddp": "data", "zero1": "data", "zero2": "zero", "fsdp": "zero", "tensor_parallel": "tensor"}
+SLOW = 0.05
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "named"),
+    [
+        ("ddp", "data", [((1,), "data")]),
+        ("ddp", "forward", [((1,), "forward")]),
+        ("ddp", "backward", [((1,), "backward")]),
+        ("ddp", None, []),
+        ("zero1", "backward", [((1,), "backward")]),
+        ("zero2", "data", [((1,), "data")]),
+        ("fsdp", "data", [((1,), "data")]),
+        ("fsdp", "forward", [((1,), "forward")]),
+        ("fsdp", "backward", []),  # in which the others wait for it
+        ("tensor_parallel", "data", [((1,), "data")]),
+        ("tensor_parallel", "forward", []),  # the same
+    ],
+)
+def test_who_waits_for_a_slow_process_is_not_slow(pool: Pool, method: str, part: str | None, named: Any) -> None:
+    own = {each: SLOW / (4 * BATCH if each == "data" else 4) for each in EVEN}
+    slow = own if part is None else own | {part: own[part] + SLOW / (BATCH if part == "data" else 1)}
+    strategy = [("parallel_mode", ([[AXES[method], 2]], None)), method]
+    assert pool.run(real, strategy, [own, slow])[0] == [named]
+
+
+def warned(rank: int, size: int) -> list[str]:
+    clock = Counted(one_slow("forward")[rank])
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("atorch")
+    logger.addHandler(handler)
+    try:
+        reports(clock.work, ["ddp"], size, 8, clock, every=2, patience=3)
+    finally:
+        logger.removeHandler(handler)
+    return [each for each in said if "takes" in each]
+
+
+def test_there_is_one_warning_once_several_reports_agree(pool: Pool) -> None:
+    (said,), *others = pool.run(warned, ranks=3)
+    assert others == [[], []]
+    assert "rank 1 on " in said
+    assert (
+        "takes 7 s a step for forward, where the median is 2 s, in the last 3 reports; the others wait for it" in said
+    )
+
+
+def differing(rank: int, size: int) -> str:
+    result = made(Waiting({}), ["ddp"], 2, size)
+    with pytest.raises(ArgumentError) as caught:
+        StepTimes(result.model, result.optim, every=10 + rank)
+    return str(caught.value)
+
+
+def test_processes_report_at_the_same_steps(pool: Pool) -> None:
+    for said in pool.run(differing):
+        assert "every is 10 on rank 0 and 11 on rank 1" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"every": 1}, "every 1; it is a whole number of at least 2"),
+        ({"patience": 0}, "patience 0; it is a whole number of at least 1"),
+        ({"margin": 0}, "margin 0; it is a share of a step, such as 0.1"),
+        ({"optim": object()}, "a object as optim, whose steps cannot be watched"),
+        ({"model": "result"}, "give result.model, result.optim"),
+    ],
+)
+def test_what_does_not_hold_is_told(given: dict[str, Any], told: str) -> None:
+    result = made(Waiting({}), [], 2)
+    both = {"model": result.model, "optim": result.optim}
+    if given.get("model") == "result":
+        given = {"model": result}
+    with pytest.raises(ArgumentError, match=told):
+        StepTimes(**{**both, **given})
+
+
+def test_nothing_is_left_once_it_is_over() -> None:
+    result = made(Waiting({}), [], 6)
+
+    def hooks() -> list[int]:
+        modules = [(each._forward_hooks, each._forward_pre_hooks) for each in result.model.modules()]
+        gradients = [each._post_accumulate_grad_hooks or () for each in result.model.parameters()]
+        return [len(each) for each in [*chain.from_iterable(modules), *gradients]]
+
+    before = hooks()
+    with StepTimes(result.model, result.optim, every=3):
+        for number in train(result):
+            if number == 4:
+                break
+    assert hooks() == before
+
+
+def test_a_copy_of_the_model_is_not_measured() -> None:
+    clock = Counted(EVEN)
+    result = made(clock.work, [], 4)
+    with StepTimes(result.model, result.optim, every=4, clock=clock) as times:
+        twin = copy.deepcopy(result.model)
+        result.model.work = twin.work = None  # which no pickle can hold
+        assert pickle.dumps(result.model)
+        result.model.work, twin.work = clock.work, Counted({}).work
+        for _ in train(result):
+            twin(torch.ones(1, WIDTH)).sum().backward()
+    assert times.report is not None
+    assert times.report.parts_s == {"data": [1.0], "forward": [2.0], "backward": [3.0]}
+
+
+def beside(rank: int, size: int, strategy: Any) -> list[tuple[StepReport, int]]:
+    """Each report, with how many graphs had been compiled until then."""
+    clock = Counted(EVEN)
+    result = made(clock.work, strategy, 12, size)
+    told: list[tuple[StepReport, int]] = []
+    graphs = torch._dynamo.utils.counters["stats"]
+
+    def tell(report: StepReport) -> None:
+        told.append((report, graphs["unique_graphs"]))
+
+    with StepTimes(result.model, result.optim, on_report=tell, clock=clock, every=4):
+        for _ in train(result):
+            pass
+    return told
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        (
+            [("compile", {"backend": "eager", "wrap_class": "Sequential"})],
+            {"data": [1.0] * 2, "forward": [2.0] * 2, "backward": [3.0] * 2},
+        ),
+        ([("compile", {"backend": "eager", "wrap_class": "Net"})], {"data": [1.0] * 2, "forward": [0.0] * 2}),
+        ([("chunk", {"budget_bytes": 100_000})], {"data": [1.0] * 2, "forward": [2.0] * 2}),
+        ([("parallel_mode", ([["pipeline", 2]], None)), ("pipeline_parallel", {})], {"data": [2.0] * 2}),
+    ],
+)
+def test_it_measures_beside_other_methods(pool: Pool, strategy: Any, parts: Any) -> None:
+    told, _ = pool.run(beside, strategy)
+    assert [{part: each.parts_s[part] for part in parts} for each, _ in told] == [parts] * 3
+    assert not any(each.stragglers for each, _ in told)
+    assert len({compiled for _, compiled in told}) == 1, "hooks that come and go compile nothing again"
+
+
+def test_it_is_public() -> None:
+    assert atorch.StepTimes is StepTimes
