@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from atorch import errors
+from atorch.distributed.arrivals import Arrivals, answered, listed
 from atorch.distributed.dense_parts import dense_parts
 from atorch.distributed.description import Fact, Facts, digest
 from atorch.distributed.world import TIMEOUT
@@ -72,7 +73,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     if nobody_else():
         return [value] * size
     values: list[Any] = [None] * size
-    dist.all_gather_object(values, value, group=group or everyone())
+    among = _present(group)
+    answered(lambda: dist.all_gather_object(values, value, group=among), among)
     return values
 
 
@@ -90,8 +92,15 @@ def largest(values: Sequence[int], group: dist.ProcessGroup | None = None) -> li
     if not several() or nobody_else() or dist.get_world_size(group) == 1:
         return list(values)
     held = torch.tensor(values, dtype=torch.int64, device=meeting_place())
-    dist.all_reduce(held, dist.ReduceOp.MAX, group=group or everyone())
+    among = _present(group)
+    answered(lambda: dist.all_reduce(held, dist.ReduceOp.MAX, group=among), among)
     return [int(value) for value in held.tolist()]
+
+
+def _present(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    among = group or everyone()
+    assert among is not None, "several processes have a group"
+    return among
 
 
 def meeting_place() -> torch.device:
@@ -199,7 +208,7 @@ def meet(call: str, group: dist.ProcessGroup) -> None:
     """
     if nobody_else():
         return
-    here = _Arrivals(call, call, group)
+    here = Arrivals(call, call, group)
     all_here = f"{here.place}/all/{here.number}"
     if here.store.add(f"{here.place}/here/{here.number}", 1) == len(here.ranks):
         here.store.set(all_here, "")
@@ -212,21 +221,6 @@ def meet(call: str, group: dist.ProcessGroup) -> None:
     raise ArgumentError(here.told())
 
 
-class _Arrivals:
-    """Which processes of a group have come to a place, as its store tells without any of them waiting."""
-
-    def __init__(self, call: str, place: str, group: dist.ProcessGroup) -> None:
-        self.store, self.ranks = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
-        self.place, self._call = f"atorch/{place}/{group.group_name}", call
-        self.number = self.store.add(f"{self.place}/{dist.get_rank()}", 1)  # how many times this process was here
-
-    def told(self) -> str:
-        """Who is missing."""
-        missing = [rank for rank in self.ranks if self.store.add(f"{self.place}/{rank}", 0) < self.number]
-        own = f"{self._call} is called on rank {dist.get_rank()}"
-        return f"{own} but not on {_listed(missing)}; call it on all together" if missing else own
-
-
 @contextmanager
 def _naming_the_missing(call: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Inside, who does not come to a front door is named once MEETING has passed, while this process waits."""
@@ -234,7 +228,7 @@ def _naming_the_missing(call: str, group: dist.ProcessGroup | None) -> Iterator[
     if group is None or not several() or nobody_else():
         yield
         return
-    here = _Arrivals(call, "door", group)
+    here = Arrivals(call, "door", group)
 
     def tell() -> None:
         try:
@@ -293,12 +287,8 @@ def _told_apart(place: str, facts: Sequence[Fact], ranks: Sequence[int]) -> str:
     having: dict[Fact, list[int]] = {}
     for rank, fact in zip(ranks, facts, strict=True):
         having.setdefault(fact, []).append(rank)
-    told = [f"{fact} on rank{'s' * (len(on) > 1)} {_listed(on)}" for fact, on in having.items()]
+    told = [f"{fact} on rank{'s' * (len(on) > 1)} {listed(on)}" for fact, on in having.items()]
     return f"{place} is {' and '.join(told)}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
 def _differing(digests: Sequence[Mapping[str, str]]) -> list[str]:

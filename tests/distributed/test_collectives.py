@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed import collectives
+from atorch.distributed.arrivals import answered
 from atorch.distributed.collectives import (
     agree,
     agreed,
@@ -232,3 +234,59 @@ def meet_twice(rank: int, size: int, absent: int) -> str:
 def test_who_does_not_come_to_a_meeting_is_named(pool: Pool) -> None:
     told = pool.run(meet_twice, 1)
     assert told == ["store() is called on rank 0 but not on 1; call it on all together", "absent"]
+
+
+def waited_in_vain(rank: int, size: int, call: str, ends: bool) -> str:
+    """What rank 1 brings about that does not come, and, unless it ends, is there while the others wait."""
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        if not ends:
+            store.wait(["told"])
+        return "absent"
+    calls = {
+        "together": lambda: together(lambda: rank, group),
+        "gather_objects": lambda: gather_objects(rank, group),
+        "agreed": lambda: agreed("plan", lambda: {}, lambda: rank, group=group),
+    }
+    with pytest.raises(ArgumentError) as caught:
+        calls[call]()
+    if store.add("caught", 1) == size - 1:
+        store.set("told", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "ends"), [("together", False), ("together", True), ("gather_objects", False), ("agreed", False)]
+)
+def test_who_does_not_come_to_an_exchange_is_named_when_time_is_up(pool: Pool, call: str, ends: bool) -> None:
+    first, absent, last = pool.run(waited_in_vain, call, ends, ranks=3)
+    assert absent == "absent"
+    for told in (first, last):
+        assert "rank 1 did not come to an exchange in which ranks 0, 2 waited" in told
+        assert told.startswith("plan got no answer from the other processes") == (call == "agreed")
+
+
+def lost(rank: int, size: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(ArgumentError) as caught:
+        answered(lambda: fail(RuntimeError("Connection reset by peer")), group)
+    return str(caught.value)
+
+
+def test_where_all_came_it_is_the_connection(pool: Pool) -> None:
+    told = "all processes came to an exchange, and lost their connection in it (Connection reset by peer)"
+    assert pool.run(lost) == [told, told]
+
+
+def recorded(rank: int, size: int) -> list[str]:
+    dist.all_reduce(torch.ones(1))
+    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]
+    return [each["profiling_name"] for each in entries]
+
+
+def test_torch_records_collectives_unless_told_otherwise(pool: Pool) -> None:
+    """Its flight recorder is on without a word from us, which the documentation counts on."""
+    for names in pool.run(recorded):
+        assert names[-1] == "gloo:all_reduce"
