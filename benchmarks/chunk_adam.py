@@ -48,7 +48,7 @@ def in_chunks(quick: bool, dtype: torch.dtype | None = None, **how: Any) -> Step
     model = make_model(quick)
     parameters = dict(model.named_parameters())
     items = [Item(name, value.numel(), str(value.dtype), True) for name, value in parameters.items()]
-    layout = search(items, lambda layout: float(abs(len(layout.chunks) - CHUNKS)))
+    layout = search(items, lambda filling: float(abs(len(filling.numels) - CHUNKS)))
     chunks = ChunkSet(layout, parameters, dtype=dtype)
     optim = ChunkOptimizer(lambda groups: torch.optim.Adam(groups, **how), parameters.values(), chunks)
     for memory in chunks.chunks:

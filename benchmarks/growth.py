@@ -1,16 +1,19 @@
-"""How what a start and a search take grows with the number of processes: seconds, bytes, collectives, connections.
+"""How what a start, a search and a plan of chunks take grows: seconds, bytes, collectives, connections.
 
 A start is `auto_accelerate` with a strategy, as one process of n that are not there lives it: torch's fake process
 group, whose collectives are done at once. So its seconds are this process's own work; collectives, bytes and groups are
 counted as they are asked for. File descriptors are worked out, since nothing is connected: over gloo a process holds
 one for each other member of each group that it is in. A ranking is what a search's rank 0 works out on a cluster that
-is described, and what it tells the others.
+is described, and what it tells the others. Chunks are laid out and scheduled for a pass of linear layers one after the
+other, foreseen without running it; a pass is traced on fake tensors on its own. Both are this process's work alone, and
+told in seconds of a CPU.
 
     python benchmarks/growth.py
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import resource
@@ -34,6 +37,7 @@ from compare import Row
 SIZES = (8, 64, 512, 4096, 16384)
 NODE = 8  # processes
 LAYERS, WIDTH = 24, 64
+KEPT = 1024  # bytes that a layer keeps for backward
 CLUSTERS = {
     "1.3B on 1 H100": ("1.3B", "1xH100-80GB"),
     "1.3B on 8": ("1.3B", "8xH100-80GB"),
@@ -50,6 +54,14 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 START_S, RANKING_S, RANKING_MIB = 10.0, 5.0, 1024.0
+CHUNKED = {  # widths of the layers, the budget as a share of all parameters
+    "equal layers": ((64,), 0.3),
+    "equal layers, little room": ((64,), 0.02),
+    "layers of all sizes": (tuple(range(16, 128)), 0.3),
+}
+PARAMETERS = (1_000, 10_000, 100_000)
+TRACED = (500, 1_000, 4_000)
+LAY_OUT_S, TRACE_S = 10.0, 0.01  # the second for each parameter
 
 
 def strategies(size: int) -> dict[str, list[Any]]:
@@ -86,6 +98,27 @@ def measure(quick: bool = False) -> list[Row]:
         )
         holds = each["seconds"] <= RANKING_S and each["mib"] <= RANKING_MIB
         rows.append(Row(f"ranking of {title}", told, f"≤ {RANKING_S:g} s, {RANKING_MIB:g} MiB", holds))
+    return [*rows, *measure_chunks(quick)]
+
+
+def measure_chunks(quick: bool = False) -> list[Row]:
+    """How planning chunks grows with the number of parameters."""
+    rows = []
+    for name in CHUNKED:
+        for num in PARAMETERS[:2] if quick else PARAMETERS:
+            each = answer_of(__file__, "chunks", name, num, processes=None)
+            told = (
+                f"layout {each['layout']:.2f} s, {each['chunks']:,} chunks; pinned {each['pinned']:.2f} s; schedule "
+                f"{each['schedule']:.2f} s"
+            )
+            seconds = each["layout"] + each["pinned"] + each["schedule"]
+            rows.append(Row(f"chunks of {name}, {num:,}", told, f"≤ {LAY_OUT_S:g} s", seconds <= LAY_OUT_S))
+    for num in TRACED[:2] if quick else TRACED:
+        seconds = answer_of(__file__, "trace", num, processes=None)["seconds"]
+        told = f"{seconds:.1f} s, {1e3 * seconds / num:.1f} ms a parameter"
+        rows.append(
+            Row(f"pass of {num:,} parameters traced", told, f"≤ {1e3 * TRACE_S:g} ms", seconds <= num * TRACE_S)
+        )
     return rows
 
 
@@ -94,9 +127,10 @@ def _n_log_n(large: int, small: int) -> float:
 
 
 def in_process(what: str, *given: Any) -> dict[str, float]:
-    """One start, or one ranking."""
+    """One start, ranking, plan of chunks or trace."""
     torch.set_num_threads(1)
-    return _start(*given) if what == "start" else _ranking(*given)
+    measured = {"start": _start, "ranking": _ranking, "chunks": _chunks, "trace": _trace}
+    return measured[what](*given)
 
 
 class Counted(TorchDispatchMode):
@@ -215,6 +249,47 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
         "told": len(pickle.dumps(told)),
         "others": others,
     }
+
+
+def _chunks(name: str, num: int) -> dict[str, float]:
+    from atorch.runtime.chunk.chunked import course, lay_out, pinned_in
+    from atorch.runtime.chunk.course import Access, Pass
+
+    widths, share = CHUNKED[name]
+    parameters: dict[str, torch.nn.Parameter] = {}
+    accesses: list[Access] = []
+    for layer in range(num // 2):
+        width = widths[layer * 37 % len(widths)]
+        parameters[f"{layer}.weight"] = torch.nn.Parameter(torch.empty(width, width, device="meta"))
+        parameters[f"{layer}.bias"] = torch.nn.Parameter(torch.empty(width, device="meta"))
+        taken = frozenset((f"{layer}.weight", f"{layer}.bias"))
+        accesses.append(Access("linear", taken, KEPT * (layer + 1)))
+    gradients = []
+    for layer in reversed(range(num // 2)):
+        accesses.append(Access("backward", frozenset((f"{layer}.weight",)), KEPT * (layer + 1)))
+        gradients += [(len(accesses), f"{layer}.bias"), (len(accesses), f"{layer}.weight")]
+    foreseen = Pass(accesses, gradients)
+    total = sum(4 * each.numel() for each in parameters.values())
+    budget = int(share * total) + KEPT * num // 2
+    marks = [time.process_time()]
+    layout = lay_out(parameters, foreseen, budget)
+    marks.append(time.process_time())
+    pinned, beside = pinned_in(layout, foreseen, budget, 8.0)
+    marks.append(time.process_time())
+    course(layout, foreseen, budget - beside, pinned=pinned)
+    marks.append(time.process_time())
+    seconds = [after - before for before, after in itertools.pairwise(marks)]
+    return {"chunks": len(layout.chunks), "layout": seconds[0], "pinned": seconds[1], "schedule": seconds[2]}
+
+
+def _trace(num: int) -> dict[str, float]:
+    from atorch.auto.opt_lib.chunk_trace import foreseen
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(num // 2)))
+    foreseen(model[:2], torch.zeros(4, WIDTH), lambda model, batch: model(batch).sum(), device_type="cpu")  # imports
+    began = time.process_time()
+    foreseen(model, torch.zeros(4, WIDTH), lambda model, batch: model(batch).sum(), device_type="cpu")
+    return {"seconds": time.process_time() - began}
 
 
 def _peak_mib() -> float:

@@ -201,5 +201,5 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         for part in parts:
             if isinstance(part, torch.Tensor):  # a DTensor also names its mesh
                 yield from _storages(part)
-    elif not tensor.is_meta or hasattr(tensor, "fake_device"):
+    elif hasattr(tensor, "fake_device") or not tensor.is_meta:  # to ask a fake for its device runs an operation
         yield tensor.untyped_storage()

@@ -20,13 +20,13 @@ from atorch.distributed.collectives import agreed, meet
 from atorch.distributed.description import Facts, described
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.compiled import CompiledModules, outermost
-from atorch.runtime.chunk.course import Access, Course, Pass, moments
+from atorch.runtime.chunk.course import Access, Course, Pass, Uses, moments
 from atorch.runtime.chunk.gradients import Gradients, SharedGradients
-from atorch.runtime.chunk.layout import ChunkSpec, Item, Layout, pack, search
+from atorch.runtime.chunk.layout import ChunkSpec, Filling, Item, Layout, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule import Moment, Schedule, Shortfall, choose_pinned, schedule
+from atorch.runtime.chunk.schedule import Moment, Shortfall, choose_pinned, schedule, transfer_cost
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.collective_order import CollectiveOrder
 from atorch.runtime.override import override
@@ -89,7 +89,7 @@ def chunk(
             )
         else:
             layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards, ALIGNED)
-        pinned, beside_bytes = _pinned(layout, foreseen, budget_bytes, state_bytes, shards)
+        pinned, beside_bytes = pinned_in(layout, foreseen, budget_bytes, state_bytes, shards)
         staying = pinned if shards == 1 else frozenset()  # of what is shared a share stays, and is gathered
 
         def course_of(foreseen: Pass) -> Course:
@@ -170,11 +170,25 @@ def lay_out(
     most: elements that a chunk may have, larger parameters apart; None for all.
     """
 
-    def cost(layout: Layout) -> float | None:
-        found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards)
-        return None if isinstance(found, Shortfall) else found.cost(_sizes(layout), TRANSFER_BYTES)
+    items = _by_first_use(parameters, foreseen.accesses, dtype)
+    uses = Uses(foreseen, [item.name for item in items])
+    itemsizes = [_itemsize(item.dtype) for item in items]
 
-    return search(_by_first_use(parameters, foreseen.accesses, dtype), cost, shards=shards, aligned=ALIGNED, most=most)
+    def sizes(filling: Filling) -> list[int]:
+        return [numel * itemsizes[first] for numel, first in zip(filling.numels, filling.firsts, strict=True)]
+
+    def cost(filling: Filling) -> float | None:
+        num_bytes = sizes(filling)
+        runs = uses.runs(filling.chunk_of, num_bytes if shards > 1 else (), shards)
+        return transfer_cost(runs, num_bytes, budget_bytes, TRANSFER_BYTES, prefetch=prefetch)
+
+    def least(filling: Filling) -> float:
+        """Every chunk that is used comes once."""
+        num_bytes = sizes(filling)
+        used: set[int] = set(filling.chunk_of[uses.used].tolist())
+        return sum(num_bytes[chunk] for chunk in used) + TRANSFER_BYTES * len(used)
+
+    return search(items, cost, least=least, shards=shards, aligned=ALIGNED, most=most)
 
 
 def course(
@@ -190,7 +204,8 @@ def course(
     Raises:
         OutOfBudgetError: nothing keeps the budget.
     """
-    found = _scheduled(layout, foreseen, budget_bytes, prefetch, shards, pinned)
+    by_chunk = _moments(layout, foreseen, shards)
+    found = schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
     if isinstance(found, Shortfall):
         moment = found.moment
         raise OutOfBudgetError(
@@ -199,23 +214,11 @@ def course(
             "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
             "(tensor_parallel)"
         )
-    return Course(_moments(layout, foreseen, shards), found)
+    return Course(by_chunk, found)
 
 
-def _scheduled(
-    layout: Layout,
-    foreseen: Pass,
-    budget_bytes: int,
-    prefetch: int,
-    shards: int,
-    pinned: frozenset[int] = frozenset(),
-) -> Schedule | Shortfall:
-    by_chunk = _moments(layout, foreseen, shards)
-    return schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
-
-
-def _pinned(
-    layout: Layout, foreseen: Pass, budget_bytes: int, state_bytes: float | None, shards: int
+def pinned_in(
+    layout: Layout, foreseen: Pass, budget_bytes: int, state_bytes: float | None, shards: int = 1
 ) -> tuple[frozenset[int], int]:
     """The chunks that are stepped on the device, and what it has of them beside the chunks themselves, in bytes."""
     if state_bytes is None:

@@ -6,13 +6,15 @@ as they are needed and the least recently used make way, until the pass ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from atorch.runtime.chunk.schedule import Moment, Schedule, Step
+from atorch.runtime.chunk.schedule import Moment, Runs, Schedule, Step
 
 
 class Access(NamedTuple):
@@ -42,28 +44,92 @@ def moments(
             the first to the last, or to the end where some of a chunk's parameters get none.
         shards: the processes that reduce them. A share of the average lives from then on until the next one is there.
     """
-    lives: dict[int, tuple[int, int]] = {}
-    for position, name in foreseen.gradients if gathering else ():
-        first, _ = lives.get(chunk_of[name], (position, position))
-        lives[chunk_of[name]] = first, position
-    come = {name for _, name in foreseen.gradients}
-    for chunk in {chunk for name, chunk in chunk_of.items() if name not in come} & lives.keys():
-        lives[chunk] = lives[chunk][0], len(foreseen.accesses)  # nobody knows before the end that no more will come
     held = [0] * len(foreseen.accesses)
-    latest = share = 0
-    for chunk, (first, last) in sorted(lives.items(), key=lambda life: life[1][1]):
-        for position in range(max(0, latest - 1), max(latest, last)):
-            held[position] += share
-        latest = max(latest, last)  # chunks are reduced in the order in which they are complete
-        for position in range(max(0, first - 1), latest):
-            held[position] += gathering[chunk]
-        share = gathering[chunk] // shards
-    for position in range(max(0, latest - 1), len(held)):
-        held[position] += share
+    if gathering:
+        held = Uses(foreseen, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
     return [
-        Moment(_said(each), frozenset(chunk_of[name] for name in each.parameters), each.other_bytes + more)
+        Moment(_said(each), frozenset([chunk_of[name] for name in each.parameters]), each.other_bytes + more)
         for each, more in zip(foreseen.accesses, held, strict=True)
     ]
+
+
+class Uses:
+    """A pass in arrays, from which the runs of any layout are soon made.
+
+    Args:
+        foreseen: the pass.
+        names: of all parameters; they are known by their places in it.
+    """
+
+    def __init__(self, foreseen: Pass, names: Iterable[str]) -> None:
+        numbers = {name: number for number, name in enumerate(names)}
+        lengths = [len(each.parameters) for each in foreseen.accesses]
+        used = [numbers[name] for each in foreseen.accesses for name in each.parameters]
+        self._used = np.array(used, dtype=np.int64)
+        self._by = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)  # the access of each use
+        self._other_bytes = np.array([each.other_bytes for each in foreseen.accesses], dtype=np.int64)
+        self._come = np.array([numbers[name] for _, name in foreseen.gradients], dtype=np.int64)
+        self._positions = np.array([position for position, _ in foreseen.gradients], dtype=np.int64)
+        self.used = np.unique(self._used)
+        """Numbers of the parameters that some operation takes."""
+
+    def runs(self, chunk_of: np.ndarray[Any, Any], gathering: Sequence[int] = (), shards: int = 1) -> Runs:
+        """The accesses by chunk, as `moments` has them, with those that need the same ones taken together.
+
+        Args:
+            chunk_of: the chunk of each parameter.
+            gathering, shards: as of `moments`.
+        """
+        other = self._other_bytes
+        if not len(other):
+            return Runs([], [], [], [])
+        if gathering:
+            other = other + self.gathered_bytes(chunk_of, gathering, shards)
+        num_chunks = int(chunk_of.max()) + 1
+        keys = np.sort(self._by * num_chunks + chunk_of[self._used], kind="stable")  # nearly sorted already
+        keys = keys[np.append(True, keys[1:] != keys[:-1])]
+        by, chunks = np.divmod(keys, num_chunks)
+        lengths = np.bincount(by, minlength=len(other))
+        begins = np.append(0, lengths.cumsum())
+        before = np.append(lengths[0], lengths[:-1])
+        differs = np.append(0, (chunks != chunks[np.maximum(np.arange(len(by)) - before[by], 0)]).cumsum())
+        is_new = (lengths != before) | (differs[begins[1:]] != differs[begins[:-1]])
+        is_new[0] = True
+        firsts = np.flatnonzero(is_new)
+        listed, lasts = chunks.tolist(), np.append(firsts[1:], len(other)) - 1
+        spans = zip(begins[firsts].tolist(), begins[firsts + 1].tolist(), strict=True)
+        return Runs(
+            [frozenset(listed[begin:end]) for begin, end in spans],
+            firsts.tolist(),
+            np.maximum.reduceat(other, firsts).tolist(),
+            other[lasts].tolist(),
+        )
+
+    def gathered_bytes(
+        self, chunk_of: np.ndarray[Any, Any], gathering: Sequence[int], shards: int
+    ) -> np.ndarray[Any, Any]:
+        """Bytes of gradients that are put together at each access, and of the share that was reduced last."""
+        end, chunks = len(self._other_bytes), chunk_of[self._come]
+        first, last = np.full(len(gathering), -1), np.full(len(gathering), -1)
+        order = np.zeros(len(gathering), dtype=np.int64)
+        first[chunks[::-1]], order[chunks[::-1]] = self._positions[::-1], np.arange(len(chunks))[::-1]
+        last[chunks] = self._positions
+        is_missing = np.ones(len(chunk_of), dtype=bool)
+        is_missing[self._come] = False
+        last[chunk_of[is_missing]] = end  # nobody knows before the end that no more will come
+        alive = np.flatnonzero(first >= 0)
+        change = np.zeros(end + 1, dtype=np.int64)
+        latest = share = 0
+        for chunk in alive[np.lexsort((order[alive], last[alive]))].tolist():
+            until = max(latest, int(last[chunk]))  # chunks are reduced in the order in which they are complete
+            change[max(0, latest - 1)] += share
+            change[until] -= share
+            change[max(0, int(first[chunk]) - 1)] += gathering[chunk]
+            change[until] -= gathering[chunk]
+            latest, share = until, gathering[chunk] // shards
+        change[max(0, latest - 1)] += share
+        summed: np.ndarray[Any, Any] = change.cumsum()[:-1]
+        return summed
 
 
 def _said(access: Access) -> str:
@@ -91,6 +157,28 @@ class Nodes:
     def give(self, thing: Any) -> None:
         """The node that runs has `thing`, too."""
         self._given = self.given() | {thing}
+
+
+class HeldViews:
+    """Views that operations made and somebody holds, by the parameter, or chunk, in whose memory they lie."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, set[int]] = {}  # nothing whose views are gone: most are, and all are asked for often
+
+    def add(self, owner: Any, view: torch.Tensor) -> None:
+        """Somebody is given `view`."""
+        self._of.setdefault(owner, set()).add(id(view))
+        weakref.finalize(view, self._gone, owner, id(view))
+
+    def held(self) -> Collection[Any]:
+        """Owners of views that are held."""
+        return tuple(self._of)
+
+    def _gone(self, owner: Any, view: int) -> None:
+        views = self._of.get(owner, set())
+        views.discard(view)
+        if not views:
+            self._of.pop(owner, None)
 
 
 def _running_node() -> tuple[int, ...]:

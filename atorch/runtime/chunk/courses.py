@@ -83,10 +83,10 @@ class Courses:
         key = self._key()
         strayed = key in self._known and self._known[key].strayed and key not in self._again
         if self._group is not None:
-            most = torch.tensor([self._numel, strayed], device=self._device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-            strayed = bool(most[1])
-            if int(most[0]) > self._largest:
+            both = torch.tensor([self._numel, strayed], device=self._device)
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+            most, strayed = both.tolist()
+            if most > self._largest:
                 self._known.clear()
         if key not in self._known:
             self._known[key] = course_of(self.first())

@@ -137,12 +137,14 @@ class SharedGradients(Gradients):
             self._reduce(chunk)
         if self._collectives is not None:
             self._collectives.come_to(BACKWARD_ENDS)
-        come = torch.zeros(len(self._numbers), dtype=torch.uint8, device=self._chunks.device)
-        come[[self._numbers[name] for name in self._come]] = 1
+        flags = torch.zeros(len(self._numbers), dtype=torch.uint8)
+        flags[[self._numbers[name] for name in self._come]] = 1
+        come = flags.to(self._chunks.device)
         dist.all_reduce(come, dist.ReduceOp.MAX, group=self._chunks.group)
         if self._replicas is not None:
             dist.all_reduce(come, dist.ReduceOp.MAX, group=self._replicas)
-        anywhere = {name for name, number in self._numbers.items() if come[number]}
+        has = come.tolist()  # all at once: each look at one would wait for the device
+        anywhere = {name for name, number in self._numbers.items() if has[number]}
         self._chunks.reduced |= anywhere
         for chunk, had in self._had.items():
             memory = self._chunks.chunks[chunk]

@@ -10,7 +10,6 @@ pass, has it written through.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.compiled import CompiledModules
-from atorch.runtime.chunk.course import Course, Nodes, Pass
+from atorch.runtime.chunk.course import Course, HeldViews, Nodes, Pass
 from atorch.runtime.chunk.gradients import Gradients
 from atorch.runtime.chunk.layout import Slot
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
@@ -77,7 +76,7 @@ class Operations:
         self._compiled, self._order = compiled, order
         self._slots, self._gradients = slots, gradients
         self._nodes = Nodes()
-        self._views: dict[int, set[int]] = {}  # by chunk: views that operations made and somebody holds
+        self._views = HeldViews()  # by chunk
         self._aliases: dict[str, list[TensorWeakRef]] = {}  # by parameter: `parameter.data` that somebody holds
         self._passes = 0  # forward passes under way
         self._gathered: dict[int, Tensor] | None = None
@@ -190,8 +189,7 @@ class Operations:
         needs = self._compiled.needs(names)
         if needs is not None:
             chunks = frozenset(self.chunks.layout.chunk_of[name] for name in needs)
-            held = (chunk for chunk, views in self._views.items() if views)
-            self.residency.need(operation, chunks.union(self._nodes.given(), held))
+            self.residency.need(operation, chunks.union(self._nodes.given(), self._views.held()))
 
     def _special(self, func: Any) -> Callable[..., Any] | None:
         """What is done by this package alone."""
@@ -222,9 +220,7 @@ class Operations:
         view.home = Home(self, name, chunk)
         if name in self._compiled:
             return view
-        views = self._views.setdefault(chunk, set())
-        views.add(id(view))
-        weakref.finalize(view, views.discard, id(view))
+        self._views.add(chunk, view)
         return view
 
     # Outside of passes: the host's copies.

@@ -10,6 +10,9 @@ a second pass takes back what still fits.
 
 A chunk whose gap is not kept leaves the device right after the use before it, which is what makes room to bring others
 in early. The third pass does: each fetch starts as early as its bytes fit until they are used.
+
+Moments that need the same chunks one after another are one *run*: no gap begins or ends inside of it, so the first two
+passes go through runs. Where chunks hold many parameters there are far fewer of them than moments.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -94,24 +98,96 @@ def schedule(
         prefetch: how many transfers may have been started that are not needed yet. Which ones are started early
             changes neither what is fetched nor what stays.
     """
-    needs = [moment.needs - pinned for moment in moments]
+    needs = [moment.needs - pinned for moment in moments] if pinned else [moment.needs for moment in moments]
+    runs = Runs.of(needs, [moment.other_bytes for moment in moments])
     always = sum(chunk_bytes[chunk] for chunk in pinned)
-    room = [
-        budget_bytes - always - moment.other_bytes - sum(chunk_bytes[chunk] for chunk in needed)
-        for moment, needed in zip(moments, needs, strict=True)
-    ]
+    room = runs.room(chunk_bytes, budget_bytes - always)
     if room and min(room) < 0:
-        return Shortfall(-min(room), moments[room.index(min(room))])
-    gaps = _gaps(needs)
-    dropped, room = _restored(gaps, _dropped(gaps, chunk_bytes, room), chunk_bytes, room)
-    stays = _stays(needs, dropped)
-    starts, room = _starts(stays, chunk_bytes, room, prefetch)
+        return Shortfall(-min(room), _tightest(runs, room, moments))
+    stays, left = _kept(runs.needs, chunk_bytes, room)
+    edges = [*runs.firsts, len(moments)]
+    stays = [_Span(edges[stay.first], edges[stay.last + 1] - 1, stay.chunk) for stay in stays]
+    by_moment = [
+        free + most - moment.other_bytes
+        for free, most, (first, end) in zip(left, runs.most_bytes, pairwise(edges), strict=True)
+        for moment in moments[first:end]
+    ]
+    starts, by_moment = _starts(stays, chunk_bytes, by_moment, prefetch)
     return Schedule(
         steps=_steps(stays, starts, len(moments)),
         fetched_bytes=sum(chunk_bytes[stay.chunk] for stay in stays),
-        peak_bytes=budget_bytes - min(room, default=budget_bytes - always),
+        peak_bytes=budget_bytes - min(by_moment, default=budget_bytes - always),
         resident_at_end=pinned.union(stay.chunk for stay in stays if stay.last == len(moments) - 1),
     )
+
+
+class Runs(NamedTuple):
+    """Moments that need the same chunks one after another, as one each; all lists are as long."""
+
+    needs: Sequence[frozenset[int]]
+    firsts: Sequence[int]  # its first moment
+    most_bytes: Sequence[int]  # the most of what else is on the device, of all its moments
+    last_bytes: Sequence[int]  # the same of its last moment
+
+    @classmethod
+    def of(cls, needs: Sequence[frozenset[int]], other_bytes: Sequence[int]) -> Runs:
+        """Those of moments that need these chunks, beside so much else each."""
+        firsts = [now for now, needed in enumerate(needs) if now == 0 or needed != needs[now - 1]]
+        spans = list(pairwise([*firsts, len(needs)]))
+        return cls(
+            [needs[first] for first in firsts],
+            firsts,
+            [max(other_bytes[first:end]) for first, end in spans],
+            [other_bytes[end - 1] for _, end in spans],
+        )
+
+    def room(self, chunk_bytes: Sequence[int], budget_bytes: int) -> list[int]:
+        """What each run leaves of the budget at its tightest moment, with what it needs alone on the device."""
+        return [
+            budget_bytes - most - sum(chunk_bytes[chunk] for chunk in needed)
+            for most, needed in zip(self.most_bytes, self.needs, strict=True)
+        ]
+
+
+def transfer_cost(
+    runs: Runs, chunk_bytes: Sequence[int], budget_bytes: int, transfer_bytes: int, *, prefetch: int = 1
+) -> int | None:
+    """`Schedule.cost` of the schedule that there would be; None where nothing keeps the budget.
+
+    A fetch is waited for where it could not start one moment before its use. So much is known without its start.
+    """
+    room = runs.room(chunk_bytes, budget_bytes)
+    if room and min(room) < 0:
+        return None
+    stays, left = _kept(runs.needs, chunk_bytes, room)
+    cost, first, spare = transfer_bytes * len(stays), -1, 0
+    for index, stay in enumerate(stays):
+        num_bytes, earliest = chunk_bytes[stay.chunk], stays[index - prefetch].first if index >= prefetch else 0
+        if stay.first > max(first, 0):
+            before = stay.first - 1
+            spare = left[before] + runs.most_bytes[before] - runs.last_bytes[before]
+        first = stay.first
+        if earliest < first and num_bytes <= spare:
+            spare -= num_bytes
+            cost += num_bytes
+        else:
+            cost += 2 * num_bytes
+    return cost
+
+
+def _tightest(runs: Runs, room: Sequence[int], moments: Sequence[Moment]) -> Moment:
+    """The first moment that has least room."""
+    run = room.index(min(room))
+    return next(each for each in moments[runs.firsts[run] :] if each.other_bytes == runs.most_bytes[run])
+
+
+def _kept(
+    needs: Sequence[frozenset[int]], chunk_bytes: Sequence[int], room: Sequence[int]
+) -> tuple[list[_Span], list[int]]:
+    """(each chunk's stays without prefetching, what room they leave)."""
+    gaps = _gaps(needs)
+    dropped, left = _restored(gaps, _dropped(gaps, chunk_bytes, room), chunk_bytes, room)
+    return _stays(needs, dropped), left
 
 
 class _Span(NamedTuple):
@@ -168,11 +244,17 @@ def _restored(
             change[gap.first + 1] -= chunk_bytes[gap.chunk]
             change[gap.last] += chunk_bytes[gap.chunk]
     left = np.array(room, dtype=np.int64) + np.array(change, dtype=np.int64).cumsum()[:-1]
+    tight = 0  # where the last one failed. Most others fail there, too: gaps of one pass lie within each other
     for gap in sorted(missing, key=lambda gap: (-chunk_bytes[gap.chunk], gap)):
+        if gap.first < tight < gap.last and left[tight] < chunk_bytes[gap.chunk]:
+            continue
         inside = left[gap.first + 1 : gap.last]
-        if inside.min() >= chunk_bytes[gap.chunk]:
+        tightest = int(inside.argmin())
+        if inside[tightest] >= chunk_bytes[gap.chunk]:
             inside -= chunk_bytes[gap.chunk]
             missing.remove(gap)
+        else:
+            tight = gap.first + 1 + tightest
     return frozenset(missing), left.tolist()
 
 
@@ -241,6 +323,8 @@ def choose_pinned(
         is_shared: processes share every chunk. What lives on the device is then a share, which counts among the states,
             and the chunk is gathered as others are.
     """
+    runs = Runs.of([moment.needs for moment in moments], [moment.other_bytes for moment in moments])
+    moments = [Moment("", needed, most) for needed, most in zip(runs.needs, runs.most_bytes, strict=True)]
     plain = schedule(moments, chunk_bytes, budget_bytes, prefetch=0)
     if isinstance(plain, Shortfall):
         return frozenset()

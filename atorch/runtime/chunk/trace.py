@@ -8,7 +8,6 @@ included. Gradients are let go of as soon as they are there, or when the next on
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.runtime.chunk.compiled import CompiledModules
-from atorch.runtime.chunk.course import Access, Nodes, Pass
+from atorch.runtime.chunk.course import Access, HeldViews, Nodes, Pass
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
 
@@ -92,7 +91,7 @@ class _Watch:
         self._held: list[Tensor | None] = []
         self._whole = {parameter.untyped_storage()._cdata: parameter.detach() for parameter in parameters.values()}
         self._names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
-        self._views: dict[str, set[int]] = {}
+        self._views = HeldViews()
         for parameter in parameters.values():
             self._see(parameter)
 
@@ -142,8 +141,7 @@ class _Watch:
             return
         self._held.clear()
         self._live.mark(operation)
-        held = (name for name, views in self._views.items() if views)
-        self.accesses.append((operation, needs.union(self._nodes.given(), held)))
+        self.accesses.append((operation, needs.union(self._nodes.given(), self._views.held())))
 
     def _named(self, values: Iterable[Any]) -> Iterator[str]:
         for value in values:
@@ -164,9 +162,7 @@ class _Watch:
                 self._see(result)
                 if self._names[place] in self._compiled:
                     return  # compiled code makes no views that anybody sees
-                views = self._views.setdefault(self._names[place], set())
-                views.add(id(result))
-                weakref.finalize(result, views.discard, id(result))
+                self._views.add(self._names[place], result)
 
 
 def _run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

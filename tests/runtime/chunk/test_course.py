@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from atorch.runtime.chunk.course import Access, Pass, moments
+import gc
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atorch.runtime.chunk.course import Access, HeldViews, Pass, Uses, moments
+from atorch.runtime.chunk.schedule import Runs
 
 CHUNK_OF = {"first": 0, "second": 1}
 
@@ -33,3 +41,39 @@ def test_a_parameter_without_a_gradient_keeps_its_chunk_until_the_end() -> None:
     accesses = [Access("take", frozenset({"first"}), 0) for _ in range(3)]
     found = moments(Pass(accesses, [(1, "second")]), two, [100], 2)
     assert [each.other_bytes for each in found] == [100, 100, 100 + 50]
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[Pass, dict[str, int]]:
+    """A pass on up to six parameters, and the chunk of each; no chunk is empty."""
+    names = [f"p{index}" for index in range(draw(st.integers(1, 6)))]
+    taken = st.frozensets(st.sampled_from(names), min_size=1, max_size=3)
+    accesses = draw(st.lists(st.builds(Access, st.just("op"), taken, st.integers(0, 9)), max_size=10))
+    come = draw(st.lists(st.sampled_from(names), unique=True))
+    positions = sorted(draw(st.lists(st.integers(0, len(accesses)), min_size=len(come), max_size=len(come))))
+    drawn = [draw(st.integers(0, 3)) for _ in names]
+    places = {chunk: place for place, chunk in enumerate(sorted(set(drawn)))}
+    chunk_of = {name: places[chunk] for name, chunk in zip(names, drawn, strict=True)}
+    return Pass(accesses, list(zip(positions, come, strict=True))), chunk_of
+
+
+@given(passes(), st.sampled_from([1, 2, 4]))
+def test_runs_are_those_of_the_moments(made: tuple[Pass, dict[str, int]], shards: int) -> None:
+    foreseen, chunk_of = made
+    gathering = [100 * (chunk + 1) for chunk in range(max(chunk_of.values()) + 1)] if shards > 1 else []
+    found = Uses(foreseen, chunk_of).runs(np.array(list(chunk_of.values())), gathering, shards)
+    plain = moments(foreseen, chunk_of, gathering, shards)
+    assert found == Runs.of([each.needs for each in plain], [each.other_bytes for each in plain])
+
+
+def test_who_holds_no_view_any_more_is_not_asked_again() -> None:
+    views, held = HeldViews(), [torch.ones(2)[:1], torch.ones(2)[:1], torch.ones(2)[1:]]
+    for owner, view in zip("aab", held, strict=True):
+        views.add(owner, view)
+    del view
+    held.pop(0)
+    gc.collect()
+    assert list(views.held()) == ["a", "b"]
+    held.clear()
+    gc.collect()
+    assert list(views.held()) == []

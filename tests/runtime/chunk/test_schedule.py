@@ -10,7 +10,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule import Moment, Schedule, Shortfall, Step, choose_pinned, schedule
+from atorch.runtime.chunk.schedule import (
+    Moment,
+    Runs,
+    Schedule,
+    Shortfall,
+    Step,
+    choose_pinned,
+    schedule,
+    transfer_cost,
+)
 from benchmarks.traffic_bound import lower_bound
 
 
@@ -104,6 +113,29 @@ def test_a_device_can_follow_it(case):
     assert replayed.peak <= case.budget
     assert replayed.most_early <= case.prefetch
     assert replayed == Replayed(found.fetched_bytes, found.peak_bytes, replayed.most_early, found.resident_at_end)
+
+
+@given(cases(ANY_SIZE), st.integers(0, 5))
+def test_what_it_costs_is_known_without_its_steps(case, transfer_bytes):
+    found = case.scheduled()
+    runs = Runs.of([moment.needs for moment in case.moments], [moment.other_bytes for moment in case.moments])
+    cost = transfer_cost(runs, case.chunk_bytes, case.budget, transfer_bytes, prefetch=case.prefetch)
+    assert cost == (found.cost(case.chunk_bytes, transfer_bytes) if isinstance(found, Schedule) else None)
+
+
+@given(cases(ANY_SIZE))
+def test_moments_that_need_the_same_change_nothing_that_is_fetched(case):
+    """Taken together they are one, the tightest of them."""
+    runs = Runs.of([moment.needs for moment in case.moments], [moment.other_bytes for moment in case.moments])
+    together = [Moment("op", needs, most) for needs, most in zip(runs.needs, runs.most_bytes, strict=True)]
+    found, fewer = case.scheduled(), replace(case, moments=together).scheduled()
+    if isinstance(found, Schedule):
+        assert isinstance(fewer, Schedule)
+        assert found.fetched_bytes == fewer.fetched_bytes
+        assert found.resident_at_end == fewer.resident_at_end
+    else:
+        assert isinstance(fewer, Shortfall)
+        assert found.missing_bytes == fewer.missing_bytes
 
 
 @given(cases())
