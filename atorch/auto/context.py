@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.cost.splits import REPLICA_AXES
+from atorch.distributed.collectives import everyone
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.runtime.clip import add_clipping
 from atorch.runtime.deferred import Deferred
 from atorch.runtime.initial_values import InitialValues, give_values
-from atorch.runtime.loader import shares_out
+from atorch.runtime.loader import Loader, shares_out
 from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
 from atorch.runtime.meta_device import give_memory, put, unfilled
 from atorch.runtime.parameter_groups import keep_to
@@ -231,7 +232,10 @@ class Context:
         if self.make_loader is None:
             return None
         mesh = self.need_mesh()
-        return self.make_loader(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES))
+        loader = self.make_loader(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES))
+        if isinstance(loader, Loader) and loader.is_part:
+            loader.group = everyone()
+        return loader
 
     def _result(self, built: Built, scheduler: Any) -> AccelerateResult:
         result = AccelerateResult(

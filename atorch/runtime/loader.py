@@ -1,7 +1,8 @@
 """The data of each process: a global batch is split evenly over the ranks that see different samples.
 
 `batch_size` is the global batch (strong scaling), so the same arguments give the same training on any number of
-processes: rank r of n takes every n-th sample of each global batch.
+processes: rank r of n takes every n-th sample of each global batch. A stream that can be divided before it is read is
+(`sharded_stream`): each rank then has batches of its own part.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, near_miss, shown
+from atorch.runtime.sharded_stream import in_step, part_of
 
 LARGE = 2**24  # samples of a dataset whose indices torch's samplers would list, at 36 bytes each on every rank
 AT_ONCE = 2**16  # indices that are drawn, or computed, at once
@@ -30,10 +33,15 @@ class Loader(DataLoader[Any]):
 
     was_read = False
     """Whether somebody began to."""
+    is_part = False
+    """Whether it reads a part of a stream, which may end before others' do."""
+    group: dist.ProcessGroup | None = None
+    """Processes that stop together with this one; all of them must iterate."""
 
     def __iter__(self) -> Any:
         self.was_read = True
-        return super().__iter__()
+        batches = super().__iter__()
+        return batches if self.group is None else in_step(batches, self.group)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of epoch `epoch`: the same on every run, another one each epoch."""
@@ -232,11 +240,20 @@ def make_loader(
         return _made(dataset, arguments)
     arguments["batch_size"] = _local_batch(arguments.get("batch_size", size), size)
     if isinstance(dataset, IterableDataset):
-        return _made(dataset if size == 1 else RankStream(dataset, rank, size), arguments)
+        return _of_stream(dataset, arguments, rank, size)
     _need_a_batch(dataset, arguments, size)
     arguments["sampler"] = _sampler(dataset, arguments, rank, size, sampler_cls, seed)
     arguments.pop("shuffle", None)
     return _made(dataset, arguments)
+
+
+def _of_stream(stream: IterableDataset[Any], arguments: dict[str, Any], rank: int, size: int) -> Loader:
+    part = None if size == 1 else part_of(stream, rank, size)
+    if part is None:
+        return _made(stream if size == 1 else RankStream(stream, rank, size), arguments)
+    made = _made(part, {**arguments, "drop_last": True})  # ranks' last batches would have different sizes
+    made.is_part = True
+    return made
 
 
 def _made(dataset: Dataset[Any], arguments: Mapping[str, Any]) -> Loader:
@@ -255,7 +272,8 @@ def shares_out(loader: object, rows: int) -> bool:
         return False
     if isinstance(loader.batch_sampler, RankBatches):
         return True
-    shares = isinstance(loader.dataset, RankStream) or isinstance(loader.sampler, (DistributedSampler, RankSampler))
+    streams = loader.is_part or isinstance(loader.dataset, RankStream)
+    shares = streams or isinstance(loader.sampler, (DistributedSampler, RankSampler))
     return shares and rows == loader.batch_size  # what a collate_fn packs has other rows
 
 

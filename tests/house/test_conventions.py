@@ -37,6 +37,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/runtime/pipeline/observing.py:_observed": "a loss may fail in any way on fakes, or on a few rows",
     "atorch/runtime/pipeline/observing.py:_without_values": "a forward may fail on fakes in any way; the error says so",
     "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
+    "atorch/runtime/sharded_stream.py:_Fetched.__init__": "raised again, and told to others, who would wait for ever",
 }
 
 # Module-level objects that change while the program runs.
