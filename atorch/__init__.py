@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atorch.runtime.clip import clip_grad_norm
     from atorch.runtime.load_whole_state import load_whole_state
     from atorch.runtime.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
-    from atorch.runtime.step_times import StepTimes
+    from atorch.runtime.straggler_detector import StragglerDetector
     from atorch.runtime.tensor_parallel.state import whole_state
 
 __version__ = "0.1.0"
@@ -28,8 +28,8 @@ __version__ = "0.1.0"
 _HOMES: Mapping[str, str] = {
     "ClusterSpec": "atorch.cluster",
     "Plan": "atorch.auto.planner.plan",
-    "StepTimes": "atorch.runtime.step_times",
     "Strategy": "atorch.auto.strategy",
+    "StragglerDetector": "atorch.runtime.straggler_detector",
     "auto_accelerate": "atorch.auto.accelerate",
     "checkpoint_sequential": "atorch.runtime.recompute",
     "checkpoint_wrapper": "atorch.runtime.recompute",
@@ -44,8 +44,8 @@ _HOMES: Mapping[str, str] = {
 __all__ = [
     "ClusterSpec",
     "Plan",
-    "StepTimes",
     "Strategy",
+    "StragglerDetector",
     "auto_accelerate",
     "checkpoint_sequential",
     "checkpoint_wrapper",

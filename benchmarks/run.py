@@ -18,7 +18,7 @@ from compare import Row
 CLAIMS = (
     "import_time",
     "step_overhead",
-    "step_times",
+    "straggler_detector",
     "first_pass",
     "planning_time",
     "search_regret",

@@ -25,8 +25,8 @@ DEFERRED = (
 PUBLIC = {
     "ClusterSpec",
     "Plan",
-    "StepTimes",
     "Strategy",
+    "StragglerDetector",
     "auto_accelerate",
     "checkpoint_sequential",
     "checkpoint_wrapper",

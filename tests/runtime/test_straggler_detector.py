@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import atorch
-from atorch import StepTimes, auto_accelerate
+from atorch import StragglerDetector, auto_accelerate
 from atorch.errors import ArgumentError
 from atorch.runtime.stragglers import StepReport
 from tests.pool import Pool
@@ -95,7 +95,7 @@ def train(result: Any) -> Iterator[int]:
 def reports(work: Work, strategy: Any, size: int, steps: int, clock: Any, **more: Any) -> list[StepReport]:
     told: list[StepReport] = []
     result = made(work, strategy, steps, size)
-    with StepTimes(result.model, result.optim, on_report=told.append, clock=clock, **more):
+    with StragglerDetector(result.model, result.optim, on_report=told.append, clock=clock, **more):
         for _ in train(result):
             pass
     return told
@@ -124,13 +124,13 @@ def test_micro_batches_add_up_to_a_step() -> None:
 
 def accumulated(clock: Counted, every: int) -> StepReport | None:
     result = made(clock.work, [], 8)
-    with StepTimes(result.model, result.optim, every=every, clock=clock) as times:
+    with StragglerDetector(result.model, result.optim, every=every, clock=clock) as detector:
         for number, batch in enumerate(result.dataloader):
             (result.loss_func(batch, result.model(batch)) / 2).backward()
             if number % 2:
                 result.optim.step()
                 result.optim.zero_grad()
-    return times.report
+    return detector.report
 
 
 def test_a_loop_that_accumulates_waits_for_the_data_of_every_pass() -> None:
@@ -143,14 +143,14 @@ def test_a_loop_that_accumulates_waits_for_the_data_of_every_pass() -> None:
 def test_an_evaluation_is_no_part_of_a_step() -> None:
     clock = Counted({"data": 0.25, "forward": 2.0, "backward": 3.0})
     result = made(clock.work, [], 4)
-    with StepTimes(result.model, result.optim, every=4, clock=clock) as times:
+    with StragglerDetector(result.model, result.optim, every=4, clock=clock) as detector:
         for _ in train(result):
             with torch.no_grad():
                 result.model(torch.ones(1, WIDTH))
                 result.model(torch.ones(1, WIDTH))
-    assert times.report is not None
-    assert times.report.steps_s == [6.0]
-    assert times.report.parts_s == {"data": [1.0], "forward": [2.0], "backward": [3.0]}
+    assert detector.report is not None
+    assert detector.report.steps_s == [6.0]
+    assert detector.report.parts_s == {"data": [1.0], "forward": [2.0], "backward": [3.0]}
 
 
 EVEN = {"data": 0.25, "forward": 2.0, "backward": 3.0}
@@ -243,7 +243,7 @@ def test_there_is_one_warning_once_several_reports_agree(pool: Pool) -> None:
 def differing(rank: int, size: int) -> str:
     result = made(Waiting({}), ["ddp"], 2, size)
     with pytest.raises(ArgumentError) as caught:
-        StepTimes(result.model, result.optim, every=10 + rank)
+        StragglerDetector(result.model, result.optim, every=10 + rank)
     return str(caught.value)
 
 
@@ -268,7 +268,7 @@ def test_what_does_not_hold_is_told(given: dict[str, Any], told: str) -> None:
     if given.get("model") == "result":
         given = {"model": result}
     with pytest.raises(ArgumentError, match=told):
-        StepTimes(**{**both, **given})
+        StragglerDetector(**{**both, **given})
 
 
 def test_nothing_is_left_once_it_is_over() -> None:
@@ -280,7 +280,7 @@ def test_nothing_is_left_once_it_is_over() -> None:
         return [len(each) for each in [*chain.from_iterable(modules), *gradients]]
 
     before = hooks()
-    with StepTimes(result.model, result.optim, every=3):
+    with StragglerDetector(result.model, result.optim, every=3):
         for number in train(result):
             if number == 4:
                 break
@@ -290,15 +290,15 @@ def test_nothing_is_left_once_it_is_over() -> None:
 def test_a_copy_of_the_model_is_not_measured() -> None:
     clock = Counted(EVEN)
     result = made(clock.work, [], 4)
-    with StepTimes(result.model, result.optim, every=4, clock=clock) as times:
+    with StragglerDetector(result.model, result.optim, every=4, clock=clock) as detector:
         twin = copy.deepcopy(result.model)
         result.model.work = twin.work = None  # which no pickle can hold
         assert pickle.dumps(result.model)
         result.model.work, twin.work = clock.work, Counted({}).work
         for _ in train(result):
             twin(torch.ones(1, WIDTH)).sum().backward()
-    assert times.report is not None
-    assert times.report.parts_s == {"data": [1.0], "forward": [2.0], "backward": [3.0]}
+    assert detector.report is not None
+    assert detector.report.parts_s == {"data": [1.0], "forward": [2.0], "backward": [3.0]}
 
 
 def beside(rank: int, size: int, strategy: Any) -> list[tuple[StepReport, int]]:
@@ -311,7 +311,7 @@ def beside(rank: int, size: int, strategy: Any) -> list[tuple[StepReport, int]]:
     def tell(report: StepReport) -> None:
         told.append((report, graphs["unique_graphs"]))
 
-    with StepTimes(result.model, result.optim, on_report=tell, clock=clock, every=4):
+    with StragglerDetector(result.model, result.optim, on_report=tell, clock=clock, every=4):
         for _ in train(result):
             pass
     return told
@@ -337,4 +337,4 @@ def test_it_measures_beside_other_methods(pool: Pool, strategy: Any, parts: Any)
 
 
 def test_it_is_public() -> None:
-    assert atorch.StepTimes is StepTimes
+    assert atorch.StragglerDetector is StragglerDetector

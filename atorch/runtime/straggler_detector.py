@@ -1,6 +1,6 @@
 """How long steps take on each process, what for, and who keeps the others waiting.
 
-    times = StepTimes(model, optim, every=50)
+    detector = StragglerDetector(model, optim, every=50)
     for batch in loader: ...                    # the loop stays as it is
 
 Of a step three parts are a process's own: from the last step to the model's call (its data, and what else the loop
@@ -67,7 +67,7 @@ class StreamClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-class StepTimes:
+class StragglerDetector:
     """Measures the steps of `optim`, and reports every so many of them, on rank 0, who was slow at what.
 
     All processes make one together. It is over with `close()`, or with the block where it is a context manager.
@@ -97,7 +97,7 @@ class StepTimes:
     ) -> None:
         given = {"every": every, "patience": patience, "margin": margin}
         agreed(
-            "StepTimes",
+            "StragglerDetector",
             lambda: {name: described(name, value) for name, value in given.items()},
             lambda: _check(model, optim, every, patience, margin),
         )
@@ -122,7 +122,7 @@ class StepTimes:
         self._handles = [*self._watch(model), optim.register_step_post_hook(lambda *_: self._step())]
         self._learn()
 
-    def __enter__(self) -> StepTimes:
+    def __enter__(self) -> StragglerDetector:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -324,14 +324,16 @@ def _gathered(own: list[float]) -> list[list[float]] | None:
 def _check(model: Any, optim: Any, every: Any, patience: Any, margin: Any) -> None:
     if not isinstance(model, nn.Module):
         meant = "result.model, result.optim" if hasattr(model, "optim") else "the module that the loop calls"
-        raise ArgumentError(f"StepTimes was given a {type(model).__name__} as model; give {meant}")
+        raise ArgumentError(f"StragglerDetector was given a {type(model).__name__} as model; give {meant}")
     if not hasattr(optim, "_optimizer_step_post_hooks"):
         raise ArgumentError(
-            f"StepTimes was given a {type(optim).__name__} as optim, whose steps cannot be watched; give the "
+            f"StragglerDetector was given a {type(optim).__name__} as optim, whose steps cannot be watched; give the "
             "torch.optim.Optimizer that the loop steps"
         )
     for name, number, least in (("every", every, 2), ("patience", patience, 1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ArgumentError(f"StepTimes was given {name} {shown(number)}; it is a whole number of at least {least}")
+            raise ArgumentError(
+                f"StragglerDetector was given {name} {shown(number)}; it is a whole number of at least {least}"
+            )
     if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not 0 < margin < float("inf"):
-        raise ArgumentError(f"StepTimes was given margin {shown(margin)}; it is a share of a step, such as 0.1")
+        raise ArgumentError(f"StragglerDetector was given margin {shown(margin)}; it is a share of a step, such as 0.1")

@@ -1,9 +1,9 @@
-"""A training step that StepTimes measures against the same step alone, and the step in which it reports.
+"""A training step that StragglerDetector measures against the same step alone, and the step in which it reports.
 
 Both run interleaved, on one process and under `ddp` on two, in a shuffled order that both processes share; "alone
 again" is the noise floor.
 
-    python benchmarks/step_times.py [--quick]
+    python benchmarks/straggler_detector.py [--quick]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from command import answer_of, as_rank, main
 from compare import Row, interleave
 from step_overhead import Step, loss_func, make_batch, make_model
 
-from atorch import StepTimes, auto_accelerate
+from atorch import StragglerDetector, auto_accelerate
 
 EVERY = 50
 
@@ -32,7 +32,7 @@ def made(width: int, strategy: list[str], *, is_measured: bool) -> Step:
     model, optim, _, loss, _, _ = result
     batch = make_batch(width)
     if is_measured:
-        StepTimes(model, optim, every=EVERY)
+        StragglerDetector(model, optim, every=EVERY)
 
     def step() -> None:
         loss(batch, model(batch)).backward()
