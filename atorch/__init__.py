@@ -28,8 +28,8 @@ __version__ = "0.1.0"
 _HOMES: Mapping[str, str] = {
     "ClusterSpec": "atorch.cluster",
     "Plan": "atorch.auto.planner.plan",
-    "Strategy": "atorch.auto.strategy",
     "StragglerDetector": "atorch.runtime.straggler_detector",
+    "Strategy": "atorch.auto.strategy",
     "auto_accelerate": "atorch.auto.accelerate",
     "checkpoint_sequential": "atorch.runtime.recompute",
     "checkpoint_wrapper": "atorch.runtime.recompute",
@@ -44,8 +44,8 @@ _HOMES: Mapping[str, str] = {
 __all__ = [
     "ClusterSpec",
     "Plan",
-    "Strategy",
     "StragglerDetector",
+    "Strategy",
     "auto_accelerate",
     "checkpoint_sequential",
     "checkpoint_wrapper",

@@ -25,8 +25,8 @@ DEFERRED = (
 PUBLIC = {
     "ClusterSpec",
     "Plan",
-    "Strategy",
     "StragglerDetector",
+    "Strategy",
     "auto_accelerate",
     "checkpoint_sequential",
     "checkpoint_wrapper",
