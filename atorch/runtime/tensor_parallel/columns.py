@@ -38,6 +38,22 @@ class Columns:
         """This rank's first."""
         return sum(self.counts[: self.rank])
 
+    def length(self, part: int) -> int:
+        """How many all ranks together have."""
+        return self.total
+
+    def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
+        """Of the whole's gradient that of this rank's columns."""
+        return self.take(grad, dim)
+
+    def of_gradients(self) -> Columns:
+        """Gradients lie as what they are of."""
+        return self
+
+    def named(self) -> str:
+        """Which this rank has."""
+        return f"columns {self.start} to {self.start + self.count} of {self.total}"
+
     def take(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole tensor, as a view."""
         return whole.narrow(dim, self.start, self.count)

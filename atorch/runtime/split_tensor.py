@@ -1,0 +1,285 @@
+"""Tensors of which each rank has a part, and which are the whole ones to whoever computes with them.
+
+A kind of them says what it takes of the parts where they are, by `on_part`. Everything else gathers first, once, and
+from then on this is a whole tensor like any other: every rank has to do it, as every rank has to gather.
+
+Autograd sees the whole: gradients have its shape, and are split where they come from what is split. A view of a split
+tensor remembers what it is of, so that who writes into it writes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from typing_extensions import Self
+
+
+class Layout(Protocol):
+    """Which part of a whole along one dim a rank has."""
+
+    def length(self, part: int) -> int:
+        """How long the whole is whose part is as long as `part`."""
+        ...
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part."""
+        ...
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """The whole, from every rank's part. Without gradients."""
+        ...
+
+    def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
+        """Of the whole's gradient what this rank's part is given."""
+        ...
+
+    def of_gradients(self) -> Layout:
+        """That of the whole's gradient, where parts are gradients of parts."""
+        ...
+
+    def named(self) -> str:
+        """What a rank has, for people."""
+        ...
+
+
+class SplitTensor(Tensor):
+    """A tensor of which this rank holds a part along one dim."""
+
+    _part: Tensor
+    _layout: Any
+    _axis: int
+    _whole: Tensor | None
+    _origin: tuple[SplitTensor, Callable[[Tensor], Tensor]] | None
+
+    @staticmethod
+    def __new__(cls, part: Tensor, layout: Layout, axis: int) -> Self:
+        """`part` without its history; the dim `axis` of it is the one that is split."""
+        own, total = part.shape[axis], layout.length(part.shape[axis])
+        sizes = [total if dim == axis else size for dim, size in enumerate(part.shape)]
+        # Where strides step over whole parts, the whole is longer by as much.
+        strides = [
+            stride // own * total if own and dim != axis and part.stride(axis) <= stride else stride
+            for dim, stride in enumerate(part.stride())
+        ]
+        made: Self = Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=part.dtype, device=part.device)
+        made._part, made._layout, made._axis = part.detach(), layout, axis
+        made._whole = made._origin = None
+        return made
+
+    @classmethod
+    def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function of `split` and more on the ranks' parts; NotImplemented where it takes the whole."""
+        return NotImplemented
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Without communication: a process may print what the others do not."""
+        if self._is_whole:
+            return repr(self._values())
+        return f"{type(self).__name__}({self._part}, {self._layout.named()})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_part"], (self._layout, self._axis)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, sizes: Any, strides: Any) -> SplitTensor:
+        return cls(inner["_part"], *context)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _reads_no_values(func):
+            with _as_tensors():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], cls) and not args[0]._is_whole:
+            result = cls.on_part(func, args[0], args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
+        return _on_whole(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as a static one
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What autograd does by itself: it adds and keeps gradients."""
+        if func in _OF_AUTOGRAD:
+            first = next(each for each in args if isinstance(each, SplitTensor))
+            parts = [first._same_part(each) if isinstance(each, Tensor) else each for each in args]
+            return type(first)(func(*parts, **(kwargs or {})), first._layout, first._axis)
+        args, kwargs = tree_map_only(SplitTensor, SplitTensor._values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether these, or what they are a view of, were gathered."""
+        return self._whole is not None or (self._origin is not None and self._origin[0]._is_whole)
+
+    def _same_part(self, other: Tensor) -> Tensor:
+        """Of a tensor of this shape this rank's part, without history."""
+        if isinstance(other, SplitTensor):
+            if other._axis == self._axis and other._layout == self._layout:
+                return other._own()
+            other = other._values()
+        return self._layout.take(other, self._axis)  # type: ignore[no-any-return]
+
+    def _own(self) -> Tensor:
+        """This rank's part, as it is now, without history."""
+        if self._is_whole:
+            return self._layout.take(self._values(), self._axis)  # type: ignore[no-any-return]
+        return self._part
+
+    def _values(self) -> Tensor:
+        """All of it, without history: of a view, a view."""
+        if self._whole is None:
+            with torch.no_grad():
+                if self._origin is None:
+                    self._whole = self._layout.join(self._part, self._axis)
+                else:
+                    base, take = self._origin
+                    self._whole = take(base._values())
+                self._part = self._layout.take(self._whole, self._axis)  # what is written to one is written to both
+        return self._whole
+
+    def _as_whole(self, writes: bool) -> Tensor:
+        """All of it, as an ordinary tensor that has this one's place in autograd's graph."""
+        if self._origin is not None:
+            base, take = self._origin
+            if writes or base._was_written:
+                return take(base._as_whole(writes))
+        self._values()
+        with _as_tensors():
+            return self.view(self.shape)
+
+    @property
+    def _was_written(self) -> bool:
+        if self._origin is not None and self._origin[0]._was_written:
+            return True
+        with _as_tensors():
+            return not self.is_inference() and self._version > 0
+
+
+def from_part(kind: type[SplitTensor], part: Tensor, layout: Layout, axis: int) -> Any:
+    """The split tensor of which this rank has `part`, with its history."""
+    split: SplitTensor = _FromPart.apply(part, kind, layout, axis)  # type: ignore[no-untyped-call]
+    return split
+
+
+def to_part(split: SplitTensor) -> Tensor:
+    """This rank's part, with its history."""
+    part: Tensor = _ToPart.apply(split)  # type: ignore[no-untyped-call]
+    return part
+
+
+def whole_of(split: SplitTensor) -> Tensor:
+    """All of it, with its history, on every rank."""
+    return split._as_whole(writes=False)
+
+
+def view_of(split: SplitTensor, result: Any, part: Tensor, take: Callable[[Tensor], Tensor]) -> Any:
+    """`result`, made of `part` of `split`, which remembers that it is a view of it where it is one."""
+    if torch._C._is_alias_of(result._part, part):  # type: ignore[attr-defined]  # not in its stubs
+        result._origin = split, take
+    return result
+
+
+class _FromPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, kind: type[SplitTensor], layout: Layout, axis: int) -> SplitTensor:
+        ctx.layout, ctx.axis = layout, axis
+        return kind(part, layout, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if isinstance(grad, SplitTensor) and not grad._is_whole:
+            if grad._axis == ctx.axis and grad._layout == ctx.layout.of_gradients():
+                return to_part(grad), None, None, None
+            grad = grad._values()
+        return ctx.layout.gradient_of(grad, ctx.axis), None, None, None
+
+
+class _ToPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, split: SplitTensor) -> Tensor:
+        ctx.kind, ctx.layout, ctx.axis = type(split), split._layout, split._axis
+        return split._part.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return from_part(ctx.kind, grad, ctx.layout.of_gradients(), ctx.axis)  # type: ignore[no-any-return]
+
+
+def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function on all of it."""
+    writes = _writes(func) or "out" in kwargs
+    made: dict[int, SplitTensor] = {}
+
+    def whole(split: SplitTensor) -> Tensor:
+        tensor = split._as_whole(writes)
+        made[id(tensor)] = split
+        return tensor
+
+    whole_args, whole_kwargs = tree_map_only(SplitTensor, whole, (args, kwargs))
+    result = func(*whole_args, **whole_kwargs)
+    return made.get(id(result), result)  # what is given back as it came
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+def _reads_no_values(func: Callable[..., Any]) -> bool:
+    """Whether a function asks for no elements: for sizes, types, or a place in autograd's graph."""
+    return func in _WITHOUT_VALUES or (getattr(func, "__name__", "") in ("__get__", "__set__") and func not in _VIEWS)
+
+
+def _as_tensors() -> AbstractContextManager[Any]:
+    """Inside, split tensors are to torch what any tensor is."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+_aten = torch.ops.aten
+_OF_AUTOGRAD = frozenset((_aten.add.Tensor, _aten.detach.default, _aten.clone.default))
+_attributes: Any = Tensor
+_VIEWS = frozenset(getattr(_attributes, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data"))
+_WITHOUT_VALUES = frozenset(
+    (
+        Tensor.size,
+        Tensor.dim,
+        Tensor.stride,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.get_device,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_inference,
+        Tensor.is_conj,
+        Tensor.is_neg,
+        Tensor._is_view,
+        Tensor.storage_offset,
+        Tensor.requires_grad_,
+        Tensor.retain_grad,
+        Tensor.register_hook,
+        Tensor.__len__,
+        Tensor.__hash__,
+        Tensor.backward,
+        torch.autograd.backward,
+        torch.autograd.grad,
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_inference,
+        torch.is_conj,
+        torch.is_neg,
+    )
+)
+_IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"))
