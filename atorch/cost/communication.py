@@ -9,10 +9,11 @@ scattered and gathered again, once more in backward for the weights' gradients (
 
 from __future__ import annotations
 
-from atorch.cost.moments import is_gathered, micro_batch_share
+from atorch.cost.moments import has_all_tokens, is_gathered, micro_batch_share
 from atorch.cost.profile import Segment
 from atorch.cost.state import Comm, Cost
 
+TOKEN_BYTES = 4.0  # in fp32 a token's loss
 LOSS_BYTES = 8.0  # in fp32 a row's log of the sum of exponentials, and its target's logit
 EXPERT_AXIS = "expert"  # no axis of the mesh: neighbours among the ranks that see different samples
 
@@ -48,14 +49,14 @@ def boundary_bytes(cost: Cost) -> float:
 
 
 def is_whole(cost: Cost, segment: Segment) -> bool:
-    """Whether every rank that shares the blocks has all of a segment's tokens and results."""
+    """Whether every rank of tensor splits has all of a segment's tokens and results."""
     return cost.whole_outside and not segment.is_block
 
 
 def tokens_share(cost: Cost, segment: Segment) -> float:
     """Of the traced tokens, those that a device has of a segment in a micro-batch."""
     share = micro_batch_share(cost)
-    return share if is_whole(cost, segment) else share / (cost.sequence * cost.context)
+    return share if has_all_tokens(cost) and not segment.is_block else share / (cost.sequence * cost.context)
 
 
 def _scaled(cost: Cost, segment: Segment, traced_bytes: float) -> float:
@@ -63,13 +64,25 @@ def _scaled(cost: Cost, segment: Segment, traced_bytes: float) -> float:
 
 
 def _of_stream(cost: Cost, segment: Segment) -> list[Comm]:
-    """The stream is gathered behind a run of blocks, and its gradient before it; each copy has its share of that."""
-    sizes = {"tensor": cost.tensor if cost.splits_norms else 1, "sequence": cost.sequence, "context": cost.context}
+    """The stream is gathered behind a run of blocks, and its gradient before it; each copy has its share of that.
+
+    Where ranks have their own tokens outside as well, the losses of these are gathered, one number a token.
+    """
+    sizes = {"sequence": cost.sequence, "context": cost.context}
     axes = tuple(axis for axis, size in sizes.items() if size > 1)
+    sent = _of_losses(cost, segment, axes) if cost.own_tokens and axes else []
+    share = tokens_share(cost, segment) if cost.own_tokens else micro_batch_share(cost)
+    axes = (("tensor",) if cost.splits_norms and cost.tensor > 1 else ()) + (() if cost.own_tokens else axes)
     if not axes or not segment.is_block:
-        return []
-    stream = micro_batch_share(cost) * cost.activation_scale * segment.input_bytes
+        return sent
+    stream = share * cost.activation_scale * segment.input_bytes
     return [Comm("all_gather", axes, 2.0 * stream / segment.count, count=2.0 / segment.count)]
+
+
+def _of_losses(cost: Cost, segment: Segment, axes: tuple[str, ...]) -> list[Comm]:
+    count = float(segment.num_losses)
+    tokens = micro_batch_share(cost) * max((each.rows for each in segment.matmuls), default=0.0)
+    return [Comm("all_gather", axes, count * TOKEN_BYTES * tokens, count=count)] if count else []
 
 
 def _of_tensor(cost: Cost, segment: Segment, again: float) -> list[Comm]:
@@ -118,7 +131,10 @@ def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[floa
         return (0.0, 0.0), (1.0, share * by_columns.rows * by_columns.inner)
     if segment.split_params:  # an embedding, whose rows are on different ranks
         size = cost.boundary_bytes / cost.num_micro_batches / itemsize(cost)
-        return (1.0, size * (cost.sequence * cost.context if is_whole(cost, segment) else 1.0)), (0.0, 0.0)
+        return (1.0, size * (cost.sequence * cost.context if has_all_tokens(cost) and not segment.is_block else 1.0)), (
+            0.0,
+            0.0,
+        )
     return (0.0, 0.0), (0.0, 0.0)
 
 

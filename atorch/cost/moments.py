@@ -93,6 +93,7 @@ class Terms(NamedTuple):
     recompute: float
     recompute_keeps: Literal["inputs", "selective", "results", "nothing"]
     whole_outside: bool
+    own_tokens: bool
     gathers_logits: bool
     scale: float  # bytes of a micro-batch's activations on one device against the traced ones, outside tensor splits
     scale_outside: float  # of blocks
@@ -123,7 +124,7 @@ def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
     """What lives on each of some stages during a step."""
     whole = micro_batch_share(cost) * cost.activation_scale
     scale = whole / (cost.sequence * cost.context)
-    terms = Terms._make((*_terms(cost), scale, whole if cost.whole_outside else scale))
+    terms = Terms._make((*_terms(cost), scale, whole if has_all_tokens(cost) else scale))
     # Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
     # micro-batches were through before the most are in flight, all are there.
     least = math.inf if cost.grads_persist else cost.num_micro_batches
@@ -242,6 +243,11 @@ def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[flo
     around = outside + (inside if terms.keeps_gathered else 0.0)
     within = 2.0 * two + outside if not terms.keeps_gathered else two + outside + inside
     return terms.gathered_itemsize * around, terms.gathered_itemsize * within
+
+
+def has_all_tokens(cost: Cost) -> bool:
+    """Whether outside of blocks every rank along sequence and context has all tokens."""
+    return cost.whole_outside and not cost.own_tokens
 
 
 def is_gathered(cost: Cost | Terms, segment: Segment) -> bool:

@@ -47,6 +47,15 @@ def split_context(cost: Cost) -> Cost:
     return cost.but(context=cost.size("context"))
 
 
+def whole_outside(cost: Cost) -> Cost:
+    """Outside of blocks all tokens on every rank of a tensor split, and of a sequence or context split its own.
+
+    All there, too, where the loss is no cross entropy, and so asks for whole logits, or a pipeline's stages send.
+    """
+    has_losses = any(each.num_losses for each in cost.segments)
+    return cost.but(whole_outside=True, own_tokens=has_losses and cost.size("pipeline") == 1)
+
+
 def split_experts(cost: Cost, degree: int) -> Cost:
     """A mixture's experts over `degree` ranks that see different samples: Lepikhin et al. 2020, arXiv 2006.16668."""
     return cost.but(expert=degree)

@@ -84,6 +84,7 @@ class Cost:
     sequence: int = 1  # tokens outside of attention, heads inside
     context: int = 1  # tokens everywhere, keys and values passed around
     whole_outside: bool = False  # outside of blocks every rank has all tokens, whatever splits the blocks
+    own_tokens: bool = False  # and yet ranks along sequence and context have their own there: embeddings, head, loss
     gathers_logits: bool = False  # those of tensor ranks, for a loss that is taken of whole ones
     expert: int = 1
     stages: int = 1

@@ -97,9 +97,9 @@ class _Whole(NamedTuple):
 
 
 _read_by_copies = attrgetter(
-    "dtype", "tensor", "splits_norms", "held_gathers", "whole_outside", "gathers_logits", "sequence", "context",
-    "expert", "recompute", "recompute_keeps", "attention_scale", "activation_scale", "traffic_scale", "ops_scale",
-    "hop_wait_s", "traced_batch", "batch_size", "num_micro_batches",
+    "dtype", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens", "gathers_logits", "sequence",
+    "context", "expert", "recompute", "recompute_keeps", "attention_scale", "activation_scale", "traffic_scale",
+    "ops_scale", "hop_wait_s", "traced_batch", "batch_size", "num_micro_batches",
 )  # fmt: skip
 """What copies' seconds follow from, beside the cluster, the mesh and the cut."""
 

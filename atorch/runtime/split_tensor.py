@@ -283,3 +283,5 @@ _WITHOUT_VALUES = frozenset(
     )
 )
 _IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"))
+MAKE_OTHERS = frozenset((Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor))
+"""These take of a tensor its type alone."""

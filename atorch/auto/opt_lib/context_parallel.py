@@ -23,7 +23,7 @@ from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import split_context
+from atorch.cost.splits import split_context, whole_outside
 from atorch.distributed.collectives import together
 from atorch.distributed.mesh import Mesh
 from atorch.errors import StrategyError
@@ -58,7 +58,7 @@ class ContextParallel(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """The split. Out of order, the last of c processes has (2 c - 1) / c² of a causal triangle for its 1 / c."""
-        cost = split_context(cost).but(whole_outside=True)
+        cost = whole_outside(split_context(cost))
         if self.load_balance or cost.context == 1:
             return cost
         more = 2 - 1 / cost.context
@@ -101,7 +101,8 @@ class ContextParallel(Method):
             together(lambda: _need_neighbours(mesh))
             exchange = UlyssesRing(mesh.group("sequence"), group, load_balance=self.load_balance)
             group = mesh.group("context", "sequence")
-        split_stream(model, on_samples(ctx, self.name), Share(group, self.load_balance), exchange)
+        share, is_outside = Share(group, self.load_balance), mesh.size("pipeline") == 1  # stages send plain tensors
+        split_stream(model, on_samples(ctx, self.name), share, exchange, outside=is_outside)
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)
 

@@ -24,7 +24,7 @@ from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import split_sequence
+from atorch.cost.splits import split_sequence, whole_outside
 from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
 from atorch.runtime.sequence_parallel import Share, Ulysses, check_tokens, split_between, split_stream
@@ -66,7 +66,7 @@ class SequenceParallel(Method):
         if self.mode == "megatron":
             splits = cost.size("tensor") > 1
             return replace(cost, splits_norms=splits, held_gathers=2.0 * splits)  # before attention, and before the MLP
-        return split_sequence(cost).but(whole_outside=True)
+        return whole_outside(split_sequence(cost))
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -102,7 +102,8 @@ class SequenceParallel(Method):
             return ctx
         (model,) = ctx.parts  # stages are cut later
         group = mesh.group("sequence")
-        split_stream(model, on_samples(ctx, self.name), Share(group), Ulysses(group))
+        is_outside = mesh.size("pipeline") == 1  # stages send plain tensors
+        split_stream(model, on_samples(ctx, self.name), Share(group), Ulysses(group), outside=is_outside)
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)
 

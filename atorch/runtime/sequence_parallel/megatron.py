@@ -24,9 +24,10 @@ from atorch.blocks import repeated_blocks
 from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
 from atorch.runtime.sequence_parallel.blocks_seen import Run, by_place, changed, copied, evaluate, evaluating
+from atorch.runtime.sequence_parallel.outside import everywhere
 from atorch.runtime.sequence_parallel.replay import MISFITS, MOST, BlockStream, has_values, same, uses_random_numbers
 from atorch.runtime.sequence_parallel.share import Share
-from atorch.runtime.sequence_parallel.stream import Streams, check_output, everywhere, install, linked
+from atorch.runtime.sequence_parallel.stream import Streams, check_output, install, linked
 from atorch.runtime.sequence_parallel.summed import gather_tokens, scatter_sum
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Group

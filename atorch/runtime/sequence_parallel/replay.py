@@ -108,7 +108,7 @@ def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: Share)
     """
     options: dict[str, list[int | None]] = {}
     for place, tensor in by_place((whole.call.args, whole.call.kwargs)).items():
-        dims: list[int | None] = [dim for dim in _usual(tensor.dim()) if tensor.shape[dim] in lengths]
+        dims: list[int | None] = [dim for dim in usual(tensor.dim()) if tensor.shape[dim] in lengths]
         if dims:
             options[place] = [None, *dims] if place in whole.masks else [*dims, None]
     choices = sorted(islice(product(*(range(len(each)) for each in options.values())), 64 * MOST), key=sum)
@@ -124,7 +124,7 @@ def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: Share)
     return first_reason or "it has no argument that goes along the tokens"
 
 
-def _usual(num_dims: int) -> list[int]:
+def usual(num_dims: int) -> list[int]:
     """Dims in the order in which tokens are looked for: before the width, first or in between, last."""
     return sorted(range(num_dims), key=lambda dim: (dim != num_dims - 2, dim == num_dims - 1, dim))
 
@@ -152,7 +152,7 @@ def try_part(
         return f"{played.reason} ({_where(whole, inner, share, rank)} differs first)"
     dims: dict[str, int] = {}
     for place, expected in whole.outputs.items():
-        dim = _cut_along(outputs.get(place), expected, share, rank)
+        dim = cut_along(outputs.get(place), expected, share, rank)
         if isinstance(dim, str):
             return f"{_where(whole, inner, share, rank)} computes something else on a part of the tokens"
         if dim is not None:
@@ -216,7 +216,7 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def _cut_along(got: Tensor | None, whole: Tensor, share: Share, rank: int) -> int | None | str:
+def cut_along(got: Tensor | None, whole: Tensor, share: Share, rank: int) -> int | None | str:
     """The dim along which `got` is the rank's part; None where it is the whole; a string where it is neither."""
     if got is None:
         return "there is no such output"
@@ -242,8 +242,8 @@ def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: Share, ra
 
 
 def _part_of(got: Tensor, whole: Tensor, share: Share, rank: int) -> int | None | str:
-    """As `_cut_along`, also for batch and tokens as one dim."""
-    found = _cut_along(got, whole, share, rank)
+    """As `cut_along`, also for batch and tokens as one dim."""
+    found = cut_along(got, whole, share, rank)
     is_flat = got.dim() > 0 and got.shape[0] * share.size == whole.shape[0] and got.shape[1:] == whole.shape[1:]
     return None if isinstance(found, str) and is_flat else found
 

@@ -14,7 +14,7 @@ is right on both sides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Share:
     else one contiguous piece."""
     averaged: bool = True
     """Whether the gradients of parameters are averaged over the group in the end."""
+    told: set[str] = field(default_factory=set, repr=False)
+    """Functions of which was said that they gather what is split."""
 
     @property
     def size(self) -> int:

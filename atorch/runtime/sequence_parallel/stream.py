@@ -9,10 +9,11 @@ hands to the next stays split; tables of positions, which each block is given wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -21,20 +22,24 @@ from atorch.errors import AtorchError, StrategyError
 from atorch.runtime.override import override
 from atorch.runtime.sequence_parallel.attention import AttentionCall, Exchange, exchange_attention
 from atorch.runtime.sequence_parallel.blocks_seen import Evaluation, Run, by_place, changed, evaluate, evaluating
+from atorch.runtime.sequence_parallel.outside import compute_by_token, drawing, everywhere, find_by_token
 from atorch.runtime.sequence_parallel.replay import BlockStream, Whole, find_stream, run_whole, same, try_part
 from atorch.runtime.sequence_parallel.share import Share
-from atorch.runtime.tensor_parallel.random_numbers import RankStream
+from atorch.runtime.sequence_parallel.split_tokens import own_tokens, split_tokens
+from atorch.runtime.split_tensor import SplitTensor, whole_of
 
 Streams = Mapping[str, BlockStream]
 """By the path of the block: what it cuts of its arguments, and what it gathers of its outputs."""
 
 
-def split_stream(model: nn.Module, run: Run, share: Share, exchange: Exchange) -> Streams:
-    """Split the tokens of `model`'s blocks in place over the ranks of `share`; returns how.
+def split_stream(model: nn.Module, run: Run, share: Share, exchange: Exchange, *, outside: bool = True) -> Streams:
+    """Split the tokens of `model` in place over the ranks of `share`; returns how its blocks are.
 
     Args:
         run: calls the model on a small batch, the same on all ranks: a few samples of whole sequences.
         exchange: what attention does where each rank has its share of the tokens.
+        outside: also of modules outside of the blocks that work token by token; of results, until somebody asks for
+            all of them. Otherwise what blocks give is gathered.
 
     Raises:
         StrategyError: a block cannot be split, with the module that stands against it. Nothing has been changed then.
@@ -48,9 +53,12 @@ def split_stream(model: nn.Module, run: Run, share: Share, exchange: Exchange) -
     with evaluating(model):
         by_kind = _by_kind(blocks, seen, share, exchange)
     streams = linked(seen, {path: by_kind[each.kind] for path, each in seen.blocks.items()})
+    by_token = find_by_token(model, blocks, run, _dims(streams), share) if outside else {}
     for path, stream in streams.items():
         exchange_attention(blocks[path], exchange)
-        install(blocks[path], stream, share)
+        install(blocks[path], stream, share, stays_split=outside)
+    for path, way in by_token.items():
+        compute_by_token(model.get_submodule(path), way, share)
     with evaluating(model):
         check_output(model, by_place(seen.output), by_place(run(model)), share.group)
     return streams
@@ -109,15 +117,6 @@ def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: Share) -
     return next((reason for reason in reasons if reason is not None), stream)
 
 
-def everywhere(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The value of every rank of the group."""
-    if dist.get_backend(group) == "fake":
-        return [value] * group.size()
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def linked(seen: Evaluation, streams: Streams) -> Streams:
     """The streams without what one block gathers only for the next one to cut again."""
     takers: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -136,29 +135,22 @@ def linked(seen: Evaluation, streams: Streams) -> Streams:
     return {path: replace(streams[path], arguments=arguments[path], outputs=outputs[path]) for path in streams}
 
 
-def install(block: nn.Module, stream: BlockStream, share: Share) -> None:
-    """Let `block` be given its rank's tokens, and what it gives be gathered, as `stream` says."""
+def _dims(streams: Streams) -> set[int]:
+    """Along which tokens lie in what blocks give."""
+    return {dim for stream in streams.values() for dim in stream.outputs.values()}
+
+
+def install(block: nn.Module, stream: BlockStream, share: Share, *, stays_split: bool = False) -> None:
+    """Let `block` be given its rank's tokens, and what it gives be gathered, as `stream` says.
+
+    stays_split: only once somebody asks for all of it.
+    """
     if stream.draws:
-        override(block, "forward", _drawing, share.rank)
+        override(block, "forward", drawing, share.rank)
     if stream.arguments:
         block.register_forward_pre_hook(_Scatter(stream.arguments, share), with_kwargs=True)
     if stream.outputs:
-        block.register_forward_hook(_Gather(stream.outputs, share))
-
-
-def _drawing(theirs: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    """Dropout falls on other elements on every rank, whose tokens are others."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stream = RankStream(rank)
-        if self.training:
-            stream.enter(next(iter(by_place((args, kwargs)).values())).device)
-        try:
-            return theirs(self, *args, **kwargs)
-        finally:
-            stream.leave()
-
-    return forward
+        block.register_forward_hook(_Gather(stream.outputs, share, stays_split))
 
 
 class _Scatter:
@@ -168,17 +160,25 @@ class _Scatter:
         self._dims, self._share = dims, share
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return changed((args, kwargs), self._share.scatter, self._dims)
+        return changed((args, kwargs), self._own, self._dims)
+
+    def _own(self, tensor: Tensor, dim: int) -> Tensor:
+        return own_tokens(tensor, self._share, dim)
 
 
 class _Gather:
     """After a block: all tokens of what others than the next block take."""
 
-    def __init__(self, dims: Mapping[str, int], share: Share) -> None:
-        self._dims, self._share = dims, share
+    def __init__(self, dims: Mapping[str, int], share: Share, stays_split: bool) -> None:
+        self._dims, self._share, self._stays_split = dims, share, stays_split
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return changed(output, self._share.gather, self._dims)
+        return changed(output, self._all, self._dims)
+
+    def _all(self, tensor: Tensor, dim: int) -> Tensor:
+        if self._stays_split and tensor.is_floating_point() and not torch.compiler.is_compiling():
+            return split_tokens(tensor, self._share, dim)  # compilers take no such tensors
+        return self._share.gather(tensor, dim)
 
 
 def check_output(
@@ -188,7 +188,7 @@ def check_output(
     own = [
         place
         for place, tensor in expected.items()
-        if tensor.is_floating_point() and (place not in got or not same(got[place], tensor))
+        if tensor.is_floating_point() and (place not in got or not same(_plain(got[place]), tensor))
     ]
     other = sorted({place for places in everywhere(own, group) for place in places})
     if other or expected.keys() != got.keys():
@@ -198,3 +198,7 @@ def check_output(
             "blocks had the same: something between or beside the blocks sees parts of a sequence. Leave the method "
             "out for this model, or let the model return its logits alone"
         )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return whole_of(tensor) if isinstance(tensor, SplitTensor) else tensor

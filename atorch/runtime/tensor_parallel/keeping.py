@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 def apart(function: Callable[..., Any], parted: Parted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The `Call` of `function` on a part of its first argument; None where that is not known to give a part."""
-    if function in _CASTS:
+    if function in CASTS:
         return Call(args, parted.axis, kwargs) if not any(map(_is_tensor, (*args, *kwargs.values()))) else None
     rule = _RULES.get(function)
     if rule is None or not has_parameters(rule, parted, *args, **kwargs):
@@ -142,7 +142,7 @@ def _num_dims(parted: Parted, index: list[Any], taken: int) -> int:
     return len(parted.sizes) - taken + kept + gathered
 
 
-_CASTS = frozenset(
+CASTS: frozenset[Callable[..., Any]] = frozenset(
     (
         Tensor.to,
         Tensor.type,

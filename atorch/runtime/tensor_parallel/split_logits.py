@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from atorch.runtime.split_tensor import SplitTensor, from_part, to_part, view_of
+from atorch.runtime.split_tensor import MAKE_OTHERS, SplitTensor, from_part, to_part, view_of
 from atorch.runtime.tensor_parallel import split_loss
 from atorch.runtime.tensor_parallel.columns import Columns
 from atorch.runtime.tensor_parallel.keeping import Parted, apart, has_parameters
@@ -70,4 +70,3 @@ _LOSSES: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), split_loss.log_softmax),
     **dict.fromkeys((torch.gather, Tensor.gather), split_loss.gather),
 }
-MAKE_OTHERS = frozenset((Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor))

@@ -79,7 +79,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """`torch.nn.functional.cross_entropy` of targets that are classes."""
-    if not (size_average is None and reduce is None and _are_classes_of(part, axis, target, weight)):
+    if not (size_average is None and reduce is None and are_classes_of(part, axis, target, weight)):
         return NotImplemented
     kept = target != ignore_index
     known = target.masked_fill(~kept, 0)
@@ -91,7 +91,7 @@ def cross_entropy(
         all_weights = float(columns.total) if weight is None else weight.sum()
         smooth = (all_weights * total - sums[0]) * (label_smoothing / columns.total)
         losses = (1.0 - label_smoothing) * losses + smooth
-    return _reduced(losses, kept, shares, reduction, _loss_dtype(part))
+    return reduced(losses, kept, shares, reduction, _loss_dtype(part))
 
 
 def nll_loss(
@@ -106,13 +106,13 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """`torch.nn.functional.nll_loss`, of log-probabilities."""
-    if not (size_average is None and reduce is None and _are_classes_of(part, axis, target, weight)):
+    if not (size_average is None and reduce is None and are_classes_of(part, axis, target, weight)):
         return NotImplemented
     kept = target != ignore_index
     known = target.masked_fill(~kept, 0)
     picked = gather(part, columns, axis, axis, known.unsqueeze(axis)).squeeze(axis)
     shares = kept.to(part.dtype) if weight is None else weight.to(part.dtype)[known].masked_fill(~kept, 0.0)
-    return _reduced(-picked * shares, kept, shares, reduction, _loss_dtype(part))
+    return reduced(-picked * shares, kept, shares, reduction, _loss_dtype(part))
 
 
 def logsumexp(part: Tensor, columns: Columns, axis: int, dim: int | tuple[int, ...], keepdim: bool = False) -> Any:
@@ -147,7 +147,7 @@ def gather(part: Tensor, columns: Columns, axis: int, dim: int, index: Tensor) -
     return reduce(part.gather(axis, own).masked_fill(others, 0.0), columns.group)
 
 
-def _are_classes_of(part: Tensor, axis: int, target: Tensor, weight: Tensor | None) -> bool:
+def are_classes_of(part: Tensor, axis: int, target: Tensor, weight: Tensor | None) -> bool:
     """Whether targets are one class for each row of logits, and nothing else is to be learnt from the loss."""
     rows = (*part.shape[:axis], *part.shape[axis + 1 :])
     is_constant = weight is None or not weight.requires_grad
@@ -160,7 +160,7 @@ def _loss_dtype(part: Tensor) -> torch.dtype:
     return torch.promote_types(part.dtype, torch.float32) if is_autocast else part.dtype
 
 
-def _reduced(losses: Tensor, kept: Tensor, shares: Tensor, reduction: str, dtype: torch.dtype) -> Any:
+def reduced(losses: Tensor, kept: Tensor, shares: Tensor, reduction: str, dtype: torch.dtype) -> Any:
     losses = losses.masked_fill(~kept, 0.0)  # also those that are not finite
     if reduction == "none":
         return losses.to(dtype)

@@ -100,13 +100,17 @@ LAYERS = 2
     ],
 )
 def test_a_split_model_trains_as_a_whole_one(pool: Pool, name: str, balanced: bool, ranks: int) -> None:
-    """Each block sends keys and values n - 1 times in forward, in backward with their gradients; the stream, once."""
+    """Each block sends keys and values n - 1 times in forward, in backward with their gradients.
+
+    The loss asks for all logits; in backward embeddings are of a rank's own tokens, but for BERT's, which are gathered.
+    """
     hops = LAYERS * (ranks - 1)
     for found in pool.run(parity, name, balanced, ranks=ranks):
-        assert found["loss"] <= 1e-5
+        assert found["loss"] <= 2e-5
         assert found["update"] <= 1e-4
         assert found["forward"] == {"send": hops, "receive": hops, "all_gather": 1}
-        assert found["backward"] == {"send": 2 * hops, "receive": 2 * hops, "all_gather": 1}
+        gathered = {"all_gather": 1} if name == "bert" else {}
+        assert found["backward"] == {"send": 2 * hops, "receive": 2 * hops, **gathered}
 
 
 class Block(nn.Module):

@@ -18,7 +18,9 @@ from tests.runtime.sequence_parallel.training import TOKENS, batch, loss_of, mad
 
 BLOCKS = 2
 FORWARD = {"alltoall_base_": 4 * BLOCKS, "allgather_": 1}
-"""Queries, keys, values and results of each block, and the stream gathered after the last one."""
+"""Queries, keys, values and results of each block, and the results gathered for a loss that asks for all of them."""
+BY_TOKEN, CUT = {"alltoall_base_": 4 * BLOCKS}, FORWARD
+"""In backward, where embeddings are of a rank's own tokens; where their results are cut, gradients are gathered."""
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "mixtral"])
@@ -27,7 +29,7 @@ def test_trains_as_the_whole_model(pool: Pool, name: str) -> None:
         assert seen["training"]
         assert seen["loss"] <= 1e-5
         assert seen["update"] <= 1e-4
-        assert (seen["forward"], seen["backward"]) == (FORWARD, FORWARD)
+        assert (seen["forward"], seen["backward"]) == (FORWARD, CUT if name in ("bert", "vit") else BY_TOKEN)
         assert seen["tokens"] == [5 if name == "vit" else TOKENS // 2]
 
 
@@ -57,7 +59,7 @@ def compiled(model: Any) -> None:
 def test_recomputes_its_exchanges(pool: Pool) -> None:
     for seen in pool.run(parity, "llama", {}, recomputing):
         assert seen["update"] <= 1e-4
-        again = {"alltoall_base_": 2 * FORWARD["alltoall_base_"], "allgather_": 1}
+        again = {"alltoall_base_": 2 * FORWARD["alltoall_base_"]}
         assert (seen["forward"], seen["backward"]) == (FORWARD, again)
 
 
@@ -157,7 +159,7 @@ def used_twice(rank: int, size: int) -> float:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(float((a.grad / size - b.grad).abs().max()) for a, b in pairs)
+    return max(float((a.grad / size - b.grad).norm() / b.grad.norm()) for a, b in pairs)
 
 
 def test_a_block_may_be_used_twice_and_sequences_be_of_another_length(pool: Pool) -> None:

@@ -110,10 +110,10 @@ def parity(rank: int, size: int, name: str, settings: dict[str, Any], prepare: A
     last = model.get_submodule(list(streams)[-1])
     handle = last.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape[1]))
     with Collectives() as forward:
-        output = model(**batch(name))
+        loss = loss_of(model(**batch(name)))
     handle.remove()
     with Collectives() as backward:
-        loss_of(output).backward()
+        loss.backward()
     model.zero_grad()
     losses, expected = train(model, name, averages=True), train(plain, name, averages=False)
     return {

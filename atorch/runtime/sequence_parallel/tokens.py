@@ -1,0 +1,77 @@
+"""Which tokens of a dim each rank has, where the dim may be a window of the sequence, and samples and tokens one dim.
+
+Causal language models take their loss of all tokens but the last: `logits[:, :-1]`. A rank then keeps the logits of all
+of its tokens, and what lies outside of the window is nobody's: labels are cut to match, not logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from atorch.runtime.sequence_parallel.share import Share
+from atorch.runtime.split_tensor import SplitTensor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A dim of `outer` × tokens × `inner` elements; the tokens are those from `start` to `stop` of `count`."""
+
+    share: Share
+    count: int
+    start: int
+    stop: int
+    outer: int = 1
+    inner: int = 1
+    scale: float = 1.0
+    """The whole's elements are those of the parts times this: parts' gradients are the averaged ones (see `Share`)."""
+
+    @classmethod
+    def all_of(cls, share: Share, count: int) -> Tokens:
+        """A whole sequence of so many."""
+        return cls(share, count, 0, count)
+
+    @property
+    def each(self) -> int:
+        """How many a rank has."""
+        return self.count // self.share.size
+
+    def length(self, part: int) -> int:
+        """Elements of the whole dim, of whose tokens each rank has as many as the others."""
+        return self.outer * (self.stop - self.start) * self.inner
+
+    def window(self, start: int, stop: int) -> Tokens:
+        """Of these tokens the ones from `start` to `stop`."""
+        return replace(self, start=self.start + start, stop=self.start + stop)
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim`, zeros for what is outside of the window."""
+        tokens = whole.unflatten(dim, (self.outer, self.stop - self.start, self.inner)).movedim(dim + 1, -1)
+        if (self.start, self.stop) != (0, self.count):
+            tokens = F.pad(tokens, (self.start, self.count - self.stop))
+        own = self.share.part(tokens, -1).movedim(-1, dim + 1).flatten(dim, dim + 2)
+        return own if self.scale == 1.0 else own / self.scale
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """The whole. Without gradients."""
+        if isinstance(part, SplitTensor):  # along another dim
+            part = part._values()
+        tokens = part.unflatten(dim, (self.outer, self.each, self.inner))
+        whole = self.share.all_gather(tokens, dim + 1).narrow(dim + 1, self.start, self.stop - self.start)
+        whole = whole.flatten(dim, dim + 2)
+        return whole if self.scale == 1.0 else whole * self.scale
+
+    def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
+        """Of the whole's gradient what this rank's part is given."""
+        own = self.take(grad, dim)
+        return own / self.of_gradients().scale
+
+    def of_gradients(self) -> Tokens:
+        """Parts' gradients are as many times too large as ranks are averaged over."""
+        return replace(self, scale=1.0 / self.share.size) if self.share.averaged else self
+
+    def named(self) -> str:
+        """What a rank has."""
+        return f"{self.each} of {self.count} tokens"
