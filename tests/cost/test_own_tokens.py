@@ -1,4 +1,4 @@
-"""Outside of blocks, ranks along sequence and context have their own tokens: what that makes of bytes and collectives."""
+"""Ranks along sequence and context have their own tokens outside of blocks: bytes and collectives."""
 
 from dataclasses import replace
 

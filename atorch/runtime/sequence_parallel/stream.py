@@ -9,7 +9,7 @@ hands to the next stays split; tables of positions, which each block is given wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from atorch.runtime.sequence_parallel.share import Share
 from atorch.runtime.sequence_parallel.split_tokens import own_tokens, split_tokens
 from atorch.runtime.split_tensor import SplitTensor, whole_of
 
+ENDS = "_ends_of_stream"  # the attribute of a block that says what it cuts and gathers
 Streams = Mapping[str, BlockStream]
 """By the path of the block: what it cuts of its arguments, and what it gathers of its outputs."""
 
@@ -147,10 +148,25 @@ def install(block: nn.Module, stream: BlockStream, share: Share, *, stays_split:
     """
     if stream.draws:
         override(block, "forward", drawing, share.rank)
+    if stays_split:
+        vars(block)[ENDS] = _Scatter(stream.arguments, share), _Gather(stream.outputs, share, True)
+        override(block, "__call__", _streamed)  # blocks stay of one class
+        return
     if stream.arguments:
         block.register_forward_pre_hook(_Scatter(stream.arguments, share), with_kwargs=True)
     if stream.outputs:
-        block.register_forward_hook(_Gather(stream.outputs, share, stays_split))
+        block.register_forward_hook(_Gather(stream.outputs, share, False))
+
+
+def _streamed(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the whole call, hooks among it: where a block is compiled, its code is given plain tensors."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        scatter, gather = vars(self)[ENDS]
+        args, kwargs = scatter(self, args, kwargs)
+        return gather(self, args, theirs(self, *args, **kwargs))
+
+    return call
 
 
 class _Scatter:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import tests.contract.test_cost_against_simulation as contract
 from atorch.auto.opt_lib.context_parallel import ContextParallel
@@ -15,11 +16,14 @@ from atorch.auto.planner.simulate import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory, plain_cost
 from atorch.errors import AtorchError
+from atorch.profiler.messages import Messages
+from atorch.runtime.sequence_parallel.split_tokens import SplitTokens
+from atorch.runtime.tensor_parallel.split_logits import SplitLogits
 from tests.auto.opt_lib.context_job import BATCH, accelerated, trained
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.contract.job import make_model
 from tests.pool import Pool
-from tests.runtime.tensor_parallel.models import make
+from tests.runtime.tensor_parallel.models import VOCAB, make
 
 ALONE = ("parallel_mode", ([("context", 2)], None))
 WITH_DATA = ("parallel_mode", ([("context", 2), ("data", 2)], None))
@@ -156,3 +160,27 @@ def test_it_is_refused_on_every_rank_with_the_model_as_it_was(
     for told, same in pool.run(refused, model, strategy, ranks=ranks):
         assert all(sign in told for sign in signs), told
         assert same
+
+
+def on_two_axes(rank: int, size: int) -> dict[str, Any]:
+    mesh = ("parallel_mode", ([("tensor", 2), ("context", 2)], None))
+    result = accelerated(make("llama"), "llama", [mesh, "tensor_parallel", "context_parallel"])
+    batch = next(iter(result.dataloader))
+    labels = batch["input_ids"]
+    logits = result.model(**batch)["logits"]
+    with Messages() as sent:
+        F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1)).backward()
+    return {
+        "kinds": [type(logits), type(logits._part)],
+        "share": logits._part._part.numel() / logits.numel(),
+        "gathered": sorted(each for (kind, _), (_, each) in sent.counts.items() if kind == "all_gather"),
+        "tokens": labels.numel(),
+    }
+
+
+def test_logits_are_split_by_tokens_and_by_columns(pool: Pool) -> None:
+    for seen in pool.run(on_two_axes, ranks=4):
+        assert seen["kinds"] == [SplitTokens, SplitLogits]
+        assert seen["share"] == 1 / 4
+        # A number a token; and of half of the tokens two numbers from each of two ranks.
+        assert seen["gathered"] == [4 * seen["tokens"], 2 * 2 * 4 * seen["tokens"] / 2]

@@ -1,4 +1,4 @@
-"""Outside of the blocks, what works token by token is computed of a rank's own tokens: embeddings, norms, heads, losses."""
+"""Embeddings, norms, heads and losses are computed of a rank's own tokens, where they work token by token."""
 
 from __future__ import annotations
 
