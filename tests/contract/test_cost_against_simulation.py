@@ -91,8 +91,17 @@ KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
     (
         frozenset(("fsdp", "checkpoint")),
         -0.1,
-        0.24,
+        0.22,
         "a block's whole gradients are there when what it recomputed is gone; the estimate adds them, to be safe",
+    ),
+    *(
+        (
+            frozenset(("fsdp", "checkpoint", by_tokens)),
+            -0.1,
+            0.3,
+            "the same beside a quarter of the activations, logits among them: a larger share of less",
+        )
+        for by_tokens in ("sequence_parallel", "context_parallel")
     ),
     *(
         (

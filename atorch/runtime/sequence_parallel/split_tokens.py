@@ -30,25 +30,25 @@ class SplitTokens(SplitTensor):
     @classmethod
     def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is known to work token by token."""
-        if func in MAKE_OTHERS:
-            return func(split._part, *args, **kwargs)
-        if any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values())):
-            return _of_two(func, split, args, kwargs)
-        if func in _RULES and has_parameters(_RULES[func], split, *args, **kwargs):
-            return _RULES[func](split, *args, **kwargs)
-        found = viewed(func, tuple(split.shape), split._layout, split._axis, args, kwargs)
-        if found is None:
+        result = _by_token(func, split, args, kwargs)
+        if result is NotImplemented:
             _tell(func, split)
-            return NotImplemented
-        call, tokens, axis = found
-        part = to_part(split)
-        result = call(part)
-        if result is part:
-            return split
-        if result.device != part.device:
-            return NotImplemented  # where the group may not reach
-        again = from_part(cls, result, tokens, axis)
-        return view_of(split, again, part, lambda whole: func(whole, *args, **kwargs))
+        return result
+
+
+def _by_token(func: Callable[..., Any], split: SplitTokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in MAKE_OTHERS:
+        return func(split._part, *args, **kwargs)
+    if any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values())):
+        return _of_two(func, split, args, kwargs)
+    if func in _RULES and has_parameters(_RULES[func], split, *args, **kwargs):
+        return _RULES[func](split, *args, **kwargs)
+    found = viewed(func, tuple(split.shape), split._layout, split._axis, args, kwargs)
+    if found is None:
+        return NotImplemented
+    part = to_part(split)
+    again = from_part(SplitTokens, found.make(part), found.tokens, found.axis)
+    return view_of(split, again, part, lambda whole: func(whole, *args, **kwargs))
 
 
 def split_tokens(part: Tensor, share: Share, dim: int) -> Tensor:

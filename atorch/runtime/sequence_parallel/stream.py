@@ -1,10 +1,11 @@
-"""A model whose repeated blocks work on a part of the tokens: dealt out before the first, gathered after the last.
+"""A model whose repeated blocks work on a part of the tokens: dealt out before the first, together after the last.
 
     split_stream(model, lambda model: model(**batch), share, Ulysses(group))
 
 Tokens meet in attention, and `exchange` lets them meet over ranks; everything else in a block must work token by token,
-which is tried before anything is changed. Embeddings, head and loss see whole sequences on every rank. What one block
-hands to the next stays split; tables of positions, which each block is given whole, are cut by each.
+which is tried before anything is changed. What one block hands to the next stays split; tables of positions, which each
+block is given whole, are cut by each. Outside of them modules that work token by token are given a rank's own
+(`outside`), and what the last block gives is gathered for whoever asks for all of it (`split_tokens`).
 """
 
 from __future__ import annotations

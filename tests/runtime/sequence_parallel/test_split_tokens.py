@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging.handlers
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atorch.logs import logger, speaking
 from atorch.profiler.messages import Messages
 from atorch.runtime.sequence_parallel import Share
 from atorch.runtime.sequence_parallel.split_tokens import SplitTokens, split_tokens
@@ -256,6 +258,27 @@ def as_a_tensor(rank: int, size: int) -> dict[str, bool]:
 def test_they_are_a_tensor_to_everyone(pool: Pool) -> None:
     for seen in pool.run(as_a_tensor, ranks=4):
         assert all(seen.values()), seen
+
+
+def told(rank: int, size: int) -> list[str]:
+    share = Share(dist.group.WORLD)  # type: ignore[arg-type]
+    logits = split_tokens(noise(ROWS, TOKENS // size, CLASSES), share, 1)
+    handler = logging.handlers.BufferingHandler(10)
+    logger.addHandler(handler)
+    with speaking(True):
+        mean(logits)
+        for _ in range(2):
+            (logits[:, 1:] * FACTORS[:, 1:]).sum()
+        (logits[:, 2:] * FACTORS[:, 2:]).sum()
+    logger.removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_who_asks_for_whole_logits_is_told_once(pool: Pool) -> None:
+    for rank, messages in enumerate(pool.run(told)):
+        if rank == 0:
+            (message,) = messages
+            assert "mul asks for all tokens of (2, 7, 11)" in message
 
 
 def out_of_bounds(rank: int, size: int) -> str:
