@@ -130,6 +130,8 @@ class TensorParallel(Method):
                 layout = self._of_all_blocks(layout, seen, model)
                 apply_layout(model, layout, tensor, **how)
             _tell(model, layout)
+        if spreads:
+            _tell_order(ctx, layout)
         for each in strategy:
             if isinstance(each, SequenceParallel):
                 each.complete(ctx, layout)
@@ -178,6 +180,19 @@ class TensorParallel(Method):
         (model,) = ctx.parts
         layout = derive_layout(model, on_few_tokens(ctx, self.name), degree, **self._asked)
         return {KEY: written(layout, self._asked)}
+
+
+def _tell_order(ctx: Context, layout: ModelLayout) -> None:
+    """Say which DTensors' rows stand in another order than the whole model's."""
+    turned = [name for name, rows in layout.rows.items() if not rows.is_in_order]
+    if turned and ctx.world.rank == 0 and "order of rows" not in ctx.told:
+        ctx.told.add("order of rows")
+        more = f" and {len(turned) - 1} more" if len(turned) > 1 else ""
+        logger.warning(
+            "under tensor_parallel rows of %s%s stand in the order of the processes, also in what "
+            "torch.distributed.checkpoint takes for the whole tensor; save and load it by atorch.whole_state and "
+            "atorch.load_whole_state", turned[0], more,
+        )  # fmt: skip
 
 
 def _check_neighbours(strategy: Strategy) -> None:

@@ -26,6 +26,7 @@ from atorch.cost import peak_memory
 from atorch.distributed.world import World
 from atorch.errors import AtorchError, StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
+from tests.auto.test_meta_start import Decoder
 from tests.pool import Pool
 from tests.runtime.tensor_parallel import models
 from tests.runtime.test_collective_order import CAN_FIND
@@ -358,3 +359,28 @@ def test_each_of_64_ranks_holds_its_part(name: str, method: str) -> None:
     if method == "ddp":  # FSDP's peak is before there are any
         assert held["gradients"] == pytest.approx(ideal, rel=0.01)
     assert held["optimizer"] == pytest.approx(2 * ideal, rel=0.01)
+
+
+def rows_told(rank: int, size: int, method: str) -> list[str]:
+    """The warnings about the order of rows, of a model whose queries, keys and values are one parameter."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("atorch").addHandler(handler)
+    try:
+        auto_accelerate(
+            Decoder(),
+            load_strategy=[("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel", method],
+            **{**contract.arguments(), "loss_func": lambda batch, output: output.square().mean()},
+        )
+    finally:
+        logging.getLogger("atorch").removeHandler(handler)
+    return [each for each in heard if "stand in the order of the processes" in each]
+
+
+def test_rows_that_are_no_neighbours_are_told_of(pool: Pool) -> None:
+    (told,), others = pool.run(rows_told, "fsdp")
+    assert "blocks.0.qkv.weight and 7 more" in told
+    assert "atorch.load_whole_state" in told
+    assert others == []
+    assert pool.run(rows_told, "ddp") == [[], []]  # parts have shapes of their own
