@@ -159,7 +159,7 @@ class Chunk(Method):
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
         ctx.give_memory(_place_in_chunk)
         compiled = _compiled(ctx, part)
-        courses = Courses(_foresee(ctx, part, compiled), everyone, ctx.device)
+        courses = Courses(_foresee(ctx, part, compiled), everyone)
         courses.expect(ctx.sample_batch, tensors_of(ctx.sample_batch))
         operations = chunk(
             part,

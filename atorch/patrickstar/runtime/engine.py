@@ -77,7 +77,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             use_adamw=self.config.optimizer.type == "AdamW",
         )
         self._foresight = Foresight(model, DTYPE, client.device)
-        self._courses = Courses(self._foresight, client.group, client.device)
+        self._courses = Courses(self._foresight, client.group)
         self._operations: Operations | None = None
         self._recorder: Recorder | None = None
         self._backward = ScaledBackward(self.optimizer.scale, self._phase, client.group)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.distributed.collectives import first_told, largest
+from atorch.distributed.collectives import first_told, largest, meeting_place
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
 from atorch.runtime.chunk.course import Course, Pass
@@ -38,11 +38,10 @@ class Courses:
     Args:
         foresee: what a pass on a batch will do.
         group: processes that share the chunks; None for this one alone.
-        device: where they exchange numbers.
     """
 
-    def __init__(self, foresee: Foresee, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._foresee, self._group, self._device = foresee, group, device
+    def __init__(self, foresee: Foresee, group: dist.ProcessGroup | None) -> None:
+        self._foresee, self._group = foresee, group
         self._known: dict[Hashable, Course] = {}
         self._again: set[Hashable] = set()  # foreseen twice
         self._for_real = False
@@ -83,7 +82,7 @@ class Courses:
         key = self._key()
         strayed = key in self._known and self._known[key].strayed and key not in self._again
         if self._group is not None:
-            both = torch.tensor([self._numel, strayed], device=self._device)
+            both = torch.tensor([self._numel, strayed], device=meeting_place())
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
             most, strayed = both.tolist()
             if most > self._largest:

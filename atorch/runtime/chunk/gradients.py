@@ -108,7 +108,7 @@ class SharedGradients(Gradients):
         super().__init__(chunks, slots, transfer)
         self._replicas, self._collectives = replicas, order
         self._order = completion(chunks.layout, foreseen)
-        self._numbers = {name: number for number, name in enumerate(slots)}
+        self._names = list(slots)
         self.begin()
 
     def begin(self) -> None:
@@ -137,19 +137,23 @@ class SharedGradients(Gradients):
             self._reduce(chunk)
         if self._collectives is not None:
             self._collectives.come_to(BACKWARD_ENDS)
-        flags = torch.zeros(len(self._numbers), dtype=torch.uint8)
-        flags[[self._numbers[name] for name in self._come]] = 1
-        come = flags.to(self._chunks.device)
-        dist.all_reduce(come, dist.ReduceOp.MAX, group=self._chunks.group)
-        if self._replicas is not None:
-            dist.all_reduce(come, dist.ReduceOp.MAX, group=self._replicas)
-        has = come.tolist()  # all at once: each look at one would wait for the device
-        anywhere = {name for name, number in self._numbers.items() if has[number]}
+        has = self._anywhere([name in self._come for name in self._names])
+        anywhere = {name for name, each in zip(self._names, has, strict=True) if each}
         self._chunks.reduced |= anywhere
         for chunk, had in self._had.items():
             memory = self._chunks.chunks[chunk]
             memory.has_gradient = had | {slot.name for slot in memory.spec.slots if slot.name in anywhere}
         self.begin()  # which waits for what is on its way
+
+    def _anywhere(self, flags: list[bool]) -> list[int]:
+        """For each flag, whether any process has set it."""
+        if self._collectives is not None:
+            return self._collectives.any_of(flags)  # on the host where it can: nobody waits for the device
+        come = torch.tensor(flags, dtype=torch.uint8, device=self._chunks.device)
+        dist.all_reduce(come, dist.ReduceOp.MAX, group=self._chunks.group)
+        if self._replicas is not None:
+            dist.all_reduce(come, dist.ReduceOp.MAX, group=self._replicas)
+        return come.tolist()
 
     def _reduce(self, chunk: int) -> None:
         memory = self._chunks.chunks[chunk]

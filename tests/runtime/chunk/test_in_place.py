@@ -23,9 +23,7 @@ def prepared(family: str, in_place: bool, group: dist.ProcessGroup | None = None
     """What trains a model of a family in chunks, under a budget that brings most of them twice a pass."""
     make, data, loss = FAMILIES[family]
     model = fresh(make)
-    courses = Courses(
-        lambda batch, /, **how: foreseen(model, batch, loss, device_type="cpu", dtype=HALF, **how), group, CPU
-    )
+    courses = Courses(lambda batch, /, **how: foreseen(model, batch, loss, device_type="cpu", dtype=HALF, **how), group)
     courses.expect(data(0), [data(0)])
     passed = courses.first()  # one for all processes
     others, parameters = needed(passed, model)

@@ -379,7 +379,7 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
         foreseen_batches.append(batch)
         return foreseen(model, batch, of_logits, device_type="cpu", **how)
 
-    courses = Courses(foresee, None, CPU)
+    courses = Courses(foresee, None)
     courses.expect(tokens(0), [tokens(0)])
     first = courses.first()
     others, parameters = needed(first, model)
