@@ -81,6 +81,8 @@ class ClusterSpec:
     devices_per_node: int = 1
     intra_node: LinkSpec
     inter_node: LinkSpec
+    nodes_per_leaf: int | None = None  # nodes that reach one another at that rate; None: all of them
+    inter_leaf: LinkSpec | None = None  # between nodes of different leaves
     host_link: LinkSpec = _HOST_LINK  # each device's own, each way
     host_memory_bytes: float = math.inf  # of a node; infinite where it is not known
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # "device.memory_gib" → where it is from
@@ -89,6 +91,11 @@ class ClusterSpec:
     def world_size(self) -> int:
         """All devices."""
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def devices_per_leaf(self) -> int:
+        """Devices that reach one another without going from leaf to leaf."""
+        return (self.nodes_per_leaf or self.num_nodes) * self.devices_per_node
 
     def source_of(self, place: str) -> str:
         """Where the figure at a place of a cluster file is from, such as "device.memory_gib"; "" where none is told."""

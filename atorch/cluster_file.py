@@ -1,7 +1,8 @@
 """Cluster files: JSON that describes a machine, each figure with its source.
 
     {"device": {"name", "memory_gib", "peak_flops": {dtype: FLOP/s}, "memory_bandwidth", …},
-     "devices_per_node", "intra_node": {"bandwidth", "latency_s"}, "inter_node": …, "host_link": …, "host_memory_gib",
+     "devices_per_node", "intra_node": {"bandwidth", "latency_s"}, "inter_node": …, "nodes_per_leaf", "inter_leaf": …,
+     "host_link": …, "host_memory_gib",
      "sources": {"device.memory_gib": "NVIDIA H100 data sheet"}}
 
 A source stands for the figure at its place and for all below. `docs/clusters.md` describes every field. Each figure is
@@ -48,6 +49,7 @@ _RANGES: Mapping[str, _Range] = {
     "matmul_half_flops": _Range(0.0, 1e15, "FLOPs"),
     "num_nodes": _COUNT,
     "devices_per_node": _COUNT,
+    "nodes_per_leaf": _COUNT,
 }
 _PEAK = _Range(1e6, 1e18, "FLOP/s")
 _DTYPES: Set[str] = frozenset({"float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4"})
@@ -56,7 +58,8 @@ _DEVICE: Set[str] = frozenset(
     {"type", "name", "memory_gib", "capability", "peak_flops", "memory_bandwidth", "launch_s", "efficiency"}
 )
 _CLUSTER: Set[str] = frozenset(
-    {"device", "num_nodes", "devices_per_node", "intra_node", "inter_node", "host_link", "host_memory_gib", "sources"}
+    {"device", "num_nodes", "devices_per_node", "intra_node", "inter_node", "nodes_per_leaf", "inter_leaf"}
+    | {"host_link", "host_memory_gib", "sources"}
 )
 _SHIPPED: Set[str] = frozenset({"matches", "aliases"})  # how a device is recognised, and what else it is called
 
@@ -95,7 +98,7 @@ class _Part:
             self.refuse(name, f"{range_.unit} between {range_.least:g} and {range_.most:g}")
         return float(value)  # type: ignore[arg-type]  # it holds, so it is a number
 
-    def count(self, name: str, default: int) -> int:
+    def count(self, name: str, default: Any = MISSING) -> int:
         value = self.figure(name, _COUNT, default)
         if value != int(value):
             self.refuse(name, "a whole number of at least 1")
@@ -125,6 +128,9 @@ def cluster_of(data: Any, where: str) -> ClusterSpec:
     optional: dict[str, Any] = {}
     if "host_link" in top.data:
         optional["host_link"] = _link(top, "host_link")
+    if "nodes_per_leaf" in top.data or "inter_leaf" in top.data:
+        optional["nodes_per_leaf"] = top.count("nodes_per_leaf")
+        optional["inter_leaf"] = _link(top, "inter_leaf")
     if "host_memory_gib" in top.data:
         optional["host_memory_bytes"] = top.figure("host_memory_gib", _RANGES["host_memory_gib"]) * GiB
     return ClusterSpec(
@@ -220,6 +226,8 @@ def data_of(cluster: ClusterSpec) -> dict[str, Any]:
         "inter_node": asdict(cluster.inter_node),
         "host_link": asdict(cluster.host_link),
     }
+    if cluster.inter_leaf is not None:
+        data |= {"nodes_per_leaf": cluster.nodes_per_leaf, "inter_leaf": asdict(cluster.inter_leaf)}
     if cluster.host_memory_bytes < float("inf"):
         data["host_memory_gib"] = cluster.host_memory_bytes / GiB
     return {**data, "sources": dict(cluster.sources)}

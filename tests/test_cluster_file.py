@@ -63,6 +63,8 @@ def test_the_least_that_a_file_must_have():
         ("inter_node.latency_s", 12.0, "inter_node.latency_s = 12.0; it is seconds between 0 and 1"),
         ("inter_node.efficiency", float("nan"), "inter_node.efficiency = nan; it is a share"),
         ("host_link", {"bandwidth": 1e10}, "has no host_link.latency_s"),
+        ("nodes_per_leaf", 16, "no object 'inter_leaf'"),
+        ("inter_leaf", {"bandwidth": 1e10, "latency_s": 1e-5}, "has no nodes_per_leaf; it is a count"),
         ("host_memory_gib", None, "host_memory_gib = None"),
         ("hostmemory_gib", 5, "unknown hostmemory_gib; did you mean 'host_memory_gib'"),
         ("sources", {"device.memory": "a guess"}, "'device.memory', which is no place in it; did you mean"),
@@ -90,6 +92,16 @@ def test_data_are_what_they_were_read_from(path):
         "device": {"capability": None, **data["device"]},
         "num_nodes": 1,
     }
+
+
+def test_leaves_are_read_and_written():
+    link = {"bandwidth": 1e8, "latency_s": 1e-5, "efficiency": 0.5}
+    cluster = cluster_of({**LEAST, "num_nodes": 64, "nodes_per_leaf": 16, "inter_leaf": link}, "mine.json")
+    assert (cluster.nodes_per_leaf, cluster.devices_per_leaf) == (16, 16)
+    written = json.loads(json.dumps(data_of(cluster)))
+    assert (written["nodes_per_leaf"], written["inter_leaf"]) == (16, link)
+    assert cluster_of(written, "again") == cluster
+    assert cluster_of(LEAST, "mine.json").devices_per_leaf == 1
 
 
 def test_a_source_replaces_those_of_its_parts():

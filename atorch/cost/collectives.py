@@ -24,6 +24,8 @@ class Group:
     bandwidth: float  # bytes/s of one rank through its slowest link
     inner_latency_s: float  # of a hop inside a node
     outer_latency_s: float  # of a hop between nodes
+    num_leaves: int = 1
+    leaf_latency_s: float = 0.0  # of a hop between leaves
 
     def seconds(self, kind: Collective, count: float, num_bytes: float) -> float:
         """The time of `count` calls that carry `num_bytes` together.
@@ -34,12 +36,17 @@ class Group:
         """
         if kind == "send":
             hop = self.outer_latency_s if self.num_nodes > 1 else self.inner_latency_s
+            hop = self.leaf_latency_s if self.num_leaves > 1 else hop
             return count * hop + self.carrying_s(kind, num_bytes)
         rounds = rounds_of(kind)
-        inner, outer = self.size / self.num_nodes - 1, self.num_nodes - 1
-        latency = self.inner_latency_s * (self.size - self.num_nodes) + self.outer_latency_s * outer
+        inner, outer, across = self.size - self.num_nodes, self.num_nodes - self.num_leaves, self.num_leaves - 1
+        latency = self.inner_latency_s * inner + self.outer_latency_s * outer + self.leaf_latency_s * across
         if kind == "all_reduce":
-            tree = self.inner_latency_s * inner + self.outer_latency_s * math.log2(self.num_nodes)
+            tree = (
+                self.inner_latency_s * inner / self.num_nodes
+                + self.outer_latency_s * math.log2(self.num_nodes / self.num_leaves)
+                + self.leaf_latency_s * math.log2(self.num_leaves)
+            )
             latency = rounds * min(latency, tree)
         return count * latency + self.carrying_s(kind, num_bytes)
 
@@ -58,26 +65,35 @@ def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSp
     """The groups over some axes of the mesh.
 
     Ranks number the first axis fastest, and consecutive ranks share a node. A group with k members on each of several
-    nodes is bound by the k devices' links out of a node, where these are slower than the links inside.
+    nodes is bound by the k devices' links out of a node, where these are slower than the links inside; so it is by the
+    links out of a leaf of those that it has there.
     """
-    size, inner, stride = 1, 1, 1
+    size, in_node, in_leaf, stride = 1, 1, 1, 1
     for name, length in axes.items():
         if name in names:
             size *= length
-            inner *= min(length, max(1, cluster.devices_per_node // stride))
+            in_node *= min(length, max(1, cluster.devices_per_node // stride))
+            in_leaf *= min(length, max(1, cluster.devices_per_leaf // stride))
         stride *= length
-    return _group(size, inner, cluster)
+    return _group(size, in_node, in_leaf, cluster)
 
 
 def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> Group:
     """Groups of `size` ranks that are `stride` apart."""
-    return _group(size, min(size, max(1, cluster.devices_per_node // stride)), cluster)
+    in_node, in_leaf = (
+        min(size, max(1, devices // stride)) for devices in (cluster.devices_per_node, cluster.devices_per_leaf)
+    )
+    return _group(size, in_node, in_leaf, cluster)
 
 
-def _group(size: int, inner: int, cluster: ClusterSpec) -> Group:
-    inside, outside = cluster.intra_node, cluster.inter_node
+def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> Group:
+    inside, outside, across = cluster.intra_node, cluster.inter_node, cluster.inter_leaf
     bandwidth = inside.bandwidth * inside.efficiency
-    num_nodes = -(-size // inner)
+    num_nodes = -(-size // in_node)
     if num_nodes > 1:
-        bandwidth = min(bandwidth, inner * outside.bandwidth * outside.efficiency)
-    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s)
+        bandwidth = min(bandwidth, in_node * outside.bandwidth * outside.efficiency)
+    num_leaves = 1 if across is None else -(-size // in_leaf)
+    if across is None or num_leaves == 1:
+        return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s)
+    bandwidth = min(bandwidth, in_leaf * across.bandwidth * across.efficiency)
+    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, across.latency_s)

@@ -1,8 +1,11 @@
 """What splits send in a micro-batch, by hand, and what the splits make of a cost."""
 
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, step_time
@@ -131,6 +134,59 @@ def test_groups_inside_a_node_across_nodes_and_of_neighbours():
     assert group_of(("data",), axes, CLUSTER) == Group(4, 4, 5e4, 1e-3, 1e-2)
     assert group_of(("tensor", "data"), axes, CLUSTER) == Group(8, 4, 1e5, 1e-3, 1e-2)
     assert group_of_neighbours(4, CLUSTER, stride=2) == Group(4, 4, 5e4, 1e-3, 1e-2)
+
+
+LEAF = LinkSpec(bandwidth=1e4, latency_s=1e-1)
+
+
+def test_a_group_over_leaves_is_bound_by_the_links_out_of_a_leaf():
+    axes = {"tensor": 2, "data": 4}
+    leaves = replace(CLUSTER, nodes_per_leaf=2, inter_leaf=LEAF)
+    assert group_of(("tensor",), axes, leaves) == group_of(("tensor",), axes, CLUSTER)
+    assert group_of(("data",), axes, leaves) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1)
+    assert group_of(("tensor", "data"), axes, leaves) == Group(8, 4, 4e4, 1e-3, 1e-2, 2, 1e-1)
+    assert group_of_neighbours(2, leaves, stride=2) == group_of_neighbours(2, CLUSTER, stride=2)
+    assert group_of_neighbours(4, leaves, stride=2) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1)
+    group = group_of(("data",), axes, leaves)
+    assert group.seconds("send", 3, 0) == pytest.approx(3 * 1e-1)
+    assert group.seconds("all_gather", 1, 0) == pytest.approx(2 * 1e-2 + 1e-1)
+    assert group.seconds("all_reduce", 1, 0) == pytest.approx(2 * (1e-2 + 1e-1))
+
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+AXES = st.dictionaries(
+    st.sampled_from(("tensor", "zero", "data", "pipeline")), st.sampled_from((2, 3, 4, 8)), min_size=1
+)
+
+
+@given(AXES, st.data(), st.sampled_from(KINDS), st.floats(0, 1e9), st.integers(1, 9))
+def test_leaves_only_ever_cost(axes, data, kind, num_bytes, nodes_per_leaf):
+    """One leaf is none; slower links between leaves, and smaller leaves, make nothing faster."""
+    names = tuple(data.draw(st.sets(st.sampled_from(sorted(axes)), min_size=1)))
+    devices = data.draw(st.sampled_from((1, 2, 8)))
+    plain = replace(CLUSTER, num_nodes=-(-math.prod(axes.values()) // devices), devices_per_node=devices)
+    slower = LinkSpec(bandwidth=LEAF.bandwidth / data.draw(st.floats(1, 100)), latency_s=LEAF.latency_s * 2)
+
+    def seconds(per_leaf, link):
+        cluster = plain if link is None else replace(plain, nodes_per_leaf=per_leaf, inter_leaf=link)
+        return group_of(names, axes, cluster).seconds(kind, 2, num_bytes)
+
+    one = seconds(nodes_per_leaf, LEAF)
+    assert seconds(plain.num_nodes, slower) == seconds(1, None)
+    assert one >= seconds(1, None) * (1 - 1e-9)
+    assert seconds(nodes_per_leaf, slower) >= one * (1 - 1e-9)
+
+
+def test_a_slower_link_between_leaves_makes_no_step_faster():
+    cost = replicate(split_tensor(arrange(accumulate(PLAIN, 2), {"tensor": 2, "data": 4})))
+    wide = replace(CLUSTER, num_nodes=4)
+    before = step_time(cost, wide).total_s
+    assert step_time(cost, replace(wide, nodes_per_leaf=4, inter_leaf=LEAF)).total_s == before
+    for slower in (1, 2, 10):
+        link = replace(LEAF, bandwidth=LEAF.bandwidth / slower)
+        now = step_time(cost, replace(wide, nodes_per_leaf=2, inter_leaf=link)).total_s
+        assert now > before
+        before = now
 
 
 def test_an_all_reduce_over_many_nodes_goes_up_and_down_a_tree():

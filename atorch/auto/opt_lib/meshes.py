@@ -70,11 +70,10 @@ def _cuts(profile: ModelProfile, cluster: ClusterSpec, tensor: int) -> Iterator[
 
 
 def _shards(cluster: ClusterSpec, inner: int, replicas: int) -> Iterator[int]:
-    """Sizes of zero: none, where all replicas are shards or copies alike, and those of a node, copied between nodes."""
+    """Sizes of zero: none, where all replicas are shards or copies alike; those of a node or a leaf, copied between."""
     yield 1
-    in_node = cluster.devices_per_node // inner
-    if 1 < in_node < replicas and replicas % in_node == 0:
-        yield in_node
+    within = (devices // inner for devices in (cluster.devices_per_node, cluster.devices_per_leaf))
+    yield from sorted({size for size in within if 1 < size < replicas and replicas % size == 0})
 
 
 def _divisors(number: int) -> list[int]:

@@ -34,6 +34,15 @@ def test_every_mesh_fills_the_world_in_the_order_of_links(nodes, devices):
         assert devices % inner == 0, "tensor and sequence stay inside a node"
 
 
+def test_shards_may_stay_in_a_leaf():
+    plain = cluster(8, 4)
+    leaves = replace(plain, nodes_per_leaf=4, inter_leaf=plain.inter_node)
+    assert {16, 4, 1} <= sizes("zero", meshes(PROFILE, leaves))
+    assert 16 not in sizes("zero", meshes(PROFILE, plain))
+    one = replace(leaves, nodes_per_leaf=8)
+    assert list(meshes(PROFILE, one)) == list(meshes(PROFILE, plain))
+
+
 def test_sizes_are_those_that_divide_the_model():
     found = list(meshes(PROFILE, cluster(8, 8)))
     assert sizes("tensor", found) == {1, 2, 4, 8}
