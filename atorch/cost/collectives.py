@@ -96,4 +96,5 @@ def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> Group
     if across is None or num_leaves == 1:
         return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s)
     bandwidth = min(bandwidth, in_leaf * across.bandwidth * across.efficiency)
-    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, across.latency_s)
+    latency = max(outside.latency_s, across.latency_s)  # what leaves a leaf leaves its node, too
+    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency)

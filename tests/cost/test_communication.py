@@ -165,13 +165,14 @@ def test_leaves_only_ever_cost(axes, data, kind, num_bytes, nodes_per_leaf):
     names = tuple(data.draw(st.sets(st.sampled_from(sorted(axes)), min_size=1)))
     devices = data.draw(st.sampled_from((1, 2, 8)))
     plain = replace(CLUSTER, num_nodes=-(-math.prod(axes.values()) // devices), devices_per_node=devices)
-    slower = LinkSpec(bandwidth=LEAF.bandwidth / data.draw(st.floats(1, 100)), latency_s=LEAF.latency_s * 2)
+    link = LinkSpec(bandwidth=data.draw(st.floats(1e3, 1e8)), latency_s=data.draw(st.floats(0, 1)))
+    slower = LinkSpec(bandwidth=link.bandwidth / data.draw(st.floats(1, 100)), latency_s=link.latency_s * 2)
 
-    def seconds(per_leaf, link):
-        cluster = plain if link is None else replace(plain, nodes_per_leaf=per_leaf, inter_leaf=link)
+    def seconds(per_leaf, given):
+        cluster = plain if given is None else replace(plain, nodes_per_leaf=per_leaf, inter_leaf=given)
         return group_of(names, axes, cluster).seconds(kind, 2, num_bytes)
 
-    one = seconds(nodes_per_leaf, LEAF)
+    one = seconds(nodes_per_leaf, link)
     assert seconds(plain.num_nodes, slower) == seconds(1, None)
     assert one >= seconds(1, None) * (1 - 1e-9)
     assert seconds(nodes_per_leaf, slower) >= one * (1 - 1e-9)

@@ -31,6 +31,17 @@ def plan():
     return answer(llama(), CLUSTER, global_batch=16)
 
 
+def test_slower_links_between_leaves_make_no_plan_faster():
+    plain = ClusterSpec.load("4x2xA100-40GB")
+    alone = before = answer(llama(2), plain, global_batch=16).estimate.step_s
+    for bandwidth in (25e9, 1e8):
+        leaves = replace(plain, nodes_per_leaf=2, inter_leaf=replace(plain.inter_node, bandwidth=bandwidth))
+        now = answer(llama(2), leaves, global_batch=16).estimate.step_s
+        assert now >= before * (1 - TIE)
+        before = max(now, before)
+    assert before > 1.5 * alone
+
+
 def test_the_choice_is_what_its_methods_cost(plan):
     start = replace(plain_cost(llama(), 16), device_bytes=CLUSTER.device.memory_bytes)
     assert estimate_of(plan.strategy.cost(start), CLUSTER) == plan.estimate
