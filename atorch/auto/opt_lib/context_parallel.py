@@ -18,7 +18,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import uncuttable, unmet_tokens
 from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.sample import on_samples
-from atorch.auto.opt_lib.structure import fp8_beside, need_parts_of_tokens
+from atorch.auto.opt_lib.structure import fp8_beside, has_compiled_loss, need_parts_of_tokens
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -101,7 +101,8 @@ class ContextParallel(Method):
             together(lambda: _need_neighbours(mesh))
             exchange = UlyssesRing(mesh.group("sequence"), group, load_balance=self.load_balance)
             group = mesh.group("context", "sequence")
-        share, is_outside = Share(group, self.load_balance), mesh.size("pipeline") == 1  # stages send plain tensors
+        is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
+        share = Share(group, self.load_balance)
         split_stream(model, on_samples(ctx, self.name), share, exchange, outside=is_outside)
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)

@@ -19,7 +19,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.divisible import indivisible, uncuttable, unmet_tokens
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sample import on_samples
-from atorch.auto.opt_lib.structure import fp8_beside, need_parts_of_tokens
+from atorch.auto.opt_lib.structure import fp8_beside, has_compiled_loss, need_parts_of_tokens
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
@@ -102,7 +102,7 @@ class SequenceParallel(Method):
             return ctx
         (model,) = ctx.parts  # stages are cut later
         group = mesh.group("sequence")
-        is_outside = mesh.size("pipeline") == 1  # stages send plain tensors
+        is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
         split_stream(model, on_samples(ctx, self.name), Share(group), Ulysses(group), outside=is_outside)
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)

@@ -20,6 +20,11 @@ def changes_modules(ctx: Context, apart_from: str = "") -> bool:
     return any(each.phase == Phase.MODULE and each.name != apart_from for each in ctx.strategy or ())
 
 
+def has_compiled_loss(ctx: Context) -> bool:
+    """Whether the loss function is a compiled one. Compilers take no split logits."""
+    return hasattr(ctx.loss_func, "_torchdynamo_orig_callable")
+
+
 def need_parts_of_tokens(strategy: Strategy, name: str) -> None:
     """Raise where a method of the strategy looks at all tokens at once, of which `name` gives it some."""
     if "fp8" in strategy.names():

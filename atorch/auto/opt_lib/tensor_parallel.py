@@ -24,6 +24,7 @@ from atorch.auto.opt_lib.optimizers import need_same
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sample import on_few_tokens
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
+from atorch.auto.opt_lib.structure import has_compiled_loss
 from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
 from atorch.auto.opt_lib.zero_backends import in_pipeline
 from atorch.auto.strategy import Strategy
@@ -116,8 +117,7 @@ class TensorParallel(Method):
         self.check(ctx)
         (model,) = ctx.parts  # stages are cut later
         tensor, spreads = mesh.device_mesh("tensor"), has_fsdp(strategy)
-        is_compiled = hasattr(ctx.loss_func, "_torchdynamo_orig_callable")  # compilers take no split logits
-        splits = self.loss_parallel and not is_compiled
+        splits = self.loss_parallel and not has_compiled_loss(ctx)
         layout = self._known(model, from_rank_zero(strategy.metadata.get(KEY)), mesh.size("tensor"))
         how: Any = {"as_dtensors": spreads, "loss_parallel": splits}
         if layout is not None:

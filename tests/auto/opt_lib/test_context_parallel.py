@@ -19,6 +19,7 @@ from atorch.errors import AtorchError
 from atorch.profiler.messages import Messages
 from atorch.runtime.sequence_parallel.split_tokens import SplitTokens
 from atorch.runtime.tensor_parallel.split_logits import SplitLogits
+from tests.auto.opt_lib import context_job
 from tests.auto.opt_lib.context_job import BATCH, accelerated, trained
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.contract.job import make_model
@@ -160,6 +161,18 @@ def test_it_is_refused_on_every_rank_with_the_model_as_it_was(
     for told, same in pool.run(refused, model, strategy, ranks=ranks):
         assert all(sign in told for sign in signs), told
         assert same
+
+
+def with_compiled_loss(rank: int, size: int) -> float:
+    loss_func = torch.compile(context_job.loss_func, backend="eager")
+    result = accelerated(make("llama"), "llama", [ALONE, "context_parallel"], loss_func=loss_func)
+    batch = next(iter(result.dataloader))
+    return float(result.loss_func(batch, result.model(**batch)))
+
+
+def test_a_compiled_loss_is_given_whole_logits(pool: Pool) -> None:
+    _, losses = context_job.plain("llama")
+    assert pool.run(with_compiled_loss) == pytest.approx([losses[0]] * 2, rel=1e-5)
 
 
 def on_two_axes(rank: int, size: int) -> dict[str, Any]:
