@@ -30,6 +30,7 @@ from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
 from atorch.runtime.meta_device import give_memory, put, unfilled
 from atorch.runtime.parameter_groups import keep_to
 from atorch.runtime.rank_weight import RankWeight, RankWeighted, num_counts
+from atorch.runtime.tensor_parallel.model_layout import rows_of
 
 if TYPE_CHECKING:
     from atorch.auto.plain_pass import PlainPass
@@ -158,7 +159,7 @@ class Context:
         for part in self.parts:
             _move(part, self.device)
         if self.initial is not None:
-            give_values(self.initial, self.parts, self.device, self._part_of, self._write)
+            give_values(self.initial, self.parts, self.device, self._part_of(), self._write)
         optim = None if self.make_optimizer is None else self.make_optimizer(self.make_param_groups(self.parts))
         built = Built(
             model=self.parts[0],
@@ -190,11 +191,17 @@ class Context:
         """
         give_memory(self.parts, lambda each: make(each, self.device))
 
-    def _part_of(self, names: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
-        """This process's rows of a parameter that is split over the axis tensor; else all of it."""
-        cut = {} if self.layout is None else self.layout.rows
-        rows = next((cut[name] for name in names if name in cut), None)
-        return value if rows is None else rows.take(value, self.need_mesh().rank("tensor"))
+    def _part_of(self) -> Callable[[tuple[str, ...], torch.Tensor], torch.Tensor]:
+        """What takes this process's rows of a parameter that is split over the axis tensor; of others all."""
+        if self.layout is None:
+            return lambda names, value: value
+        cut, rank = self.layout.rows, self.need_mesh().rank("tensor")  # a long look at all of a model: once
+
+        def part_of(names: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
+            rows = rows_of(names, cut)
+            return value if rows is None else rows.take(value, rank)
+
+        return part_of
 
     def _write(self, target: torch.Tensor, value: torch.Tensor) -> None:
         if self.write_value is not None:

@@ -177,7 +177,7 @@ class _Place:
         tensors = [held[name] for held, name in self._holders]
         value = next((each for each in reversed(tensors) if each is not None), self.meta).detach()
         self.put(self.meta)
-        if value.is_floating_point() and bool(value.isnan().any()):
+        if bool(value.isnan().any()):  # whole numbers have none
             raise ArgumentError(
                 f"{self.names[0]} was on the meta device, and filling {filled_by or 'the model'} has left numbers "
                 "unwritten, or NaN; let param_init_fn or reset_parameters write all of it"

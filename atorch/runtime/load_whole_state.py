@@ -15,6 +15,7 @@ from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError
 from atorch.files import AnyPath
 from atorch.runtime.meta_device import first_names, put
+from atorch.runtime.tensor_parallel.model_layout import rows_of
 
 if TYPE_CHECKING:
     from atorch.runtime.tensor_parallel.layout import Rows
@@ -49,7 +50,7 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, st
     with ExitStack() as opened:
         source = together(lambda: opened.enter_context(_opened(state)))
         for target, names in together(lambda: _chosen(model, source, rows, strict)):
-            value, cut = source[names[0]], _rows_of(names, rows)
+            value, cut = source[names[0]], rows_of(names, rows)
             part = value if cut is None else cut.take(value, binding.mesh.rank("tensor"))
             (binding.write_value or put)(target, part)
 
@@ -120,13 +121,9 @@ def _chosen(
     for tensor, names in found.values():
         there = sorted(names, key=lambda name: name not in source)
         if there[0] in source:
-            _need_shape(there[0], source, tensor, _rows_of(names, rows))
+            _need_shape(there[0], source, tensor, rows_of(names, rows))
             chosen.append((tensor, there))
     return chosen
-
-
-def _rows_of(names: list[str], rows: Mapping[str, Rows]) -> Rows | None:
-    return next((rows[name] for name in names if name in rows), None)
 
 
 def _need_shape(name: str, source: Mapping[str, Tensor], target: Tensor, rows: Rows | None) -> None:

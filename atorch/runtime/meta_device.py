@@ -95,7 +95,7 @@ def first_names(names: Sequence[str]) -> str:
 def is_unfilled(tensor: Tensor) -> bool:
     """Whether this process's part of it is as `unfilled` has made it."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.is_floating_point() and local.numel() > 0 and bool(local.detach().isnan().all())
+    return local.numel() > 0 and bool(local.detach().isnan().all())
 
 
 def like(tensor: Tensor, real: Tensor) -> Tensor:

@@ -114,9 +114,8 @@ def made(kind: str, on_meta: bool) -> nn.Module:
             return KINDS[kind][0]()
     model = KINDS[kind][0]()
     fill = KINDS[kind][1](model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and not (kind == "llama" and tensor.dim() == 1 and tensor.numel() < 8):
-            tensor.data.fill_(torch.nan)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
     torch.manual_seed(SEED)
     with torch.no_grad():
         model.apply(fill)

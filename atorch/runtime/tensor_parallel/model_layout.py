@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -58,6 +58,11 @@ class ModelLayout:
         }
         cut.update({**self.vocabulary.lookups, **self.vocabulary.logits})
         return {name: rows for name, rows in cut.items() if not rows.is_shared}
+
+
+def rows_of(names: Iterable[str], rows: Mapping[str, Rows]) -> Rows | None:
+    """The rows of the parameter that has these names, where it was cut under any; `rows` are a layout's."""
+    return next((rows[name] for name in names if name in rows), None)
 
 
 def full_name(path: str, name: str) -> str:
