@@ -140,9 +140,11 @@ class Residency:
         missing = [chunk for chunk in chunks if chunk not in self._here]
         needed = sum(self._num_bytes(chunk) for chunk in missing)
         for chunk in [each for each in self._here if each not in chunks and each not in self._stays]:
-            # What others hold leaves at another moment on each process, and processes that share chunks drop the same.
+            room = self._room()
+            # What others hold leaves at another moment on each process, and processes that share chunks drop the same:
+            # it counts as room. Look after the room was: what has gone by then is in that already.
             others = 0 if self._order is None else sum(size for _, size in self._held)
-            if self._room() + others >= needed:
+            if room + others >= needed:
                 break
             self._drop(chunk)
         for chunk in missing:
