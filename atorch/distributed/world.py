@@ -1,6 +1,6 @@
 """The processes of this job: started by torchrun, by hand with `init_process_group`, or just one.
 
-The one file that reads torchrun's environment variables.
+The one file that reads the launcher's environment variables.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ def ensure_group(device_type: str) -> None:
 def local_world_size() -> int:
     """How many processes the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def variable(*names: str) -> tuple[str, str] | None:
+    """The first of the launcher's variables that is set and not empty, with what it holds; None where none is."""
+    return next(((name, os.environ[name]) for name in names if os.environ.get(name)), None)
 
 
 def _backend(device_type: str) -> str:

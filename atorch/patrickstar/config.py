@@ -6,70 +6,16 @@ this engine does not is read, checked, and said to have no effect where it was g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping, Set
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from atorch.errors import ArgumentError, near_miss, shown
+from atorch.configuration import NoEffect, Section
 from atorch.logs import logger
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """Marks a key that changes nothing here, and says why."""
-
-    why: str
-
-
-class Section(BaseModel):
-    """One dict of the configuration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Any) -> Any:
-        for key in given if isinstance(given, Mapping) else ():
-            if key not in cls.model_fields:
-                raise ValueError(f"there is no key {shown(key)} here; {near_miss(str(key), cls.model_fields)}")
-        return given
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any] | Section | None) -> Self:
-        """The configuration from the guide's dict; None for the defaults. Says which keys have no effect.
-
-        Raises:
-            ArgumentError: an unknown key (the nearest is named), one that is missing, or a value that does not hold.
-        """
-        if isinstance(config, cls):
-            return config
-        if config is not None and not isinstance(config, Mapping):
-            raise ArgumentError(f"config is {shown(config)}; it is a dict as in docs/patrickstar.md, or None")
-        try:
-            made = cls.model_validate(dict(config or {}))
-        except ValidationError as error:
-            raise _explained(error) from None
-        for key, why in made.without_effect():
-            logger.info("config: %s has no effect here: %s", key, why)
-        return made
-
-    def without_effect(self, place: str = "") -> Iterator[tuple[str, str]]:
-        """(key, why) of the keys that were given and change nothing."""
-        for name in sorted(self.model_fields_set):
-            value = getattr(self, name)
-            if isinstance(value, Section):
-                yield from value.without_effect(f"{place}{name}.")
-            for mark in type(self).model_fields[name].metadata:
-                if isinstance(mark, NoEffect):
-                    yield f"{place}{name}", mark.why
 
 
 class AdamParams(Section):
@@ -216,16 +162,3 @@ class EngineConfig(Section):
 
 def _is_on(section: Any) -> bool:
     return bool(section.get("enabled")) if isinstance(section, Mapping) else bool(section)
-
-
-def _explained(error: ValidationError) -> ArgumentError:
-    told = []
-    for fault in error.errors():
-        place = ".".join(["config", *map(str, fault["loc"])])
-        if fault["type"] == "missing":
-            told.append(f"{place} is missing; it must be given")
-        elif fault["msg"].startswith("Value error, "):
-            told.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}")
-        else:
-            told.append(f"{place} was given {shown(fault['input'])}: {fault['msg']}")
-    return ArgumentError("; ".join(told))

@@ -35,6 +35,7 @@ LAYERS = {
     "atorch.elementwise": 1,
     "atorch.referenced": 1,
     "atorch.originals": 1,
+    "atorch.configuration": 0,
     "atorch.errors": 0,
     "atorch.files": 0,
     "atorch.strict_json": 0,

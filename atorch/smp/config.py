@@ -1,0 +1,241 @@
+"""The configuration of SageMaker model parallel: the documented keys with their defaults, checked key by key.
+
+Keys that the original's containers, its MPI or TensorFlow needed, are read and said to have no effect. Two that
+contradict each other are refused: nothing is chosen silently.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from atorch.configuration import NoEffect, Section
+from atorch.distributed import world
+from atorch.errors import ArgumentError, near_miss, shown
+from atorch.logs import logger
+from atorch.strict_json import Format, parse, read_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FORMAT = Format("configuration", ArgumentError)
+VARIABLES = ("SMP_CONFIG", "SM_HP_MP_PARAMETERS")
+"""The launcher's: the first names a file or holds JSON, the second is the vendor's and holds JSON."""
+
+Placement = Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
+PLACEMENTS: Mapping[str, str] = {"cluster": "DPT", "spread": "TPD"}
+
+# Two names of one key: (an older one, the one that is kept).
+SYNONYMS: Mapping[str, str] = {"partitions": "pipeline_parallel_degree", "fp16_params": "fp16"}
+# Keys of the second version of the original, whose scripts are others.
+OF_VERSION_2: Mapping[str, str] = {
+    "hybrid_shard_degree": "sharded_data_parallel_degree",
+    "sm_activation_offloading": "offload_activations",
+}
+LAUNCHERS = frozenset({"mpi", "torch_distributed", "pytorchddp"})
+_MPI = "processes are started by torchrun, or by any other launcher of torch's"
+_SHARDS = "parameters are sharded module by module, as FSDP2 does"
+
+
+class Config(Section):
+    """What `smp.init` takes. Sizes are numbers of processes or of micro-batches."""
+
+    pipeline_parallel_degree: int = Field(1, ge=1, description="stages of the pipeline; also called `partitions`")
+    microbatches: int = Field(1, ge=1, description="parts that a batch is split into")
+    pipeline: Literal["interleaved", "simple"] = Field(
+        "interleaved",
+        description="the schedule: `interleaved` runs backward passes first (1F1B), `simple` last (GPipe)",
+    )
+    optimize: Literal["memory", "speed"] = Field("memory", description="what automatic partitioning balances first")
+    placement_strategy: Placement = Field(
+        "cluster",
+        description="the order in which ranks are dealt out: `D`, `P` and `T` in any order, the last letter varies "
+        "fastest; `cluster` is `DPT`, `spread` is `TPD`",
+    )
+    auto_partition: bool = Field(True, description="partition by cost; if False, by `smp.partition`")
+    default_partition: int = Field(0, ge=0, description="of modules outside of every `smp.partition`")
+    memory_weight: float = Field(
+        0.8, ge=0, le=1, description="weight of memory against time when partitioning; `0.2` with `optimize` `speed`"
+    )
+    ddp: bool = Field(False, description="average gradients over replicas; must be True where there are several")
+    active_microbatches: int = Field(
+        3, ge=1, description="micro-batches that may be in flight; `pipeline_parallel_degree + 2` where not given"
+    )
+    tensor_parallel_degree: int = Field(1, ge=1, description="processes that split a module's tensors; needs `ddp`")
+    sharded_data_parallel_degree: int = Field(
+        1, ge=1, description="replicas that share one copy of parameters, gradients and optimizer states"
+    )
+    sdp_gradient_clipping: float = Field(
+        1.0, ge=0, description="largest norm of all gradients where that degree is above 1; 0 for no limit"
+    )
+    fp16: bool = Field(False, description="train in fp16 with a loss scale; also called `fp16_params`")
+    bf16: bool = Field(False, description="train in bf16")
+    shard_optimizer_state: bool = Field(False, description="share out optimizer states over replicas")
+    prescaled_batch: bool = Field(False, description="the ranks of a tensor group are given the same batch")
+    skip_tracing: bool = Field(False, description="partition by parameters alone, without a traced pass")
+    offload_activations: bool = Field(False, description="checkpointed activations wait in host memory")
+    activation_loading_horizon: int = Field(4, ge=1, description="how many passes ahead they come back")
+    deterministic_server: Annotated[bool, NoEffect("every run executes the same schedule")] = Field(
+        False, description="executed requests in one order on all ranks"
+    )
+    ddp_dist_backend: Annotated[str, NoEffect("gloo on hosts and NCCL on CUDA devices")] = Field(
+        "auto", description="chose the library that averages gradients"
+    )
+    sdp_reduce_bucket_size: Annotated[int, NoEffect(_SHARDS)] = Field(
+        500_000_000, ge=1, description="elements reduced at a time"
+    )
+    sdp_param_persistence_threshold: Annotated[int, NoEffect(_SHARDS)] = Field(
+        1_000_000, ge=0, description="elements of a parameter below which it was not sharded"
+    )
+    sdp_max_live_parameters: Annotated[int, NoEffect(_SHARDS)] = Field(
+        1_000_000_000, ge=1, description="parameters that might be whole at a time"
+    )
+    sdp_hierarchical_allgather: Annotated[bool, NoEffect("NCCL chooses the way by the machine's links")] = Field(
+        True, description="gathered within machines first"
+    )
+    delayed_parameter_initialization: Annotated[
+        bool, NoEffect("make the model inside `smp.delay_param_initialization()`")
+    ] = Field(False, description="let parameters get their memory at the first step")
+    static_mode: Annotated[bool, NoEffect("every schedule is static")] = Field(
+        False, description="repeated the first step's requests"
+    )
+    fast_mode: Annotated[bool, NoEffect("stages send to one another directly")] = Field(
+        False, description="sent between stages without a detour"
+    )
+    contiguous: Annotated[bool, NoEffect("it was for TensorFlow; stages here follow the order of execution")] = Field(
+        True, description="kept partitions contiguous"
+    )
+    horovod: Annotated[bool, NoEffect("`ddp` averages gradients")] = Field(
+        False, description="let Horovod average gradients"
+    )
+    processes_per_host: Annotated[int | None, NoEffect(_MPI)] = Field(None, description="processes that MPI started")
+    custom_mpi_options: Annotated[str, NoEffect(_MPI)] = Field("", description="arguments for `mpirun`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """With one name for each key, and the defaults that follow from other keys."""
+        if not isinstance(given, Mapping):
+            return given
+        config = dict(given)
+        for other, name in SYNONYMS.items():
+            if other in config and config.setdefault(name, config[other]) != config[other]:
+                raise ValueError(
+                    f"{other} is {shown(config[other])} and {name} {shown(config[name])}; they are one key"
+                )
+            config.pop(other, None)
+        for key in [key for key in config if key in OF_VERSION_2]:
+            raise ValueError(f"{key} is a key of the original's version 2; here it is {OF_VERSION_2[key]}")
+        for key in config:
+            if key not in cls.model_fields:
+                known = [*cls.model_fields, *SYNONYMS]
+                raise ValueError(f"there is no key {shown(key)} here; {near_miss(str(key), known)}")
+        config.setdefault("memory_weight", 0.2 if config.get("optimize") == "speed" else 0.8)
+        degree = config.get("pipeline_parallel_degree", 1)
+        if isinstance(degree, int):  # else it is refused itself
+            config.setdefault("active_microbatches", max(degree, 1) + 2)
+        return config
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.fp16 and self.bf16:
+            raise ValueError("fp16 and bf16 are both True; a model trains in one of them")
+        if self.default_partition >= self.pipeline_parallel_degree:
+            raise ValueError(
+                f"default_partition is {self.default_partition}; with pipeline_parallel_degree "
+                f"{self.pipeline_parallel_degree} partitions are 0 to {self.pipeline_parallel_degree - 1}"
+            )
+        for name in ("tensor_parallel_degree", "sharded_data_parallel_degree"):
+            if getattr(self, name) > 1 and not self.ddp:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} and ddp is False; its processes see different samples, so "
+                    "gradients are averaged over them: give ddp True"
+                )
+        if self.sharded_data_parallel_degree > 1 and self.shard_optimizer_state:
+            raise ValueError(
+                f"sharded_data_parallel_degree is {self.sharded_data_parallel_degree}, which shards optimizer states "
+                "too; leave shard_optimizer_state out"
+            )
+        return self
+
+    @property
+    def partitions(self) -> int:
+        """The documents' older name of `pipeline_parallel_degree`."""
+        return self.pipeline_parallel_degree
+
+    @property
+    def placement(self) -> str:
+        """The letters D, P and T in the order in which ranks are dealt out; the last varies fastest."""
+        return PLACEMENTS.get(self.placement_strategy, self.placement_strategy)
+
+    @classmethod
+    def read(cls, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Config:
+        """The configuration from a dict, a JSON file's path, or None for the launcher's variable, else the defaults.
+
+        A dict may be the vendor's nested one, `{"smdistributed": {"modelparallel": {"parameters": {…}}}, "mpi": {…}}`.
+        Keys that have no effect are named in one warning.
+
+        Raises:
+            ArgumentError: no such thing; a key that is unknown (the nearest is named) or holds what it cannot; two
+                that contradict each other.
+        """
+        if isinstance(config, Config):
+            return config
+        source = ""
+        if config is None and (held := world.variable(*VARIABLES)) is not None:
+            source, text = held
+            is_path = source == VARIABLES[0] and not text.lstrip().startswith("{")
+            config = text if is_path else _parsed(text, source)
+        if isinstance(config, (str, os.PathLike)):
+            source, config = os.fspath(config), _object(read_json(config, FORMAT), os.fspath(config))
+        if config is not None and not isinstance(config, Mapping):
+            raise ArgumentError(f"config is {shown(config)}; it is a dict, the path of a JSON file, or None")
+        parameters, unused = _flat(config or {})
+        try:
+            made = cls.checked(parameters)
+        except ArgumentError as error:
+            raise ArgumentError(f"{source}: {error}" if source else str(error)) from None
+        unused.update(made.without_effect())
+        if unused:
+            told = "; ".join(f"{key} ({why})" for key, why in unused.items())
+            logger.warning("config: these keys have no effect here: %s", told)
+        return made
+
+
+def _parsed(text: str, source: str) -> Mapping[str, Any]:
+    try:
+        return _object(parse(text, FORMAT), source)
+    except ArgumentError as error:
+        raise ArgumentError(f"{source}: {error}") from None
+
+
+def _object(value: Any, source: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{source} holds {shown(value)}; a configuration is a JSON object of keys and values")
+    return value
+
+
+def _flat(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """The parameters of a configuration, nested or not, and what beside them has no effect."""
+    unused = {key: _MPI for key in config if key in LAUNCHERS}
+    inner: Mapping[str, Any] = {key: value for key, value in config.items() if key not in LAUNCHERS}
+    place = "config"
+    for key, beside in (("smdistributed", ()), ("modelparallel", ()), ("parameters", ("enabled",))):
+        if key not in inner and not any(name in inner for name in beside):
+            if place == "config.smdistributed":
+                raise ArgumentError(
+                    f"{place} has {', '.join(map(repr, inner)) or 'nothing'}; it must have modelparallel"
+                )
+            continue
+        for name in inner:
+            if name not in (key, *beside):
+                raise ArgumentError(f"{place} has {shown(name)} beside {key!r}; write all keys there")
+        if not inner.get("enabled", True):
+            raise ArgumentError(f"{place}.enabled is {inner['enabled']!r}, and smp.init was called; give True")
+        place, inner = f"{place}.{key}", inner.get(key, {})
+        if not isinstance(inner, Mapping):
+            raise ArgumentError(f"{place} is {shown(inner)}; it is a dict")
+    return inner, unused

@@ -1,0 +1,130 @@
+"""What `smp.init` made: one configuration, and one arrangement of the processes, for a whole script.
+
+The documented functions (`smp.rank()`, `smp.step`, `smp.barrier()`) take no object that could carry these, so the
+session is what a script has begun and not ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch.distributed import world
+from atorch.distributed.collectives import agreed
+from atorch.distributed.description import described
+from atorch.distributed.mesh import Mesh
+from atorch.errors import ArgumentError
+from atorch.smp.config import Config
+
+AXES_OF: Mapping[str, tuple[str, ...]] = {
+    "mp": ("pipeline", "tensor"),
+    "dp": ("data", "zero", "tensor"),
+    "pp": ("pipeline",),
+    "tp": ("tensor",),
+    "rdp": ("data", "zero"),
+}
+"""The axes of the mesh that each of the documented groups lies along. The world is all of them."""
+
+
+@dataclass(eq=False)
+class Session:
+    """What `smp.init` made, until `smp.shutdown`.
+
+    `mesh` has the axes data, pipeline and tensor, in the order that `placement_strategy` says; with
+    `sharded_data_parallel_degree` above 1 also zero, the replicas that share one copy, inside of data.
+    """
+
+    config: Config
+    mesh: Mesh
+    device: torch.device
+    model: nn.Module | None = None  # the one of the script
+    optimizer: Any = None  # the one of the script, too
+
+
+_sessions: list[Session] = []  # the current one, or none
+
+
+def init(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
+    """Begin model parallelism on all processes of the job, which call it together.
+
+    Joins the process group where a launcher such as torchrun started several. Alone, it is one process, of degrees 1.
+
+    Args:
+        config: a dict of documented keys, the path of a JSON file, or None for the launcher's variable, `SMP_CONFIG`
+            or `SM_HP_MP_PARAMETERS`; where that is not set, the defaults.
+
+    Raises:
+        ArgumentError: a second call; a configuration that does not hold; degrees that do not divide the number of
+            processes; several replicas without `ddp`; or the processes were given different configurations.
+    """
+    if _sessions:
+        raise ArgumentError("smp.init has been called before; a script has one configuration, until smp.shutdown()")
+    here = world.init()
+
+    def read() -> tuple[Config, Mesh]:
+        made = Config.read(config)
+        return made, Mesh(slices(made, here.size), None, here.device.type, here.timeout)
+
+    found, mesh = agreed("smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())})
+    session = Session(found, mesh, here.device)
+    for axes in AXES_OF.values():  # all together, and in one order
+        mesh.group(*axes)
+    _sessions.append(session)
+
+
+def shutdown() -> None:
+    """End what `init` began, and its groups, on all processes. A script may then call `init` again."""
+    session().mesh.close()
+    _sessions.clear()
+
+
+def session() -> Session:
+    """What `init` made.
+
+    Raises:
+        ArgumentError: it has not been called.
+    """
+    if not _sessions:
+        raise ArgumentError("smp.init() has not been called in this process; call it before everything else of smp")
+    return _sessions[0]
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called in this process."""
+    return bool(_sessions)
+
+
+def slices(config: Config, num_ranks: int) -> tuple[tuple[str, int], ...]:
+    """The axes of the mesh and their sizes, the fastest-varying first.
+
+    Raises:
+        ArgumentError: the degrees do not divide the number of processes, or there are several replicas without `ddp`.
+    """
+    pipeline, tensor, sharded = (
+        config.pipeline_parallel_degree, config.tensor_parallel_degree, config.sharded_data_parallel_degree,
+    )  # fmt: skip
+    replicas, left = divmod(num_ranks, pipeline * tensor)
+    degrees = f"pipeline_parallel_degree {pipeline} × tensor_parallel_degree {tensor}"
+    if left or not replicas:
+        raise ArgumentError(
+            f"{degrees} = {pipeline * tensor} processes hold a model, but there are {num_ranks}; start a multiple of "
+            f"{pipeline * tensor}, or choose degrees whose product divides {num_ranks}"
+        )
+    if replicas % sharded:
+        raise ArgumentError(
+            f"sharded_data_parallel_degree is {sharded}, but {num_ranks} processes with {degrees} hold {replicas} "
+            f"replicas; choose a degree that divides {replicas}"
+        )
+    if replicas > 1 and not config.ddp:
+        raise ArgumentError(
+            f"ddp is False, but {num_ranks} processes with {degrees} hold {replicas} replicas, and each would "
+            f"train by itself; give ddp True, or start {pipeline * tensor} processes"
+        )
+    data = [("data", replicas)] if sharded == 1 else [("zero", sharded), ("data", replicas // sharded)]
+    along = {"D": data, "P": [("pipeline", pipeline)], "T": [("tensor", tensor)]}
+    return tuple(axis for letter in reversed(config.placement) for axis in along[letter])
