@@ -200,18 +200,23 @@ def agreed(
     return made[0]
 
 
-def meet(call: str, group: dist.ProcessGroup) -> None:
+def meet(call: str, group: dist.ProcessGroup, place: str | None = None) -> None:
     """Wait until all processes of a group make this `call`; who is missing is named, in a warning and then an error.
+
+    Args:
+        place: where calls meet that may be told differently by the processes; by default those of one wording.
 
     Raises:
         ArgumentError: some did not come within a group's time-out.
     """
-    if nobody_else():
+    if nobody_else() or group.size() == 1:
         return
-    here = Arrivals(call, call, group)
-    all_here = f"{here.place}/all/{here.number}"
-    if here.store.add(f"{here.place}/here/{here.number}", 1) == len(here.ranks):
+    here = Arrivals(call, place or call, group)
+    count, all_here = (f"{here.place}/{each}/{here.number}" for each in ("here", "all"))
+    if here.store.add(count, 1) == len(here.ranks):
         here.store.set(all_here, "")
+        for each in ("here", "all"):  # all have left the last meeting; a store that kept them all would grow
+            here.store.delete_key(f"{here.place}/{each}/{here.number - 1}")
     for patience in (MEETING, TIMEOUT):
         try:
             here.store.wait([all_here], patience)

@@ -1,7 +1,9 @@
 """Tensors of which each rank has a part, and which are the whole ones to whoever computes with them.
 
 A kind of them says what it takes of the parts where they are, by `on_part`. Everything else gathers first, once, and
-from then on this is a whole tensor like any other: every rank has to do it, as every rank has to gather.
+from then on this is a whole tensor like any other: every rank has to do it, as every rank has to gather. One that prints
+a metric alone would wait in vain, or take what the others send next, so the ranks meet before a gather begins: who does
+not come is named.
 
 Autograd sees the whole: gradients have its shape, and are split where they come from what is split. A view of a split
 tensor remembers what it is of, so that who writes into it writes there.
@@ -14,13 +16,21 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
+from atorch.distributed.collectives import meet
+
 
 class Layout(Protocol):
     """Which part of a whole along one dim a rank has."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that have the parts."""
+        ...
 
     def length(self, part: int) -> int:
         """How long the whole is whose part is as long as `part`."""
@@ -119,6 +129,14 @@ class SplitTensor(Tensor):
     def _is_whole(self) -> bool:
         """Whether these, or what they are a view of, were gathered."""
         return self._whole is not None or (self._origin is not None and self._origin[0]._is_whole)
+
+    def _meet(self, func: Callable[..., Any]) -> None:
+        """Wait until all ranks want the whole, before anything is sent that one of them may not take."""
+        name = getattr(func, "__name__", str(func))
+        call = f"{name} of a tensor of {tuple(self.shape)} that is split over ranks and has to be gathered"
+        meet(call, self._layout.group, "split")
+        if isinstance(self._part, SplitTensor):  # along another dim
+            self._part._meet(func)
 
     def _same_part(self, other: Tensor) -> Tensor:
         """Of a tensor of this shape this rank's part, without history."""
@@ -220,6 +238,8 @@ def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     made: dict[int, SplitTensor] = {}
 
     def whole(split: SplitTensor) -> Tensor:
+        if not split._is_whole:
+            split._meet(func)
         tensor = split._as_whole(writes)
         made[id(tensor)] = split
         return tensor

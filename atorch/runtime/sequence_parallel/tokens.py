@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,6 +33,11 @@ class Tokens:
     def all_of(cls, share: Share, count: int) -> Tokens:
         """A whole sequence of so many."""
         return cls(share, count, 0, count)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that have them."""
+        return self.share.group
 
     @property
     def each(self) -> int:

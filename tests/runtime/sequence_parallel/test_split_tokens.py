@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging.handlers
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atorch.distributed import collectives
+from atorch.errors import ArgumentError
 from atorch.logs import logger, speaking
 from atorch.profiler.messages import Messages
 from atorch.runtime.sequence_parallel import Share
@@ -279,6 +282,56 @@ def test_who_asks_for_whole_logits_is_told_once(pool: Pool) -> None:
         if rank == 0:
             (message,) = messages
             assert "mul asks for all tokens of (2, 7, 11)" in message
+
+
+def read_alone(rank: int, size: int, nested: bool) -> tuple[str, float]:
+    """What the one that reads is told, and what all compute together after that."""
+    group = dist.group.WORLD
+    assert group is not None
+    logits = split_tokens(torch.full((ROWS, TOKENS // size, CLASSES), 1.0 + rank), Share(group), 1)
+    if nested:
+        logits = logits.transpose(1, 2)[:, :, 1:]
+    told = ""
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "MEETING", timedelta(seconds=0.01))
+            patch.setattr(collectives, "TIMEOUT", timedelta(seconds=0.1))
+            with pytest.raises(ArgumentError) as caught:
+                logits.amax()
+        told = str(caught.value)
+    numbers = torch.ones(3) * rank
+    dist.all_reduce(numbers)
+    return told, float(numbers.sum())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_who_does_not_read_with_the_others_is_named(pool: Pool, nested: bool) -> None:
+    (told, numbers), *others = pool.run(read_alone, nested, ranks=4)
+    assert "amax of a tensor of (2, 8, 11)" in told or nested
+    assert "is called on rank 0 but not on 1, 2, 3; call it on all together" in told
+    assert [numbers, *(number for _, number in others)] == [18.0] * 4  # nothing was left under way
+
+
+def read_by_all(rank: int, size: int) -> tuple[float, float, list[bool]]:
+    """Each with a function of its own, again and again; and which of the meetings the store still remembers."""
+    group = dist.group.WORLD
+    assert group is not None
+    for step in range(4):
+        logits = split_tokens(torch.full((ROWS, TOKENS // size, CLASSES), 1.0 + rank + step), Share(group), 1)
+        largest = logits.amax() if rank else logits.flatten().max()
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    kept = [store.check([f"atorch/split/{group.group_name}/{kind}/{each}"]) for each in range(1, 5) for kind in KEYS]
+    return float(largest), float(logits.sum() / logits.numel()), kept
+
+
+KEYS = ("here", "all")
+
+
+def test_what_readers_tell_each_other_does_not_grow(pool: Pool) -> None:
+    for largest, mean, kept in pool.run(read_by_all, ranks=2):
+        assert (largest, mean) == (5.0, 4.5)
+        assert kept == [False] * 6 + [True] * 2
 
 
 def out_of_bounds(rank: int, size: int) -> str:
