@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.auto.opt_lib.optimizer_job import KINDS, METHODS, answer, concerns
 from tests.pool import Pool
 
 PAGE = Path(__file__).parents[3] / "docs" / "optimizers.md"
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 QUICK = ("zero1", "zero2", "fsdp")
 
 
@@ -28,6 +30,13 @@ def table() -> dict[tuple[str, str], str]:
     rows = [line.split("|")[1:-1] for line in part.splitlines() if line.startswith("|")]
     header, *body = [[cell.strip().strip("`") for cell in row] for row in rows if "---" not in row[0]]
     return {(row[0], method): cell for row in body for method, cell in zip(header[1:], row[1:], strict=True)}
+
+
+def on_this_torch(cell: str) -> str:
+    """`equal` or `refused`, where a newer torch may do what an older one did not."""
+    newer = re.search(r"equal on (\d+)\.(\d+)", cell)
+    mended = newer is not None and TORCH >= tuple(map(int, newer.groups()))
+    return "equal" if mended else cell.split(" ")[0]
 
 
 def answers(rank: int, size: int, kinds: Iterable[str], methods: Iterable[str]) -> dict[tuple[str, str], str]:
@@ -40,7 +49,7 @@ def check(pool: Pool, kinds: Iterable[str], methods: Iterable[str]) -> None:
     for kind, method in pairs:
         for got in pool.run(answer, kind, method):
             text = "equal" if got[0] == "equal" else "refused" if kind in got[0] or "sparse=True" in got[0] else got[0]
-            if text != documented[kind, method].split(" ")[0]:
+            if text != on_this_torch(documented[kind, method]):
                 wrong.append(f"{kind} under {method}: {got[0]} ({got[1]:.1e}), documented: {documented[kind, method]}")
     assert not wrong, "\n".join(wrong)
 
