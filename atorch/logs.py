@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,12 @@ def name_rank(rank: int) -> None:
     for old in list(logger.filters):
         logger.removeFilter(old)
     logger.addFilter(_RankFilter(rank))
+
+
+@functools.cache
+def say_once(message: str, level: int = logging.INFO) -> None:
+    """Log it, once a process however many objects have it to say."""
+    logger.log(level, message)
 
 
 @contextmanager

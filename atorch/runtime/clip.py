@@ -132,11 +132,28 @@ def clip_grads(
     counted_elsewhere: parameters that another rank of `over` has too, and counts; they are only scaled.
     """
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+    norm = norm_of_grads(unique, norm_type, over, parts, counted_elsewhere)
+    # No branch on the value: reading it would wait for the device.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for same in _by_device(local_grad(each) for each in unique if each.grad is not None):
+        torch._foreach_mul_(same, factor.to(same[0].device))  # waits for a copy to the host, which is read at once
+    return norm
+
+
+@torch.no_grad()
+def norm_of_grads(
+    parameters: Iterable[Tensor],
+    norm_type: float = 2.0,
+    over: Sequence[dist.ProcessGroup] = (),
+    parts: Mapping[Tensor, Key] = MappingProxyType({}),
+    counted_elsewhere: Collection[Tensor] = (),
+) -> Tensor:
+    """The norm that `clip_grads` clips by, in fp32."""
+    unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     device = _home(unique)
     elsewhere = set(map(id, counted_elsewhere))
-    sharded = _by_sharding([each for each in unique if id(each) not in elsewhere], parts)
-    copies = _by_sharding([each for each in unique if id(each) in elsewhere], parts)
     powers = []
+    sharded = _by_sharding([each for each in unique if id(each) not in elsewhere], parts)
     for groups, grads in sharded.items():
         power = _power(grads, norm_type, device)
         for group in groups:
@@ -145,21 +162,21 @@ def clip_grads(
     total = _merged(torch.stack(powers), norm_type) if powers else torch.zeros((), device=device)
     for group in over:
         _combine(total, norm_type, group)
-    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
-    # No branch on the value: reading it would wait for the device.
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for same in _by_device(grad for grads in (*sharded.values(), *copies.values()) for grad in grads):
-        torch._foreach_mul_(same, factor.to(same[0].device))  # waits for a copy to the host, which is read at once
-    return norm
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
+def spread_over(parameter: Tensor, parts: Mapping[Tensor, Key] = MappingProxyType({})) -> Key:
+    """The groups whose ranks have the other parts of it; `parts` as for `clip_grads`."""
+    return (*parts.get(parameter, ()), *_shards(parameter))
 
 
 def _by_sharding(parameters: Iterable[Tensor], parts: Mapping[Tensor, Key]) -> dict[Key, list[Tensor]]:
     """Local gradients by what shards them. Keys come from the parameters, so all ranks have the same in one order."""
     sharded: dict[Key, list[Tensor]] = {}
     for parameter in parameters:
-        held = sharded.setdefault((*parts.get(parameter, ()), *_shards(parameter)), [])
+        held = sharded.setdefault(spread_over(parameter, parts), [])
         if parameter.grad is not None:
-            held.append(_local_grad(parameter))
+            held.append(local_grad(parameter))
     return sharded
 
 
@@ -174,7 +191,8 @@ def _shards(parameter: Any) -> Key:
     )
 
 
-def _local_grad(parameter: Any) -> Tensor:
+def local_grad(parameter: Any) -> Tensor:
+    """What this process has of the gradient, as a plain tensor."""
     grad = parameter.grad
     if not hasattr(grad, "to_local"):
         return grad.as_subclass(Tensor)  # type: ignore[no-any-return]
@@ -197,7 +215,8 @@ def _power(grads: Iterable[Tensor], norm_type: float, device: torch.device) -> T
     """The sum of |g|^p, or the largest |g|, in fp32: half precision would overflow."""
     powers = []
     for same in _by_device(grad for grad in grads if grad.numel()):
-        norms = torch.stack(torch._foreach_norm(same, norm_type, dtype=torch.float32))
+        wide = torch.float64 if same[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(same, norm_type, dtype=wide)).float()
         powers.append(_merged(norms if math.isinf(norm_type) else norms**norm_type, norm_type).to(device))
     return _merged(torch.stack(powers), norm_type) if powers else torch.zeros((), device=device)
 

@@ -6,10 +6,12 @@ changed, or with none after `import atorch.smp.alias`.
 
 from __future__ import annotations
 
+from atorch.smp import optimizers
 from atorch.smp.session import init, is_initialized, shutdown
 
 __all__ = [
     "init",
     "is_initialized",
+    "optimizers",
     "shutdown",
 ]

@@ -77,6 +77,13 @@ def test_the_norm_is_global_and_clips(pool: Pool, kind: str, norm_type: float) -
         assert distance <= 1e-6
 
 
+def test_gradients_in_fp64_are_clipped() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert float(clip_grads([parameter], 1.0)) == 5.0
+    assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8], dtype=torch.float64), atol=1e-6)
+
+
 def test_replicas_of_shards_are_counted_once(pool: Pool) -> None:
     for norm, expected, distance in pool.run(clipped, "hybrid", 2.0, ranks=4):
         assert norm == pytest.approx(expected, rel=1e-5)

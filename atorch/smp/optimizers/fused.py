@@ -1,0 +1,212 @@
+"""What both optimizers have in common: groups, steps, the choice of a kernel, and parameters as lists of one kind."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from atorch.errors import ArgumentError, shown
+from atorch.logs import say_once
+from atorch.runtime.clip import local_grad, spread_over
+from atorch.runtime.spread import Spread
+
+Betas = tuple[float, float]
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Kernels(NamedTuple):
+    """apex's, and what calls one with lists of tensors."""
+
+    apply: Callable[..., Any]
+    lamb: Any
+    novograd: Any
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters with gradients, of one device and dtype, and what this process has of them as plain tensors."""
+
+    whose: list[Tensor]
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+
+    def state(self, optimizer: Optimizer, name: str) -> list[Tensor]:
+        return [_local(optimizer.state[each][name]) for each in self.whose]
+
+    @property
+    def kind(self) -> tuple[str, torch.dtype]:
+        return self.parameters[0].device.type, self.parameters[0].dtype
+
+
+class Fused(Optimizer):
+    """What both have in common: steps are counted by group, and gradients are let go of or zeroed."""
+
+    spread: Spread = Spread()
+    """What other processes have of the model; set it before the first step."""
+    set_grad_none: bool
+    _modes: tuple[str, ...] = ("set_grad_none",)
+
+    def __init__(self, params: Any, defaults: dict[str, Any], amsgrad: bool, set_grad_none: bool) -> None:
+        name = type(self).__name__
+        if amsgrad:
+            raise ArgumentError(f"{name} was given amsgrad=True; there is no AMSGrad variant of it: leave amsgrad out")
+        super().__init__(params, defaults)
+        self.set_grad_none = set_grad_none
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's copies of an optimizer have what is in its groups alone.
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._modes}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One more group of parameters, whose steps are counted from its first.
+
+        Raises:
+            ArgumentError: a setting of the group that does not hold.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check(type(self).__name__, self.param_groups[-1])
+        except ArgumentError:
+            del self.param_groups[-1]
+            raise
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients; whether they become None is `set_grad_none` where it is not said here."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; returns what `closure` does, which computes the loss and its gradients anew.
+
+        Raises:
+            ArgumentError: a gradient that is sparse, or a parameter that is no floating-point number.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in (parameter for group in self.param_groups for parameter in group["params"]):
+            if each.grad is not None:
+                _check_kind(type(self).__name__, each)
+        self._begin()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for bucket in self._buckets(group):
+                kernels = self._kernels_for(bucket)
+                if kernels is None:
+                    self._step(group, bucket)
+                else:
+                    self._kernel_step(kernels, group, bucket)
+        return loss
+
+    def _begin(self) -> None:
+        """What a step needs of all groups together."""
+
+    def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
+        raise NotImplementedError
+
+    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: Bucket) -> None:
+        raise NotImplementedError
+
+    def _buckets(self, group: dict[str, Any]) -> Iterator[Bucket]:
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for each in group["params"]:
+            if each.grad is not None:
+                kinds.setdefault((each.device, each.dtype), []).append(each)
+        for whose in kinds.values():
+            for each in whose:
+                self.state[each].setdefault("exp_avg", torch.zeros_like(each))
+            yield Bucket(whose, list(map(_local, whose)), list(map(local_grad, whose)))
+
+    def _kernels_for(self, bucket: Bucket) -> Kernels | None:
+        """apex's, where they can step these parameters; else it is said why not."""
+        name = type(self).__name__
+        device, dtype = bucket.kind
+        if device != "cuda":
+            say_once(f"smp.optimizers.{name} steps by torch's operations on {device}; apex's kernel is for CUDA")
+            return None
+        if dtype not in (torch.float32, torch.float16):
+            say_once(f"smp.optimizers.{name} steps {dtype} parameters by torch's operations; apex's kernel has none")
+            return None
+        if any(spread_over(each, self.spread.parts) for each in bucket.whose):
+            say_once(f"smp.optimizers.{name} steps by torch's operations where processes share parameters")
+            return None
+        found = _kernels()
+        if found is None:
+            say_once(
+                f"smp.optimizers.{name} steps by torch's operations, which is right and slower than apex's kernel: "
+                "apex is not installed, or without its CUDA extensions (build NVIDIA's from its repository)",
+                logging.WARNING,
+            )
+        return found
+
+
+def _kernels() -> Kernels | None:
+    """None where apex is not here, or is here without its extensions for CUDA."""
+    try:
+        extension = importlib.import_module("amp_C")
+        apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+    except ImportError:
+        return None
+    return Kernels(apply, extension.multi_tensor_lamb, extension.multi_tensor_novograd)
+
+
+def _check(name: str, group: dict[str, Any]) -> None:
+    rules: list[tuple[str, Callable[[Any], bool], str]] = [
+        ("lr", lambda given: given >= 0, "at least 0"),
+        (
+            "betas",
+            lambda given: len(given) == 2 and all(0 <= beta < 1 for beta in given),
+            "two numbers from 0 to below 1",
+        ),
+        ("eps", lambda given: given >= 0, "at least 0"),
+        ("weight_decay", lambda given: given >= 0, "at least 0"),
+        ("norm_type", lambda given: given in (0, 2), "2, or 0 for the largest absolute value"),
+    ]
+    for setting, holds, rule in rules:
+        if setting in group and not holds(group[setting]):
+            raise ArgumentError(f"{name} was given {shown(group[setting])} as {setting}; it is {rule}")
+
+
+def _check_kind(name: str, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        raise ArgumentError(
+            f"{name} was given a sparse gradient of a parameter of shape {tuple(parameter.shape)}; use sparse=False in "
+            "the embedding, or torch.optim.SparseAdam for it"
+        )
+    if not parameter.is_floating_point():
+        raise ArgumentError(f"{name} was given a parameter of {parameter.dtype}; it steps floating-point numbers")
+
+
+def corrections(group: dict[str, Any]) -> Betas:
+    if not group["bias_correction"]:
+        return 1.0, 1.0
+    beta1, beta2 = group["betas"]
+    return 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+
+
+def new_share(group: dict[str, Any]) -> float:
+    """What a gradient adds to the mean."""
+    return 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def wide(tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors, or fp32 copies of 16-bit ones."""
+    return [each.float() for each in tensors] if tensors[0].dtype in _HALVES else tensors
+
+
+def write(targets: list[Tensor], results: list[Tensor]) -> None:
+    if targets[0] is not results[0]:
+        torch._foreach_copy_(targets, results)

@@ -1,0 +1,135 @@
+"""LAMB with apex's signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atorch.errors import ArgumentError, shown
+from atorch.smp.optimizers.fused import Betas, Bucket, Fused, Kernels, corrections, new_share, wide, write
+
+
+class FusedLamb(Fused):
+    """LAMB: Adam's update, scaled for each parameter so that it is as large as the parameter is.
+
+    You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962, algorithm
+    2, with the choices of apex's `FusedLAMB`. For the gradient g of parameter p in step t of its group:
+
+        g ← g / max(1, ‖all gradients of the model‖ / max_grad_norm)
+        g ← g + weight_decay · p                                      without adam_w_mode
+        m ← β1·m + (1 - β1 or, without grad_averaging, 1)·g           v ← β2·v + (1 - β2)·g²
+        u = m / (1 - β1ᵗ) / (√(v / (1 - β2ᵗ)) + eps)                   by 1 each without bias_correction
+        u ← u + weight_decay · p                                      with adam_w_mode
+        p ← p - lr · (‖p‖ / ‖u‖, or 1 where one is 0) · u
+
+    Parameters without weight decay step by lr · u, unless use_nvlamb is set. The model's norm is of all groups and all
+    processes, and the bound on it that of the constructor.
+
+    Args:
+        max_grad_norm: above 0; `math.inf` clips nothing.
+        set_grad_none: whether `zero_grad()` lets go of gradients.
+        amsgrad: must be False.
+
+    apex's kernel leaves the update in the gradients; read them before the step.
+
+    Raises:
+        ArgumentError: an argument that does not hold.
+    """
+
+    adam_w_mode: bool
+    use_nvlamb: bool
+    _modes = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    _norm: Tensor  # of all gradients, in the running step
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if not max_grad_norm > 0:
+            raise ArgumentError(
+                f"FusedLamb was given {shown(max_grad_norm)} as max_grad_norm; it is a number above 0, and math.inf "
+                "clips nothing"
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, amsgrad, set_grad_none)
+        self.adam_w_mode, self.use_nvlamb = bool(adam_w_mode), bool(use_nvlamb)
+
+    def _begin(self) -> None:
+        self._norm = self.spread.norm_of_grads(each for group in self.param_groups for each in group["params"])
+
+    def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        correction1, correction2 = corrections(group)
+        parameters, means, squares = (
+            wide(each) for each in (bucket.parameters, bucket.state(self, "exp_avg"), self._squares(bucket))
+        )
+        most = self.defaults["max_grad_norm"]
+        excess = torch.where(self._norm > most, self._norm / most, 1.0).to(parameters[0].device)
+        gradients = torch._foreach_div(wide(bucket.gradients), excess)
+        if decay and not self.adam_w_mode:
+            torch._foreach_add_(gradients, parameters, alpha=decay)
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, gradients, alpha=new_share(group))
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        roots = torch._foreach_div(squares, correction2)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        updates = torch._foreach_div(means, correction1)
+        torch._foreach_div_(updates, roots)
+        if decay and self.adam_w_mode:
+            torch._foreach_add_(updates, parameters, alpha=decay)
+        if decay or self.use_nvlamb:
+            size, change = (self.spread.norms(each, bucket.whose) for each in (parameters, updates))
+            trust = torch.where((size != 0) & (change != 0), size / change, 1.0)
+            torch._foreach_mul_(updates, list(trust.unbind()))
+        torch._foreach_mul_(updates, group["lr"])
+        torch._foreach_sub_(parameters, updates)
+        write(bucket.parameters, parameters)
+        write(bucket.state(self, "exp_avg"), means)
+        write(self._squares(bucket), squares)
+
+    def _squares(self, bucket: Bucket) -> list[Tensor]:
+        for each in bucket.whose:
+            self.state[each].setdefault("exp_avg_sq", torch.zeros_like(each))
+        return bucket.state(self, "exp_avg_sq")
+
+    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: Bucket) -> None:
+        device = bucket.parameters[0].device
+        kernels.apply(
+            kernels.lamb,
+            torch.zeros(1, dtype=torch.int, device=device),
+            [bucket.gradients, bucket.parameters, bucket.state(self, "exp_avg"), self._squares(bucket)],
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["step"],
+            int(group["bias_correction"]),
+            group["weight_decay"],
+            int(group["grad_averaging"]),
+            int(self.adam_w_mode),
+            self._norm.to(device),
+            self.defaults["max_grad_norm"],
+            self.use_nvlamb,
+        )

@@ -1,0 +1,147 @@
+"""NovoGrad with apex's signature."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atorch.smp.optimizers.fused import Betas, Bucket, Fused, Kernels, corrections, new_share, wide, write
+
+
+class FusedNovoGrad(Fused):
+    """NovoGrad: momentum of gradients that are divided by a running norm, one number for each parameter.
+
+    Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks", arXiv
+    1905.11286, algorithm 1, with the choices of apex's `FusedNovoGrad`. For the gradient g of parameter p in step t of
+    its group, where n is the norm of g:
+
+        v ← √(β2·v² + (1 - β2)·n²), or, of the largest value (norm_type 0), β2·v + (1 - β2)·n
+        d = v / √(1 - β2ᵗ) + eps                                      by 1 each without bias_correction
+        m ← β1·m + (1 - β1 or, without grad_averaging, 1)·g
+        p ← p - lr · (m / (1 - β1ᵗ) / d + weight_decay · p)
+
+    With reg_inside_moment m takes g / d + weight_decay · p in place of g, and the last line is p - lr · m / (1 - β1ᵗ).
+
+    Before the first gradient of a parameter v is 0 with init_zero, else the norm of that gradient. The state of a
+    parameter holds v as `exp_avg_sq`, a number in fp32; a state dict of apex's, which has them by group, loads.
+
+    Args:
+        norm_type: 2, or 0 for the largest absolute value.
+        set_grad_none: whether `zero_grad()` lets go of gradients.
+        amsgrad: must be False.
+
+    Raises:
+        ArgumentError: an argument that does not hold.
+    """
+
+    reg_inside_moment: bool
+    _modes = ("set_grad_none", "reg_inside_moment")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults, amsgrad, set_grad_none)
+        self.reg_inside_moment = bool(reg_inside_moment)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; norms stay in fp32 whatever the parameters are."""
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        held = {each: dict(state) for each, state in state_dict["state"].items()}
+        of_groups = [group.pop("exp_avg_sq", None) for group in groups]
+        super().load_state_dict({**state_dict, "state": held, "param_groups": groups})
+        for mine, group, by_kind in zip(self.param_groups, groups, of_groups, strict=True):
+            kinds = [iter(each) for each in by_kind] if by_kind is not None else []
+            for parameter, number in zip(mine["params"], group["params"], strict=True):
+                if number not in held:
+                    continue
+                is_half = parameter.dtype == torch.float16
+                norm = next(kinds[not is_half]) if kinds else held[number]["exp_avg_sq"]
+                self.state[parameter]["exp_avg_sq"] = norm.to(parameter.device, torch.float32, copy=True)
+
+    def _norms(self, group: dict[str, Any], bucket: Bucket, gradients: list[Tensor]) -> Tensor:
+        """v of before; of parameters that have none, the one that they start from."""
+        lacking = [place for place, each in enumerate(bucket.whose) if "exp_avg_sq" not in self.state[each]]
+        if lacking:
+            whose, first = ([of[place] for place in lacking] for of in (bucket.whose, gradients))
+            norms = self.spread.norms(first, whose, _power(group)).float()
+            for each, norm in zip(whose, torch.zeros_like(norms) if group["init_zero"] else norms, strict=True):
+                self.state[each]["exp_avg_sq"] = norm.clone()
+        return torch.stack([self.state[each]["exp_avg_sq"] for each in bucket.whose])
+
+    def _keep(self, bucket: Bucket, norms: Tensor) -> None:
+        torch._foreach_copy_([self.state[each]["exp_avg_sq"] for each in bucket.whose], list(norms.unbind()))
+
+    def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        correction1, correction2 = corrections(group)
+        parameters, means = wide(bucket.parameters), wide(bucket.state(self, "exp_avg"))
+        gradients = wide(bucket.gradients)
+        before = self._norms(group, bucket, gradients)
+        now = self.spread.norms(gradients, bucket.whose, _power(group)).float()
+        if group["norm_type"] == 2:
+            norms = (beta2 * before**2 + (1 - beta2) * now**2).sqrt()
+        else:
+            norms = beta2 * before + (1 - beta2) * now
+        self._keep(bucket, norms)
+        divisors = list((norms / math.sqrt(correction2) + group["eps"]).unbind())
+        if self.reg_inside_moment:
+            gradients = list(torch._foreach_div(gradients, divisors))
+            torch._foreach_add_(gradients, parameters, alpha=decay)
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, gradients, alpha=new_share(group))
+        updates = torch._foreach_div(means, correction1)
+        if not self.reg_inside_moment:
+            torch._foreach_div_(updates, divisors)
+            torch._foreach_add_(updates, parameters, alpha=decay)
+        torch._foreach_mul_(updates, group["lr"])
+        torch._foreach_sub_(parameters, updates)
+        write(bucket.parameters, parameters)
+        write(bucket.state(self, "exp_avg"), means)
+
+    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: Bucket) -> None:
+        norms = self._norms(group, bucket, bucket.gradients)
+        kernels.apply(
+            kernels.novograd,
+            torch.zeros(1, dtype=torch.int, device=norms.device),
+            [bucket.gradients, bucket.parameters, bucket.state(self, "exp_avg")],
+            norms,  # which it changes
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["step"],
+            int(group["bias_correction"]),
+            group["weight_decay"],
+            int(group["grad_averaging"]),
+            int(not self.reg_inside_moment),
+            group["norm_type"],
+        )
+        self._keep(bucket, norms)
+
+
+def _power(group: dict[str, Any]) -> float:
+    return math.inf if group["norm_type"] == 0 else 2.0
