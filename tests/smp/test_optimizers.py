@@ -342,6 +342,17 @@ def test_sparse_and_complex_parameters_are_named(kind: type[Fused]) -> None:
         kind([number]).step()
 
 
+def test_a_parameter_of_zeros_steps_as_adams() -> None:
+    """There is no norm that its update could be as large as."""
+    held, start = nn.Parameter(torch.zeros(3)), torch.zeros(3)
+    held.grad = torch.tensor([0.1, -0.2, 0.3])
+    optimizer = FusedLamb([held], lr=0.5)
+    reference = Reference([start], optimizer.param_groups)
+    reference.lamb([held.grad], 1.0, True, False)
+    optimizer.step()
+    assert distance([held], reference.parameters, [start]) <= 1e-5
+
+
 def test_a_gradient_that_is_no_number_shows() -> None:
     held = parameters()
     held[0].grad = torch.full(SHAPES[0], math.nan)
