@@ -57,11 +57,8 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/distributed/mesh.py:_current": "the current mesh, a ContextVar: parallel_group(name) takes no mesh",
     "atorch/distributed/mesh.py:_last": "the same for autograd's own threads, which see no ContextVar",
     "atorch/distributed/collectives.py:_everyone": "the group of all processes, a ContextVar set around a dry run",
-<<<<<<< HEAD
-    "atorch/smp/session.py:_sessions": "smp.rank() and its kin take no argument; what smp.init made, in every thread",
-=======
     "atorch/logs.py:say_once": "what was said once a process; a model has many equal modules",
->>>>>>> d27e706 (smp.optimizers: LAMB and NovoGrad with apex's signatures, by its kernels or torch's operations; norms of whole models)
+    "atorch/smp/session.py:_sessions": "smp.rank() and its kin take no argument; what smp.init made, in every thread",
     "atorch/runtime/recompute.py:_disabled": "disable_checkpointing() takes no argument; a ContextVar, as above",
     "atorch/runtime/recompute.py:_pass": "is_recomputing() takes no argument; a ContextVar, so each thread has its own",
 }
