@@ -12,7 +12,7 @@ the job skip together: they agree on one flag a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -131,6 +131,22 @@ def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
     return scaled
 
 
+@torch.no_grad()
+def unscale(gradients: Iterable[torch.Tensor], factor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Multiply dense gradients by `factor`, in place; a number on `device`, 0 if all of them were finite."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    overflow = torch.zeros((), device=device)
+    for (where, _), same in kinds.items():
+        found = overflow if where == device else torch.zeros((), device=where)
+        # One fused pass that checks and multiplies; the one torch.amp.GradScaler is made of.
+        torch._amp_foreach_non_finite_check_and_unscale_(same, found, factor.to(where))
+        if found is not overflow:
+            overflow += found.to(device)
+    return overflow
+
+
 class ScaledOptimizer(WrappedOptimizer):
     """Steps where all gradients of all processes are finite, and skips the step everywhere where one is not.
 
@@ -163,18 +179,10 @@ class ScaledOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def _unscaled_overflow(self) -> bool:
         """Un-scale all gradients in place; whether one of any process is infinite or no number."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for gradient in self.gradients():
-            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        device = self._device or next((device for device, _ in kinds), torch.device("cpu"))
-        overflow = torch.zeros((), device=device)
-        for (where, _), gradients in kinds.items():
-            found = overflow if where == device else torch.zeros((), device=where)
-            factor = torch.full((), 1.0 / self.scale() if self._unscale else 1.0, device=where)
-            # One fused pass that checks and multiplies; the one torch.amp.GradScaler is made of.
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
-            if found is not overflow:
-                overflow += found.to(device)
+        gradients = list(self.gradients())
+        device = self._device or next((each.device for each in gradients), torch.device("cpu"))
+        factor = torch.full((), 1.0 / self.scale() if self._unscale else 1.0, device=device)
+        overflow = unscale(gradients, factor, device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=everyone())
         return bool(overflow.item())

@@ -6,12 +6,14 @@ changed, or with none after `import atorch.smp.alias`.
 
 from __future__ import annotations
 
-from atorch.smp import optimizers
+from atorch.smp import amp, nn, optimizers
 from atorch.smp.session import init, is_initialized, shutdown
 
 __all__ = [
+    "amp",
     "init",
     "is_initialized",
+    "nn",
     "optimizers",
     "shutdown",
 ]
