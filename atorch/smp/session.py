@@ -6,9 +6,11 @@ session is what a script has begun and not ended.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,8 +20,10 @@ from atorch.distributed import world
 from atorch.distributed.collectives import agreed
 from atorch.distributed.description import described
 from atorch.distributed.mesh import Mesh
+from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.smp.config import Config
+from atorch.smp.post import Post
 
 AXES_OF: Mapping[str, tuple[str, ...]] = {
     "mp": ("pipeline", "tensor"),
@@ -41,10 +45,18 @@ class Session:
 
     config: Config
     mesh: Mesh
-    device: torch.device
+    here: World
     model: nn.Module | None = None  # the one of the script
     optimizer: Any = None  # the one of the script, too
+    post: Post = field(default_factory=Post)
 
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.here.device
+
+
+LAST_CALL = timedelta(seconds=5)  # how long a process that ends waits for others to take what it sent
 
 _sessions: list[Session] = []  # the current one, or none
 
@@ -71,15 +83,21 @@ def init(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = No
         return made, Mesh(slices(made, here.size), None, here.device.type, here.timeout)
 
     found, mesh = agreed("smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())})
-    session = Session(found, mesh, here.device)
+    session = Session(found, mesh, here)
     for axes in AXES_OF.values():  # all together, and in one order
         mesh.group(*axes)
     _sessions.append(session)
+    atexit.register(session.post.deliver, LAST_CALL)
 
 
 def shutdown() -> None:
-    """End what `init` began, and its groups, on all processes. A script may then call `init` again."""
-    session().mesh.close()
+    """End what `init` began, and its groups, on all processes. A script may then call `init` again.
+
+    Objects that were sent and not yet received are waited for.
+    """
+    ending = session()
+    ending.post.deliver()
+    ending.mesh.close()
     _sessions.clear()
 
 

@@ -1,0 +1,166 @@
+"""Objects that travel between processes, and processes that meet."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError
+from atorch.smp import post
+from atorch.smp.session import _sessions
+from tests.pool import Pool
+
+OBJECT = {"a": [1, "two"], "b": None}
+
+
+def exchanged(rank: int, size: int) -> dict[str, Any]:
+    """What this rank gets by every documented way, of four with 2 stages and 2 replicas."""
+    smp.init({"partitions": 2, "ddp": True})
+    got: dict[str, Any] = {}
+    if smp.pp_rank() == 0:
+        smp.broadcast({"from": rank, **OBJECT}, smp.PP_GROUP)
+    else:
+        got["pp"] = smp.recv_from(0, smp.RankType.PP_RANK)
+    if rank == 3:
+        smp.broadcast("all", group=smp.CommGroup.WORLD)
+    else:
+        got["world"] = smp.recv_from(3, rank_type=smp.RankType.WORLD_RANK)
+    # Around a ring everyone sends before anyone receives.
+    smp.send(("first", rank), (rank + 1) % size, smp.RankType.WORLD_RANK)
+    smp.send(("second", rank), (rank + 1) % size, smp.RankType.WORLD_RANK)
+    got["ring"] = [smp.recv_from((rank - 1) % size, smp.RankType.WORLD_RANK) for _ in range(2)]
+    smp.send(rank, smp.dp_rank(), smp.RankType.DP_RANK)  # to itself
+    got["self"] = smp.recv_from(smp.dp_rank(), smp.RankType.DP_RANK)
+    got["dp"] = smp.allgather(rank, smp.CommGroup.DP_GROUP)
+    got["mp"] = smp.allgather({"rank": rank}, smp.MP_GROUP)
+    smp.barrier()
+    smp.dp_barrier()
+    smp.mp_barrier()
+    smp.barrier(smp.RDP_GROUP)
+    smp.shutdown()
+    return got
+
+
+def test_objects_arrive(pool: Pool) -> None:
+    results = pool.run(exchanged, ranks=4)
+    for rank, got in enumerate(results):
+        first = rank // 2 * 2
+        assert got.get("pp") == (None if rank == first else {"from": first, **OBJECT})
+        assert got.get("world") == (None if rank == 3 else "all")
+        assert got["ring"] == [("first", (rank - 1) % 4), ("second", (rank - 1) % 4)]
+        assert got["self"] == rank
+        assert got["dp"] == [rank % 2, rank % 2 + 2]
+        assert got["mp"] == [{"rank": first}, {"rank": first + 1}]
+
+
+def tensors(rank: int, size: int) -> tuple[int, torch.Tensor, bool]:
+    """The bytes that a row of a large tensor takes on its way, and the row."""
+    smp.init({"partitions": 2})
+    if rank == 0:
+        large = torch.arange(100_000.0).reshape(1000, 100).requires_grad_()
+        row = large[1]
+        smp.send({"row": row}, 1, smp.RankType.PP_RANK)
+        with torch.no_grad():
+            large.zero_()  # what was sent stays what it was
+        got = {"row": torch.zeros(0)}
+    else:
+        got = smp.recv_from(0, smp.RankType.PP_RANK)
+    smp.shutdown()
+    return got["row"].untyped_storage().nbytes(), got["row"], got["row"].requires_grad
+
+
+def test_a_tensor_travels_without_what_it_is_a_view_of(pool: Pool) -> None:
+    num_bytes, row, requires_grad = pool.run(tensors)[1]
+    assert num_bytes == 400
+    assert torch.equal(row, torch.arange(100.0) + 100)
+    assert not requires_grad
+
+
+def in_order(rank: int, size: int) -> int:
+    """Whether a process had come to take what another broadcast, once that had returned there."""
+    smp.init({"partitions": 2})
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        smp.broadcast("x", smp.PP_GROUP)
+        store.set("returned", "")
+    else:
+        with pytest.raises(RuntimeError, match="[Tt]imeout"):
+            store.wait(["returned"], timedelta(milliseconds=200))
+        assert smp.recv_from(0, smp.RankType.PP_RANK) == "x"
+        store.wait(["returned"], timedelta(seconds=30))
+    smp.shutdown()
+    return rank
+
+
+def test_a_broadcast_returns_once_all_have_taken_it(pool: Pool) -> None:
+    assert pool.run(in_order) == [0, 1]
+
+
+def lonely(rank: int, size: int, way: str, path: str) -> list[str]:
+    """What rank 0 is told that waits for rank 1 in vain, once the group's time-out has passed."""
+    dist.destroy_process_group()
+    patience = timedelta(seconds=1)
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2, timeout=patience)
+    smp.init({"partitions": 2})
+    store = dist.distributed_c10d._get_default_store()
+    told: list[str] = []
+    if rank == 0:
+        try:
+            if way == "recv_from":
+                smp.recv_from(1, smp.RankType.PP_RANK)
+            elif way == "broadcast":
+                smp.broadcast("x", smp.PP_GROUP)
+            else:
+                smp.allgather("x", smp.PP_GROUP)
+        except ArgumentError as error:
+            told = [str(error)]
+        store.set("done", "")
+    else:
+        store.wait(["done"], timedelta(seconds=30))
+    _sessions.clear()  # its groups are broken
+    return told
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("recv_from", "rank 0 waits for an object from rank 1, which has sent none, or has ended"),
+        ("broadcast", "rank 0 has sent an object that rank 1 did not take; call smp.recv_from there"),
+        ("allgather", "rank 1 did not come to an exchange in which rank 0 waited"),
+    ],
+)
+def test_who_is_waited_for_in_vain_is_named(pool: Pool, tmp_path: Any, way: str, told: str) -> None:
+    assert told in pool.run(lonely, way, str(tmp_path / "store"))[0][0]
+
+
+def test_what_cannot_be_meant_is_told() -> None:
+    smp.init()
+    try:
+        with pytest.raises(ArgumentError, match=r"dest_rank is 1; ranks of RankType.PP_RANK are 0 to 0"):
+            smp.send("x", 1, smp.RankType.PP_RANK)
+        with pytest.raises(ArgumentError, match="rank_type is 'pp'; give one of smp.RankType"):
+            smp.recv_from(0, "pp")  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="has sent itself none; send it first"):
+            smp.recv_from(0, smp.RankType.WORLD_RANK)
+        with pytest.raises(ArgumentError, match="a group was given as 'dp'"):
+            smp.barrier("dp")  # type: ignore[arg-type]
+        smp.broadcast("nobody else", smp.WORLD)
+        assert smp.allgather(1, smp.WORLD) == [1]
+        smp.barrier()
+        smp.dp_barrier()
+        smp.mp_barrier()
+    finally:
+        smp.shutdown()
+
+
+def test_a_late_one_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post, "MEETING", timedelta(milliseconds=1))
+    with post._told_late(lambda: "rank 0 waits"):
+        while not caplog.records:
+            pass
+    assert "rank 0 waits" in caplog.text
