@@ -38,8 +38,7 @@ def broadcast(obj: Any, group: CommGroup) -> None:
     Raises:
         ArgumentError: some did not before the time-out, who are named.
     """
-    post = session().post
-    post.wait_for(post.send(obj, [rank for rank in ranks_of(group) if rank != session().here.rank]))
+    session().post.send_and_wait(obj, [rank for rank in ranks_of(group) if rank != session().here.rank])
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:

@@ -7,10 +7,11 @@ Tensors in them arrive in host memory, without what their memory is shared with.
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,47 +20,56 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from atorch.distributed.arrivals import NoAnswerError, listed
-from atorch.distributed.collectives import MEETING
+from atorch.distributed.collectives import MEETING, several
 from atorch.errors import ArgumentError
 from atorch.logs import OF_THIS_RANK, logger
 
 TAG = 0x534D50  # apart from messages that the script itself sends over the same group
 
 
-@dataclass
-class _Letter:
-    """One object on its way: where to, and the transfers, which need their memory until they are done."""
+@dataclass(frozen=True, eq=False)
+class Letter:
+    """One object on its way to one rank: the how manieth, and the transfers, which need their memory until they end."""
 
     dest: int
-    transfers: list[tuple[dist.Work, torch.Tensor]]
-
-    def is_taken(self) -> bool:
-        return all(work.is_completed() for work, _ in self.transfers)
-
-    def wait(self, patience: timedelta | None) -> None:
-        for work, _ in self.transfers:
-            work.wait() if patience is None else work.wait(patience)
+    number: int
+    transfers: tuple[tuple[dist.Work, torch.Tensor], ...]
 
 
-@dataclass(eq=False)
 class Post:
-    """What this process has sent and nobody has taken yet. Ranks are those of the whole job."""
+    """What this process has sent and nobody has taken yet. Ranks are those of the whole job.
 
-    _unsent: list[_Letter] = field(default_factory=list)
-    _own: deque[Any] = field(default_factory=deque)  # sent to this process by itself
+    gloo says that a transfer has ended only to who waits for it, and one who waits too short breaks all connections. So
+    each receiver counts in the job's store what it has taken.
+    """
 
-    def send(self, obj: Any, dests: Sequence[int]) -> list[_Letter]:
+    def __init__(self) -> None:
+        self._letters: list[Letter] = []
+        self._num_sent: Counter[int] = Counter()  # to each rank
+        self._own: deque[Any] = deque()  # sent to this process by itself
+        # All processes begin and end together, so the counts of one time are named alike on all.
+        begun = _store().add(f"atorch/smp/begun/{dist.get_rank()}", 1) if several() else 0
+        self._place = f"atorch/smp/taken/{begun}"
+
+    def send(self, obj: Any, dests: Sequence[int]) -> None:
         """Let `obj` travel to the ranks `dests`, each of which must receive it; the sender does not wait."""
-        self._unsent = [letter for letter in self._unsent if not letter.is_taken()]
-        alone = on_host(obj)
-        others = [rank for rank in dests if rank != _rank()]
-        self._own.extend([alone] * (len(dests) - len(others)))
-        if not others:
-            return []
-        content, size = dist.distributed_c10d._object_to_tensor(alone, torch.device("cpu"), dist.group.WORLD)
-        letters = [_Letter(rank, [(_isend(part, rank), part) for part in (size, content)]) for rank in others]
-        self._unsent += letters
-        return letters
+        self._letters = self.untaken(self._letters)
+        self._letters += self._post(obj, dests)
+
+    def send_and_wait(self, obj: Any, dests: Sequence[int]) -> None:
+        """As `send`, and wait until each has received it.
+
+        Raises:
+            ArgumentError: one had not before the group's time-out, or ended; who it is.
+        """
+        letters = self._post(obj, dests)
+        with _told_late(lambda: self._told(letters)):
+            try:
+                for letter in letters:
+                    for work, _ in letter.transfers:
+                        work.wait()
+            except RuntimeError as error:
+                raise NoAnswerError(f"{self._told(letters)} ({_first_line(error)})") from error
 
     def receive(self, source: int) -> Any:
         """The next object that the rank `source` has sent to this one.
@@ -70,9 +80,7 @@ class Post:
         """
         if source == _rank():
             if not self._own:
-                raise ArgumentError(
-                    "this process waits for an object of its own, and has sent itself none; send it first"
-                )
+                raise ArgumentError("this process has sent itself no object that it could receive; send it first")
             return self._own.popleft()
         size = torch.zeros(1, dtype=torch.int64)
         waiting = f"rank {_rank()} waits for an object from rank {source}, which has sent none"
@@ -83,29 +91,49 @@ class Post:
                 dist.recv(content, source, tag=TAG)
             except RuntimeError as error:
                 raise NoAnswerError(f"{waiting}, or has ended ({_first_line(error)})") from error
+        _store().add(f"{self._place}/{source}/{_rank()}", 1)
         return dist.distributed_c10d._tensor_to_object(content, int(size), dist.group.WORLD)
 
-    def wait_for(self, letters: Sequence[_Letter]) -> None:
-        """Wait until all `letters` are taken.
-
-        Raises:
-            ArgumentError: one was not before the group's time-out, or its receiver ended; who it is.
-        """
-        with _told_late(lambda: _untaken(letters)):
-            try:
-                for letter in letters:
-                    letter.wait(None)
-            except RuntimeError as error:
-                raise NoAnswerError(f"{_untaken(letters)} ({_first_line(error)})") from error
-
-    def deliver(self, patience: timedelta | None = None) -> None:
+    def deliver(self, patience: timedelta) -> None:
         """Wait until all that was sent is taken, or for so long; what is not is told."""
-        letters, self._unsent = self._unsent, []
+        end = time.monotonic() + patience.total_seconds()
         try:
-            for letter in letters:
-                letter.wait(patience)
-        except RuntimeError:  # time is up, or the receiver has ended
-            logger.warning("smp.send: %s", _untaken(letters), extra=OF_THIS_RANK)
+            while (left := self.untaken(self._letters)) and time.monotonic() < end:
+                time.sleep(0.02)
+            if left:
+                logger.warning("smp.send: %s", self._told(left), extra=OF_THIS_RANK)
+        except RuntimeError:  # the store went with the process that held it, and so have the others
+            logger.warning("smp.send: the job has ended before all that was sent was received", extra=OF_THIS_RANK)
+        self._letters = []
+
+    def untaken(self, letters: Sequence[Letter]) -> list[Letter]:
+        """Those of `letters` that have not been received."""
+        dests = {letter.dest for letter in letters}
+        num_taken = {dest: _store().add(f"{self._place}/{_rank()}/{dest}", 0) for dest in dests}
+        return [letter for letter in letters if letter.number > num_taken[letter.dest]]
+
+    def _post(self, obj: Any, dests: Sequence[int]) -> list[Letter]:
+        alone = on_host(obj)
+        others = [rank for rank in dests if rank != _rank()]
+        self._own.extend([alone] * (len(dests) - len(others)))
+        if not others:
+            return []
+        content, size = dist.distributed_c10d._object_to_tensor(alone, torch.device("cpu"), dist.group.WORLD)
+        self._num_sent.update(others)
+        return [
+            Letter(rank, self._num_sent[rank], tuple((_isend(part, rank), part) for part in (size, content)))
+            for rank in others
+        ]
+
+    def _told(self, letters: Sequence[Letter]) -> str:
+        """Who has not received `letters`."""
+        ranks = sorted({letter.dest for letter in self.untaken(letters)})
+        some = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+        return f"rank {_rank()} has sent an object that {some} did not take; call smp.recv_from there"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _rank() -> int:
@@ -121,14 +149,6 @@ def _isend(part: torch.Tensor, dest: int) -> dist.Work:
 def on_host(obj: Any) -> Any:
     """With each tensor's own elements alone: a view's memory may be much larger, and a device is not the receiver's."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), obj)
-
-
-def _untaken(letters: Sequence[_Letter]) -> str:
-    ranks = sorted({letter.dest for letter in letters if not letter.is_taken()})
-    return (
-        f"rank {_rank()} has sent an object that rank{'s' * (len(ranks) > 1)} {listed(ranks)} did not take; call "
-        "smp.recv_from there"
-    )
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -96,7 +96,7 @@ def shutdown() -> None:
     Objects that were sent and not yet received are waited for.
     """
     ending = session()
-    ending.post.deliver()
+    ending.post.deliver(ending.here.timeout)
     ending.mesh.close()
     _sessions.clear()
 

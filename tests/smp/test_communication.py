@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.distributed as dist
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
+from atorch.logs import logger
 from atorch.smp import post
-from atorch.smp.session import _sessions
+from atorch.smp.session import _sessions, session
 from tests.pool import Pool
 
 OBJECT = {"a": [1, "two"], "b": None}
@@ -138,6 +140,55 @@ def test_who_is_waited_for_in_vain_is_named(pool: Pool, tmp_path: Any, way: str,
     assert told in pool.run(lonely, way, str(tmp_path / "store"))[0][0]
 
 
+def untaken(rank: int, size: int) -> tuple[list[str], int]:
+    """What a rank is told at the end that sent two objects, of which one was taken; how many it kept before."""
+    smp.init({"partitions": 2})
+    told: list[str] = []
+    kept = 0
+    if rank == 0:
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        smp.send("one", 1, smp.RankType.PP_RANK)
+        smp.barrier()
+        smp.barrier()
+        smp.send("two", 1, smp.RankType.PP_RANK)
+        kept = len(session().post._letters)  # what was taken has gone
+        session().post.deliver(timedelta(milliseconds=100))
+        logger.removeHandler(handler)
+        smp.barrier()
+    else:
+        smp.barrier()
+        assert smp.recv_from(0, smp.RankType.PP_RANK) == "one"
+        smp.barrier()
+        smp.barrier()
+    _sessions.clear()
+    return told, kept
+
+
+def test_what_nobody_took_is_told_at_the_end(pool: Pool) -> None:
+    told, kept = pool.run(untaken)[0]
+    assert told == ["smp.send: rank 0 has sent an object that rank 1 did not take; call smp.recv_from there"]
+    assert kept == 1
+
+
+def again(rank: int, size: int) -> list[str]:
+    """What travels after a second `init`."""
+    got = []
+    for text in ("first", "second"):
+        smp.init({"partitions": 2})
+        if rank == 0:
+            smp.send(text, 1, smp.RankType.PP_RANK)
+        else:
+            got.append(smp.recv_from(0, smp.RankType.PP_RANK))
+        smp.shutdown()
+    return got
+
+
+def test_sessions_count_apart(pool: Pool) -> None:
+    assert pool.run(again)[1] == ["first", "second"]
+
+
 def test_what_cannot_be_meant_is_told() -> None:
     smp.init()
     try:
@@ -145,7 +196,7 @@ def test_what_cannot_be_meant_is_told() -> None:
             smp.send("x", 1, smp.RankType.PP_RANK)
         with pytest.raises(ArgumentError, match="rank_type is 'pp'; give one of smp.RankType"):
             smp.recv_from(0, "pp")  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match="has sent itself none; send it first"):
+        with pytest.raises(ArgumentError, match="this process has sent itself no object"):
             smp.recv_from(0, smp.RankType.WORLD_RANK)
         with pytest.raises(ArgumentError, match="a group was given as 'dp'"):
             smp.barrier("dp")  # type: ignore[arg-type]
