@@ -168,7 +168,8 @@ def untaken(rank: int, size: int) -> tuple[list[str], int]:
 
 def test_what_nobody_took_is_told_at_the_end(pool: Pool) -> None:
     told, kept = pool.run(untaken)[0]
-    assert told == ["smp.send: rank 0 has sent an object that rank 1 did not take; call smp.recv_from there"]
+    (line,) = told
+    assert line.endswith("smp.send: rank 0 has sent an object that rank 1 did not take; call smp.recv_from there")
     assert kept == 1
 
 
