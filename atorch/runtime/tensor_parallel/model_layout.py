@@ -33,6 +33,8 @@ class ModelLayout:
     vocabulary: Vocabulary = Vocabulary({}, {}, {})
     outside: tuple[Kept, ...] = ()
     """What is multiplied with outside of the blocks, and is not of the vocabulary."""
+    alone: Vocabulary = Vocabulary({}, {}, {})
+    """Linear layers and tables that are split by themselves, wherever they are; results are gathered or summed."""
 
     @property
     def blocks(self) -> Mapping[str, BlockLayout]:
@@ -45,7 +47,7 @@ class ModelLayout:
         inner = [
             replace(each, name=full_name(path, each.name)) for path, block in self.blocks.items() for each in block.kept
         ]
-        return (*inner, *self.vocabulary.kept, *self.outside)
+        return (*inner, *self.vocabulary.kept, *self.outside, *self.alone.kept)
 
     @property
     def rows(self) -> Mapping[str, Rows]:
@@ -56,7 +58,8 @@ class ModelLayout:
             for group in block.groups
             for name, rows in group.rows.items()
         }
-        cut.update({**self.vocabulary.lookups, **self.vocabulary.logits})
+        for each in (self.vocabulary, self.alone):
+            cut.update({**each.lookups, **each.logits})
         return {name: rows for name, rows in cut.items() if not rows.is_shared}
 
 
@@ -92,7 +95,8 @@ def why_not_of(layout: ModelLayout, model: nn.Module, degree: int) -> str | None
         if known[path] != shapes_of(block):
             return f"{path or 'the model'} has other parameters"
     whole = shapes_of(model)
-    for name, rows in {**layout.vocabulary.lookups, **layout.vocabulary.logits, **layout.vocabulary.biases}.items():
-        if name not in whole or whole[name][rows.dim] != rows.num_met:
-            return f"{name} is another"
+    for each in (layout.vocabulary, layout.alone):
+        for name, rows in {**each.lookups, **each.logits, **each.biases}.items():
+            if name not in whole or whole[name][rows.dim] != rows.num_met:
+                return f"{name} is another"
     return None

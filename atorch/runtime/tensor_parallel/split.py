@@ -9,9 +9,9 @@ stays whole on every rank, and `layout.kept` says why. A layout that is known al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from atorch.distributed.description import described_call
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
 from atorch.originals import Originals
+from atorch.runtime.tensor_parallel.among import groups_among, has_pair, vocabulary_among, with_those_alone
 from atorch.runtime.tensor_parallel.apply import Cut, split_block
 from atorch.runtime.tensor_parallel.attention_heads import with_attributes
 from atorch.runtime.tensor_parallel.derive import derive
@@ -45,6 +46,7 @@ def tensor_parallel(
     mesh: DeviceMesh,
     plan: Plan | None = None,
     *,
+    among: Collection[str] | None = None,
     parameter_bytes: float | None = None,
     as_dtensors: bool = True,
     loss_parallel: bool = True,
@@ -55,6 +57,9 @@ def tensor_parallel(
     Args:
         run: calls the model on a small batch, the same on all ranks of the mesh: a few samples, a few tokens.
         plan: what is split, by hand; None: as much as can be.
+        among: full names of parameters: nothing else is split, and of them every linear layer and table that no other
+            split takes is split by itself. Heads that the ranks do not divide are no error then. None: all of them,
+            and none by itself.
         parameter_bytes: the most that a rank may hold of the parameters; what is sent for that is as little as can be.
         as_dtensors, loss_parallel: as for `apply_layout`.
         is_agreed: the ranks are known to call this alike; else they compare models and arguments.
@@ -64,7 +69,13 @@ def tensor_parallel(
             cannot be split, or no layout leaves as little as `parameter_bytes`. Nothing has been changed then.
         ArgumentError: the ranks have other models or weights, or were given other arguments or batches.
     """
-    options = {"parameter_bytes": parameter_bytes, "as_dtensors": as_dtensors, "loss_parallel": loss_parallel}
+    only = None if among is None else frozenset(among)
+    options: dict[str, Any] = {
+        "among": None if only is None else sorted(only),
+        "parameter_bytes": parameter_bytes,
+        "as_dtensors": as_dtensors,
+        "loss_parallel": loss_parallel,
+    }
 
     def check() -> None:
         if plan is not None:
@@ -88,7 +99,9 @@ def tensor_parallel(
             "and the same batch before the model is split"
         )
     with Originals(model):  # blocks are tried on copies
-        layout = _derive(model, watched, ranks, plan, parameter_bytes)
+        layout = _derive(model, watched, ranks, plan, parameter_bytes, only)
+    if only is not None:
+        layout = with_those_alone(layout, model, run, only)
     apply_layout(model, layout, mesh, as_dtensors=as_dtensors, loss_parallel=loss_parallel)
     watched.check(model, run)
     return layout
@@ -135,21 +148,29 @@ def apply_layout(
     for path, block in layout.blocks.items():
         split_block(model.get_submodule(path), block, cut)
     split_vocabulary(model, layout.vocabulary, cut, loss_parallel=loss_parallel)
+    split_vocabulary(model, layout.alone, cut, loss_parallel=False)
     if mesh.device_type != "cpu" and any(parameter.device.type == "cpu" for parameter in model.parameters()):
         model.to(mesh.device_type)  # DTensors are there already
 
 
 def _derive(
-    model: nn.Module, watched: Watched, ranks: Ranks, plan: Plan | None, parameter_bytes: float | None
+    model: nn.Module,
+    watched: Watched,
+    ranks: Ranks,
+    plan: Plan | None,
+    parameter_bytes: float | None,
+    only: Set[str] | None = None,
 ) -> ModelLayout:
     """The layout of the whole model; the model itself is not touched.
 
     What is chosen of all that could be split is tried, and chosen again without what failed.
     """
-    layouts = _candidates(watched, ranks.degree, plan)
+    layouts = _candidates(watched, ranks.degree, plan, only)
     vocabulary = Vocabulary({}, {}, {})
     if plan is None:
         vocabulary = derive_vocabulary(model, watched.tables, watched.products, ranks.degree)
+    if only is not None:
+        vocabulary = vocabulary_among(vocabulary, model, watched.products, only)
     inside = {*vocabulary.lookups, *vocabulary.logits, *(each.name for each in vocabulary.kept)}
     outside = dict.fromkeys(product.weight for product in watched.products if product.weight not in inside)
     reason = "the plan does not name it" if plan is not None else "it is outside of the repeated blocks"
@@ -168,15 +189,20 @@ def _derive(
             layouts.update({path: _without_failed(layouts[path], trial) for path in kind.paths})
 
 
-def _candidates(watched: Watched, degree: int, plan: Plan | None) -> dict[str, BlockLayout]:
+def _candidates(watched: Watched, degree: int, plan: Plan | None, only: Set[str] | None) -> dict[str, BlockLayout]:
     """How each block can be split: groups that may share parameters."""
     layouts: dict[str, BlockLayout] = {}
     for paths in watched.kinds:
+        asked = [path for path in paths if only is None or has_pair(watched.blocks[path], path, only)]
+        layouts.update(dict.fromkeys(paths, BlockLayout(())))
+        if not asked:
+            continue
         layout = BlockLayout((), (Kept("", "the batch did not reach it"),))
         if paths[0] in watched.calls:
+            first, is_named = paths[0], plan is not None or only is not None
             with preserved_rng():
-                layout = _derive_block(watched.blocks[paths[0]], paths[0], watched.calls[paths[0]], degree, plan)
-        layouts.update(dict.fromkeys(paths, layout))
+                layout = _derive_block(watched.blocks[first], first, watched.calls[first], degree, plan, is_named)
+        layouts.update({path: layout if only is None else groups_among(layout, path, only) for path in asked})
     return layouts
 
 
@@ -192,12 +218,14 @@ def _alike(paths: list[str], layouts: Mapping[str, BlockLayout], blocks: Mapping
     return [Alike(tuple(same), shapes_of(blocks[same[0]]), layout) for same, layout in found]
 
 
-def _derive_block(block: nn.Module, path: str, call: Call, degree: int, plan: Plan | None) -> BlockLayout:
+def _derive_block(
+    block: nn.Module, path: str, call: Call, degree: int, plan: Plan | None, is_named: bool
+) -> BlockLayout:
     layout = derive(apart(block), call, degree)
     if plan is not None:
         layout = chosen(layout, path, plan)
     for each in layout.kept:
-        if each.heads and plan is None:
+        if each.heads and not is_named:
             degrees = ", ".join(str(n) for n in range(2, each.heads + 1) if each.heads % n == 0)
             raise StrategyError(
                 f"tensor is {degree}, which does not divide the {each.heads} heads before "

@@ -7,7 +7,7 @@ taken of them as they are. A table that embedding and logits share is cut once a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,10 @@ def derive_vocabulary(model: nn.Module, tables: Iterable[str], products: Iterabl
             for own, parameter in module._parameters.items()
             if parameter is parameters[name]
         ]
-        reason = _why_kept([module for _, module in holders], rows, name in outputs)
+        modules = [module for _, module in holders]
+        reason = why_whole(modules, rows)
+        if (name in outputs) == all(isinstance(module, nn.Embedding) for module in modules):
+            reason = "it is used outside of the modules that hold it"
         if reason is not None:
             kept.append(Kept(name, reason))
             continue
@@ -71,12 +74,11 @@ def derive_vocabulary(model: nn.Module, tables: Iterable[str], products: Iterabl
     return Vocabulary(lookups, logits, biases, tuple(kept))
 
 
-def _why_kept(holders: list[nn.Module], rows: Rows, gives_logits: bool) -> str | None:
+def why_whole(holders: Sequence[nn.Module], rows: Rows) -> str | None:
+    """Why a table that these modules hold cannot be split into these rows; None if it can."""
     for module in holders:
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
             return "max_norm and scale_grad_by_freq need the whole table"
-    if gives_logits == all(isinstance(module, nn.Embedding) for module in holders):
-        return "it is used outside of the modules that hold it"
     if not all(rows.count(rank) for rank in range(len(rows.by_rank))):
         return "it has too few rows for every rank to have one"
     return None

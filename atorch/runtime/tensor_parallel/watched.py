@@ -32,7 +32,7 @@ class Watched:
         outer = {name: p for name, p in model.named_parameters() if id(p) not in inner}
         self.products: list[Product] = []
         self._eps = 0.0  # of the coarsest numbers that were computed with
-        with _evaluating(model), SeeProducts(outer, self._note) as mode:
+        with evaluating(model), SeeProducts(outer, self._note) as mode:
             outputs: list[Any] = []
             self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
         self.output = [tensor.clone() for tensor in tensors_of(outputs[0])]
@@ -59,7 +59,7 @@ class Watched:
 
     def check(self, model: nn.Module, run: Run) -> None:
         """Raise where the model, now split, has another output than it had."""
-        with _evaluating(model):
+        with evaluating(model):
             output = tensors_of(run(model))
         for got, expected in zip(output, self.output, strict=True):
             tolerance = max(CLOSE, 8 * torch.finfo(expected.dtype).eps, 8 * self._eps)
@@ -72,7 +72,7 @@ class Watched:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode and records no gradients; it is afterwards as it was, as are random states."""
     with untouched(model), evaluation_mode(model), torch.no_grad(), preserved_rng():
         yield
