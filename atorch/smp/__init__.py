@@ -45,6 +45,8 @@ from atorch.smp.ranks import (
     tp_size,
 )
 from atorch.smp.session import init, is_initialized, shutdown
+from atorch.smp.tensor_marks import set_tensor_parallelism, tensor_marks, tensor_parallelism
+from atorch.smp.tensor_replacement import tp_register, tp_register_with_module
 
 __all__ = [
     "CommGroup",
@@ -90,8 +92,13 @@ __all__ = [
     "rdp_size",
     "recv_from",
     "send",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
+    "tensor_marks",
+    "tensor_parallelism",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]

@@ -59,6 +59,7 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/distributed/collectives.py:_everyone": "the group of all processes, a ContextVar set around a dry run",
     "atorch/logs.py:say_once": "what was said once a process; a model has many equal modules",
     "atorch/smp/session.py:_sessions": "smp.rank() and its kin take no argument; what smp.init made, in every thread",
+    "atorch/smp/tensor_marks.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",
     "atorch/runtime/recompute.py:_disabled": "disable_checkpointing() takes no argument; a ContextVar, as above",
     "atorch/runtime/recompute.py:_pass": "is_recomputing() takes no argument; a ContextVar, so each thread has its own",
 }

@@ -1,7 +1,24 @@
-"""Modules of SageMaker model parallel."""
+"""`smp.nn`: modules that are split over the tensor ranks, plain modules until then; and a fused layer norm."""
 
-from __future__ import annotations
-
+from atorch.smp.nn.attention import DistributedAttentionLayer
+from atorch.smp.nn.distributed_module import DistributedModule
+from atorch.smp.nn.language_model import DistributedTransformerLMHead
 from atorch.smp.nn.layer_norm import FusedLayerNorm
+from atorch.smp.nn.linear import DistributedEmbedding, DistributedLinear
+from atorch.smp.nn.transformer import (
+    DistributedTransformer,
+    DistributedTransformerLayer,
+    DistributedTransformerOutputLayer,
+)
 
-__all__ = ["FusedLayerNorm"]
+__all__ = [
+    "DistributedAttentionLayer",
+    "DistributedEmbedding",
+    "DistributedLinear",
+    "DistributedModule",
+    "DistributedTransformer",
+    "DistributedTransformerLMHead",
+    "DistributedTransformerLayer",
+    "DistributedTransformerOutputLayer",
+    "FusedLayerNorm",
+]

@@ -1,0 +1,41 @@
+"""What the distributed modules have in common: whole weights, and a purpose: to be split over the tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from atorch.errors import ArgumentError, shown
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "fused_softmax": "torch's attention is one kernel",
+    "flash_attention": "torch chooses the kernel of its attention",
+    "query_key_layer_scaling": "torch's attention scales before it sums",
+    "attention_in_fp32": "torch's attention keeps its softmax in fp32",
+    "fused_bias_gelu": "torch.compile fuses it",
+    "fused_dropout": "torch.compile fuses it",
+    "distribute_embedding": "an embedding that is marked is split",
+}
+"""Keywords of `tensor_parallelism` that chose among the original's kernels, and why nothing is to be chosen here."""
+
+
+class DistributedModule(nn.Module):
+    """The base of modules that are split over the tensor ranks at the first step, unless they are marked against it.
+
+    Until then it has its whole weights and computes as a plain module does. A subclass needs nothing but that: how it
+    is split follows from what it computes.
+    """
+
+
+def refuse(cls: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """Raise an ArgumentError for an argument that asks for what there is not.
+
+    neutral: the values that ask for nothing, by name.
+    """
+    for name, value in given.items():
+        if value != neutral[name]:
+            raise ArgumentError(
+                f"{cls} was given {name} {shown(value)}, which atorch.smp has not; leave it at {neutral[name]!r}"
+            )

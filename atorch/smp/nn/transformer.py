@@ -1,0 +1,206 @@
+"""`smp.nn.DistributedTransformer`, and the layers that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atorch.errors import ArgumentError, near_miss, shown
+from atorch.smp.nn.attention import DistributedAttentionLayer
+from atorch.smp.nn.distributed_module import DistributedModule, refuse
+from atorch.smp.nn.initial import drawn_normal, need_layernorm
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+States = tuple[Tensor | None, ...]
+"""(hidden_states, attention_mask); with cross attention (hidden_states, cross_states, attention_mask, cross_mask)."""
+
+
+class DistributedTransformerOutputLayer(DistributedModule):
+    """The two linear maps of a transformer layer, hidden_size → intermediate_size → hidden_size, and the residual.
+
+    forward: of hidden states (batch, seq, hidden_size) to the same shape. `intermediate_size` is shared out over the
+    tensor ranks.
+
+    Args:
+        activation: "gelu" or "relu".
+        fp32_residual_addition: the residual is added, and normed, in fp32: a sum that fp16 cannot hold is none then.
+        pre_layernorm, post_layernorm, use_normal_initialization: as for `DistributedAttentionLayer`.
+
+    Raises:
+        ArgumentError: no layer norm, or an activation that is not known.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        fp32_residual_addition: bool = False,
+    ) -> None:
+        super().__init__()
+        need_layernorm("DistributedTransformerOutputLayer", pre_layernorm, post_layernorm)
+        if activation not in ACTIVATIONS:
+            raise ArgumentError(f"activation was given {shown(activation)}; {near_miss(str(activation), ACTIVATIONS)}")
+        self.activation = activation
+        self.fp32_residual_addition = fp32_residual_addition
+        self.dense1 = nn.Linear(hidden_size, intermediate_size)
+        self.dense2 = nn.Linear(intermediate_size, hidden_size)
+        self.dropout = nn.Dropout(hidden_dropout_prob)
+        self.pre_layernorm = nn.LayerNorm(hidden_size, layernorm_epsilon) if pre_layernorm else None
+        self.layernorm = nn.LayerNorm(hidden_size, layernorm_epsilon) if post_layernorm else None
+        if use_normal_initialization:
+            drawn_normal(self, initializer_range)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The layer's result, like `hidden`."""
+        normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        mapped: Tensor = self.dropout(self.dense2(ACTIVATIONS[self.activation](self.dense1(normed))))
+        if self.fp32_residual_addition:
+            return self._normed_in_fp32(mapped.float() + hidden.float()).to(hidden.dtype)
+        result = mapped + hidden
+        return result if self.layernorm is None else self.layernorm(result)
+
+    def _normed_in_fp32(self, result: Tensor) -> Tensor:
+        norm = self.layernorm
+        if norm is None:
+            return result
+        return F.layer_norm(result, norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps)
+
+
+class DistributedTransformerLayer(DistributedModule):
+    """A transformer layer: attention, cross attention where there is some, and the output layer.
+
+    forward: of `States` to `States`, of which hidden_states alone is another.
+
+    Args:
+        add_cross_attention: attention to cross_states (batch, their seq, hidden_size) after that to hidden_states.
+        use_alibi, alibi_bias_max: refused but for their defaults.
+        others: as for `DistributedAttentionLayer` and `DistributedTransformerOutputLayer`.
+
+    Raises:
+        ArgumentError: as these two, and for `use_alibi`.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        use_alibi: bool = False,
+        alibi_bias_max: int = 8,
+    ) -> None:
+        super().__init__()
+        refuse_alibi("DistributedTransformerLayer", use_alibi, alibi_bias_max)
+        self.add_cross_attention = add_cross_attention
+        both: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "hidden_dropout_prob": hidden_dropout_prob,
+            "layernorm_epsilon": layernorm_epsilon,
+            "initializer_range": initializer_range,
+            "use_normal_initialization": use_normal_initialization,
+            "pre_layernorm": pre_layernorm,
+            "post_layernorm": post_layernorm,
+        }
+        attention: dict[str, Any] = {
+            **both,
+            "num_attention_heads": num_attention_heads,
+            "attention_head_size": attention_head_size,
+            "attention_dropout_prob": attention_dropout_prob,
+        }
+        self.attention = DistributedAttentionLayer(**attention, causal_mask_size=causal_mask_size)
+        self.cross_attention = (
+            DistributedAttentionLayer(**attention, cross_attention=True) if add_cross_attention else None
+        )
+        self.output = DistributedTransformerOutputLayer(
+            **both, intermediate_size=intermediate_size, activation=activation
+        )
+
+    def forward(self, inputs: States) -> States:
+        """The states after the layer."""
+        if self.cross_attention is None:
+            hidden, mask = inputs
+            return self.output(self.attention((hidden, mask))), mask
+        hidden, cross, mask, cross_mask = inputs
+        seen = self.cross_attention((self.attention((hidden, mask)), cross, cross_mask))
+        return self.output(seen), cross, mask, cross_mask
+
+
+class DistributedTransformer(DistributedModule):
+    """`num_layers` layers, one after another: `seq_layers`.
+
+    Other arguments, and forward, are `DistributedTransformerLayer`'s.
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 12,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        use_alibi: bool = False,
+        alibi_bias_max: int = 8,
+    ) -> None:
+        super().__init__()
+        layers = [
+            DistributedTransformerLayer(
+                num_attention_heads,
+                attention_head_size,
+                hidden_size,
+                intermediate_size,
+                attention_dropout_prob,
+                hidden_dropout_prob,
+                activation,
+                layernorm_epsilon,
+                initializer_range,
+                use_normal_initialization,
+                causal_mask_size,
+                add_cross_attention,
+                pre_layernorm,
+                post_layernorm,
+                use_alibi,
+                alibi_bias_max,
+            )
+            for _ in range(num_layers)
+        ]
+        self.seq_layers = nn.Sequential(*layers)
+
+    def forward(self, inputs: States) -> States:
+        """The states after all layers."""
+        states: States = self.seq_layers(inputs)
+        return states
+
+
+def refuse_alibi(cls: str, use_alibi: bool, alibi_bias_max: int) -> None:
+    """Raise an ArgumentError where attention is asked for linear biases."""
+    refuse(cls, {"use_alibi": use_alibi, "alibi_bias_max": alibi_bias_max}, {"use_alibi": False, "alibi_bias_max": 8})
