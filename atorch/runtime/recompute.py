@@ -54,6 +54,7 @@ class _Options(NamedTuple):
     maintain_forward_counter: bool = False
     reentrant: bool = False
     selective: bool = False
+    preserve_rng_state: bool = True
 
     @property
     def needs_python(self) -> bool:
@@ -159,6 +160,14 @@ def checkpoint_sequential(
     return _chain(steps[bounds[-2] :], input)
 
 
+def recomputed(function: _Function, owners: list[nn.Module], args: Any, kwargs: _Kwargs, **options: bool) -> Any:
+    """`function(*args, **kwargs)`, of which the inputs alone are kept. The `owners` are the modules that it calls.
+
+    options: `offload_to_cpu`, as for `checkpoint_wrapper`; and `preserve_rng_state`, without which dropout draws anew.
+    """
+    return _run(_Options(**options), function, owners, args, kwargs)
+
+
 def _check_module(module: object) -> None:
     if isinstance(module, type) and issubclass(module, nn.Module):
         raise ArgumentError(
@@ -250,7 +259,7 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
         again = functools.partial(forward, **kwargs)
         if options.selective:
             return checkpoint(again, *args, use_reentrant=False, context_fn=selective_contexts)
-        return checkpoint(again, *args, use_reentrant=False)
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=options.preserve_rng_state)
     leaves, spec = tree_flatten((args, kwargs))
     # An object given twice is kept once, and stays one in the recompute: attention asks whether `query is key`.
     inputs = list({id(leaf): leaf for leaf in leaves}.values())
@@ -266,7 +275,8 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
             return _run_reentrant(call, inputs)
         # An early stop would skip the last inner modules, and leave their counters up.
         early_stop = not any(COUNTER in vars(owner) for owner in owners)
-        return checkpoint(call, *inputs, use_reentrant=False, early_stop=early_stop)
+        keeps_rng = options.preserve_rng_state
+        return checkpoint(call, *inputs, use_reentrant=False, early_stop=early_stop, preserve_rng_state=keeps_rng)
 
 
 @contextmanager

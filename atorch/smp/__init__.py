@@ -6,7 +6,8 @@ changed, or with none after `import atorch.smp.alias`.
 
 from __future__ import annotations
 
-from atorch.smp import amp, nn, optimizers
+from atorch.smp import amp, nn, optimizers, patches
+from atorch.smp.activation_checkpointing import set_activation_checkpointing
 from atorch.smp.communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from atorch.smp.ranks import (
     DP_GROUP,
@@ -85,6 +86,7 @@ __all__ = [
     "mp_size",
     "nn",
     "optimizers",
+    "patches",
     "pp_rank",
     "pp_size",
     "rank",
@@ -92,6 +94,7 @@ __all__ = [
     "rdp_size",
     "recv_from",
     "send",
+    "set_activation_checkpointing",
     "set_tensor_parallelism",
     "shutdown",
     "size",

@@ -1,0 +1,181 @@
+"""Activation checkpointing by module, and by runs of a Sequential's layers that lie on one partition.
+
+`runtime.recompute` does the work. Here it is decided what is recomputed together: nothing that another process runs,
+and nothing across the border of two partitions, where a stage hands over to the next one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from atorch.errors import ArgumentError, near_miss, shown
+from atorch.runtime.override import override
+from atorch.runtime.recompute import recomputed
+from atorch.smp.places import Place, place_of
+from atorch.smp.session import is_initialized, session
+
+OPTIONS = "_smp_checkpointing"
+"""The attribute of a module whose forward is checkpointed, and how."""
+
+
+class Options(NamedTuple):
+    """How a module is checkpointed.
+
+    size: of a Sequential, how many layers are recomputed together; None for all that lie on one partition.
+    """
+
+    preserve_rng_state: bool
+    size: int | None = 1
+
+
+def set_activation_checkpointing(
+    module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
+) -> None:
+    """Let a module keep its inputs alone, and compute the rest again in backward, whenever it is called from now on.
+
+    Its names in a state dict stay, BatchNorm counts once, and a second call of this replaces the first one's settings.
+    A module that automatic partitioning splits over processes is run without.
+
+    Args:
+        preserve_rng_state: dropout and the like draw the same in the recompute; False saves keeping the generators'
+            states.
+        pack_args_as_tuple: of a Sequential; accepted. Layers may take and give tuples in any case.
+        strategy: of a Sequential, what is recomputed together: `each` layer by itself, the `contiguous` layers that lie
+            on one partition, or `group_N`, up to N of these. Before the model is partitioned it is each layer.
+
+    Raises:
+        ArgumentError: no module with a forward, a strategy that there is not, or one of a module that is no Sequential.
+    """
+    check_module("set_activation_checkpointing", module)
+    check_bools(
+        "set_activation_checkpointing", preserve_rng_state=preserve_rng_state, pack_args_as_tuple=pack_args_as_tuple
+    )
+    if not is_sequential(module) and (strategy != "each" or pack_args_as_tuple):
+        what = f"strategy {shown(strategy)}" if strategy != "each" else "pack_args_as_tuple=True"
+        raise ArgumentError(
+            f"set_activation_checkpointing was given {what} for a {type(module).__name__}; these are of an "
+            "nn.Sequential, whose layers can be taken together. Leave it out, or give the Sequential"
+        )
+    size = size_of(strategy) if is_sequential(module) else None
+    checkpoint_forward(module)
+    vars(module)[OPTIONS] = Options(preserve_rng_state, size)
+
+
+def checkpoint_forward(module: nn.Module) -> None:
+    """Let `module.forward` do what the module's `OPTIONS` say, whenever it has them."""
+    if not hasattr(type(module).forward, OPTIONS) and not hasattr(type(module).__call__, OPTIONS):
+        # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
+        override(module, "__call__" if "forward" in vars(module) else "forward", _checkpointing)
+
+
+def _checkpointing(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        options: Options | None = vars(self).get(OPTIONS)
+        if options is None:
+            return theirs(self, *args, **kwargs)
+        if is_sequential(self):
+            return in_runs(list(self.children()), options, *args, **kwargs)
+        return run_module(self, partial(theirs, self), options, args, kwargs)
+
+    setattr(run, OPTIONS, True)
+    return run
+
+
+def run_module(
+    module: nn.Module, forward: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`forward(*args, **kwargs)`, checkpointed where the module runs here as a whole."""
+    place = place_of(module)
+    if place is not None and not place.is_here:
+        return forward(*args, **kwargs)
+    return _recomputed(forward, [module], options, args, kwargs)
+
+
+def in_runs(layers: list[nn.Module], options: Options, input: Any) -> Any:
+    """The output of the layers, one after another, checkpointed in runs of `options.size` that lie on one partition."""
+    for place, run in _runs(layers, options.size):
+        chain = partial(_chain, run)
+        if place is not None and not place.is_here:
+            input = chain(input)
+        else:
+            input = _recomputed(chain, run, options, (input,), {})
+    return input
+
+
+def _runs(layers: list[nn.Module], size: int | None) -> Iterator[tuple[Place | None, list[nn.Module]]]:
+    for place, same in groupby(layers, place_of):
+        run = list(same)
+        step = 1 if place is None else size or len(run)
+        for start in range(0, len(run), step):
+            yield place, run[start : start + step]
+
+
+def _chain(layers: list[nn.Module], value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def _recomputed(
+    function: Callable[..., Any],
+    owners: list[nn.Module],
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    offloads = is_initialized() and session().config.offload_activations
+    return recomputed(
+        function, owners, args, kwargs, preserve_rng_state=options.preserve_rng_state, offload_to_cpu=offloads
+    )
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether it calls its layers one after another, and does nothing else."""
+    theirs = "forward" not in vars(module) and inspect.unwrap(type(module).forward)
+    return isinstance(module, nn.Sequential) and theirs is nn.Sequential.forward
+
+
+def size_of(strategy: str) -> int | None:
+    """How many layers a strategy takes together; None for all of a partition.
+
+    Raises:
+        ArgumentError: there is no such strategy.
+    """
+    if strategy == "contiguous":
+        return None
+    found = re.fullmatch(r"group_([1-9]\d*)", strategy) if isinstance(strategy, str) else None
+    if found is not None:
+        return int(found[1])
+    if strategy == "each":
+        return 1
+    known = ("each", "contiguous", "group_2")
+    hint = near_miss(strategy, known) if isinstance(strategy, str) else ""
+    raise ArgumentError(
+        f"there is no strategy {shown(strategy)}; strategies are 'each', 'contiguous', and 'group_N' with a number of "
+        f"layers, such as 'group_2' {hint}".rstrip()
+    )
+
+
+def check_module(door: str, module: object) -> None:
+    """Raise ArgumentError for what is no module with a forward."""
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"{door} was given {shown(module)}; give a module, not a function or a class")
+    if "forward" not in vars(module) and inspect.unwrap(type(module).forward) is nn.Module.forward:
+        raise ArgumentError(
+            f"{door} was given a {type(module).__name__}, which has no forward that could run again; call it for each "
+            "of the modules inside"
+        )
+
+
+def check_bools(door: str, **given: object) -> None:
+    """Raise ArgumentError for what is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{door} was given {shown(value)} as {name}; it is True or False")

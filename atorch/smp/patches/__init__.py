@@ -1,0 +1,7 @@
+"""What the original puts in the place of torch's: `smp.patches.checkpoint`."""
+
+from __future__ import annotations
+
+from atorch.smp.patches import checkpoint
+
+__all__ = ["checkpoint"]
