@@ -7,6 +7,7 @@ which are the blocks and whatever else has parameters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -39,10 +40,10 @@ def _outermost(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The outermost blocks below `module`: children of `parents` whose class is `known` or that of a sibling."""
     children = list(module.named_children())
-    classes = [type(child) for _, child in children if _is_composite(child)]
+    classes = Counter(type(child) for _, child in children if _is_composite(child))
     for name, child in children:
         path = f"{prefix}{name}"
-        is_repeated = type(child) in known or classes.count(type(child)) > 1
+        is_repeated = type(child) in known or classes[type(child)] > 1
         if isinstance(module, parents) and _can_be_block(child) and is_repeated:
             yield path, child
         else:
@@ -75,6 +76,11 @@ def shorten(model: nn.Module, repeats: int) -> None:
     container: Any = model.get_submodule(name)
     before = len(container)
     del container[repeats:]
+    tell_depth(model, before, repeats)
+
+
+def tell_depth(model: nn.Module, before: int, repeats: int) -> None:
+    """Let the attributes of a model that say a depth of `before`, and those of its configuration, say `repeats`."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
             for attribute, value in list(getattr(owner, "__dict__", {}).items()):

@@ -16,7 +16,7 @@ import copyreg
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -69,12 +69,23 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Copier:
-    """Copies of what `module`, and the functions `others`, reach; what is the same object stays the same in copies."""
+    """Copies of what `module`, and the functions `others`, reach; what is the same object stays the same in copies.
 
-    def __init__(self, module: Any, others: tuple[Any, ...], memo: Memo, convert: Convert | None) -> None:
+    In the places of those in `without` is None.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        others: tuple[Any, ...],
+        memo: Memo,
+        convert: Convert | None,
+        without: Collection[Any] = (),
+    ) -> None:
         self.memo = memo
+        self.memo.update((id(each), None) for each in without)
         self._convert = convert
-        self._found = Referenced(module, others)
+        self._found = Referenced(module, others, without)
         self._later: list[Callable[[], None]] = []  # functions are filled when what they stand in is there
 
     def whole(self, x: T) -> T:

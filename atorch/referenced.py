@@ -48,10 +48,10 @@ def is_parametrized(x: Any) -> bool:
 
 
 class Referenced:
-    """The objects that `module` and the functions `others` reach."""
+    """The objects that `module` and the functions `others` reach, by other roads than through those in `without`."""
 
-    def __init__(self, module: Any, others: tuple[Any, ...]) -> None:
-        self._objects: dict[int, Any] = {}
+    def __init__(self, module: Any, others: tuple[Any, ...], without: Iterable[Any] = ()) -> None:
+        self._objects: dict[int, Any] = {id(each): each for each in without}
         self._below: dict[int, list[Any]] = {}
         self._above: dict[int, list[int]] = {}
         self._weak: list[Any] = []

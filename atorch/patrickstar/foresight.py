@@ -21,14 +21,22 @@ class Foresight:
         self._model, self._dtype, self._device = model, dtype, device
         self.on_host: set[str] = set()  # names of embeddings that the device does not see
 
-    def __call__(self, batch: Any, /, *, for_real: bool = False) -> Pass:
-        """A pass on `batch`, on fake tensors or by a real run."""
+    def __call__(self, batch: Any, /, *, for_real: bool = False, whole: bool = False) -> Pass:
+        """A pass on `batch`, on fake tensors, of some blocks for all where they are alike, or by a real run."""
 
         def loss(duplicate: nn.Module, batch: Any) -> Tensor:
             foresee_lookups(duplicate, self.on_host, self._dtype)
             return _loss(duplicate, batch)
 
-        return foreseen(self._model, batch, loss, device_type=self._device.type, dtype=self._dtype, for_real=for_real)
+        return foreseen(
+            self._model,
+            batch,
+            loss,
+            device_type=self._device.type,
+            dtype=self._dtype,
+            for_real=for_real,
+            whole=whole,
+        )
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

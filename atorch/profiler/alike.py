@@ -37,6 +37,11 @@ def _index(name: str, position: int) -> int:
     return int(last) if last.isdigit() else position
 
 
+def are_alike(one: Any, other: Any, step: int) -> bool:
+    """Whether two blocks are alike that are `step` apart among their siblings."""
+    return _Comparison(step).alike(one, other)
+
+
 class _Comparison:
     """Of two blocks that are `step` apart among their siblings."""
 
@@ -61,9 +66,9 @@ class _Comparison:
 
     def _alike_inside(self, one: Any, other: Any) -> bool:
         if isinstance(one, types.FunctionType):
-            return one.__code__ is other.__code__
+            return one.__code__ is other.__code__ and self._all(_inputs(one), _inputs(other))
         if isinstance(one, types.MethodType):
-            return one.__func__ is other.__func__
+            return one.__func__ is other.__func__ and self.alike(one.__self__, other.__self__)
         if isinstance(one, partial):
             return self._all([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
         if isinstance(one, Mapping):
@@ -78,6 +83,19 @@ class _Comparison:
 
     def _all(self, ones: Sequence[Any], others: Sequence[Any]) -> bool:
         return len(ones) == len(others) and all(map(self.alike, ones, others))
+
+
+def _inputs(function: types.FunctionType) -> list[Any]:
+    """What the work of a function depends on beside its arguments and its code."""
+    cells = [] if function.__closure__ is None else [_content(cell) for cell in function.__closure__]
+    return [*cells, function.__defaults__, function.__kwdefaults__, vars(function)]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None  # it is empty
 
 
 def _shape(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bool]:

@@ -8,7 +8,7 @@ Of blocks that are equal one is copied, and the others become modules of their o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,16 +32,23 @@ def copy_structure(model: nn.Module, convert: Convert, equal: Sequence[Sequence[
 
 
 def copy_with(
-    model: nn.Module, functions: Iterable[Any], convert: Convert, equal: Sequence[Sequence[nn.Module]] = ()
+    model: nn.Module,
+    functions: Iterable[Any],
+    convert: Convert,
+    equal: Sequence[Sequence[nn.Module]] = (),
+    without: Collection[nn.Module] = (),
 ) -> tuple[nn.Module, list[Any]]:
-    """`copy_structure`, and of `functions` beside the model, such as its loss function, those that reach the copy."""
+    """`copy_structure`, and of `functions` beside the model, such as its loss function, those that reach the copy.
+
+    without: modules that are not copied; None is in their places.
+    """
     beside = tuple(functions)
-    copier = Copier(model, beside, {}, convert)
+    copier = Copier(model, beside, {}, convert, without)
     try:
         for first, *rest in equal:
             duplicate = copier.copy(first)
             for each in rest:
-                copier.memo[id(each)] = _sharing_parts(duplicate)
+                copier.memo[id(each)] = sharing_parts(duplicate)
                 # Whoever reaches a part by another road comes to the same one.
                 for part, other in zip(_parts(first), _parts(each), strict=True):
                     copier.memo[id(other)] = copier.copy(part)
@@ -77,7 +84,7 @@ def typical_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return real.uniform_(-0.02, 0.02) if real.is_floating_point() else real
 
 
-def _sharing_parts(module: nn.Module) -> nn.Module:
+def sharing_parts(module: nn.Module) -> nn.Module:
     """Another module of the same parts, with hooks of its own."""
     other: nn.Module = object.__new__(type(module))
     for name, value in vars(module).items():

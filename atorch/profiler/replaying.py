@@ -83,7 +83,7 @@ class Blocks:
         def renewed(before: torch.Tensor) -> torch.Tensor:
             value = recorder.value(before)
             if value not in new_of:
-                new_of[value] = _like(before)
+                new_of[value] = like(before)
                 made = recorder.value(new_of[value])
                 recorder.made[made] = len(recorder.stretches) - 1
                 if value in run.stretch.saved:
@@ -105,7 +105,7 @@ class Blocks:
         yield from _described(given, lambda tensor: order[self._recorder.value(tensor)])
 
 
-def _like(before: torch.Tensor) -> torch.Tensor:
+def like(before: torch.Tensor) -> torch.Tensor:
     """A new tensor with a storage as large; one that needs a gradient is, as any result, no leaf."""
     num_elements = before.untyped_storage().nbytes() // before.element_size()
     whole = torch.empty(num_elements, dtype=before.dtype, device=before.device)

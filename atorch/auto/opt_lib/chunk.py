@@ -277,7 +277,7 @@ def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Forese
     """A function that foresees a pass on a batch of the loader, or on the largest of its micro-batches."""
     loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
-    def foresee(batch: Any, /, *, for_real: bool = False) -> Pass:
+    def foresee(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> Pass:
         prepared = ctx.prepare_input(batch, "cpu")
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):
@@ -291,6 +291,7 @@ def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Forese
             compiled=compiled,
             on_host=ctx.on_host,
             for_real=for_real,
+            whole=whole,
         )
 
     return foresee

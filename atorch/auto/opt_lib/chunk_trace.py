@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from atorch.auto.opt_lib.chunk_stack import Calls, Stack, stack_of
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, AtorchError
+from atorch.logs import logger
 from atorch.originals import OriginalReachedError, Originals
 from atorch.profiler.copying import copy_with
 from atorch.profiler.devices import as_on
@@ -23,6 +25,7 @@ from atorch.profiler.live_bytes import BUFFERS, HOST, PARAMETERS, LiveBytes
 from atorch.profiler.tensors import local_part, map_tensors, tensors_of
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Pass
+from atorch.runtime.chunk.deeper import deeper, events_of
 from atorch.runtime.chunk.operations import host_values
 from atorch.runtime.chunk.trace import trace
 
@@ -38,6 +41,7 @@ def foreseen(
     on_host: Sequence[Tensor] = (),
     lingering: bool | None = None,
     for_real: bool = False,
+    whole: bool = False,
 ) -> Pass:
     """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
 
@@ -50,36 +54,118 @@ def foreseen(
             transfers do on such a device.
         for_real: run on copies of the model's values and the batch's in place of fakes, for a model whose control flow
             depends on values. Where processes share its chunks, all of them call this at once.
+        whole: every block is run, also where the pass of many alike ones follows from those of a few.
 
     Raises:
         ArgumentError: the model cannot run so, or reaches its own parameters by globals.
     """
-    is_there = device_type == "cuda" and torch.cuda.is_available() and not for_real
-    passing = _for_real(model, dtype) if for_real else _on_fakes(dtype, device_type if is_there else "cpu")
-    duplicate, (loss,) = copy_with(model, (loss,), passing.convert)
-    parameters = dict(duplicate.named_parameters())
-    for name, parameter in parameters.items():
-        parameter.data = passing.value(name, parameter)
-    batch = map_tensors(passing.convert_input, batch)
-    modules = CompiledModules.of(duplicate, compiled)
-    live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(batch)], on_host)
-    is_lingering = device_type == "cuda" if lingering is None else lingering
-    with preserved_rng(), nullcontext() if is_there else as_on(device_type):
-        try:
-            return trace(
-                lambda: loss(duplicate, batch),
+    job = _Job(model, batch, loss, device_type, dtype, compiled, on_host, lingering, for_real)
+    stack = None if for_real or whole else stack_of(model, compiled)
+    found = None if stack is None else _extended(job, stack)
+    return job.traced()[0] if found is None else found
+
+
+def _extended(job: _Job, stack: Stack) -> Pass | None:
+    """The pass of a model of many blocks that are alike, from those of three with fewer; None where it is another."""
+    try:
+        whole = job.called(stack)
+        passes = []
+        for depth in stack.depths:
+            calls = Calls(job.device_type)
+            found, instants = job.traced(stack, depth, calls)
+            if not calls.is_continued(whole, stack, depth):
+                return None
+            passes.append(events_of(found, instants))
+    except OriginalReachedError:
+        raise
+    except Exception as error:  # a model may fail in any way with other blocks than it was made of
+        logger.debug("%s is traced whole, it does not run with fewer blocks: %s", type(job.model).__name__, error)
+        return None
+    return deeper(passes, stack.later, (len(stack.blocks) - stack.depths[0]) // stack.period)
+
+
+class _Job(NamedTuple):
+    """What is to be foreseen."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[nn.Module, Any], Any]
+    device_type: str
+    dtype: torch.dtype | None
+    compiled: Collection[str]
+    on_host: Sequence[Tensor]
+    lingering: bool | None
+    for_real: bool
+
+    def traced(
+        self, stack: Stack | None = None, depth: int = 0, calls: Calls | None = None
+    ) -> tuple[Pass, list[list[int]]]:
+        """A pass, and the bytes beside parameters at each instant of its operations.
+
+        Args:
+            stack, depth: where the model is to have fewer blocks than it has, of which list how many.
+            calls: notes how those are called.
+        """
+        without = () if stack is None else stack.blocks[depth:]
+        with self._copied(without) as (duplicate, loss, batch, passing):
+            if stack is not None and calls is not None:
+                stack.shorten(duplicate, depth)
+                calls.watch(stack, duplicate)
+            parameters = dict(duplicate.named_parameters())
+            for name, parameter in parameters.items():
+                parameter.data = passing.value(name, parameter)
+            there = {name for name, _ in duplicate.named_modules()}
+            modules = CompiledModules.of(duplicate, [name for name in self.compiled if name in there])
+            live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(batch)], self.on_host)
+
+            def lost() -> Any:
+                value = loss(duplicate, batch)
+                if calls is not None:
+                    calls.end()
+                return value
+
+            found = trace(
+                lost,
                 parameters,
                 live,
-                _watching(model, passing.running()),
+                _watching(self.model, passing.running(), calls),
                 modules,
-                lingering=is_lingering,
+                lingering=self.device_type == "cuda" if self.lingering is None else self.lingering,
             )
-        except OriginalReachedError:
-            raise
-        except Exception as error:  # user code may fail in any way, on fakes above all
-            if for_real and isinstance(error, AtorchError):
-                raise  # says itself what to do
-            raise ArgumentError(passing.fault.format(type(model).__name__, type(error).__name__, error)) from error
+            return found, live.instants[1:]
+
+    def called(self, stack: Stack) -> Calls:
+        """How the model calls all blocks of a list in a forward pass, for which but the first few run."""
+        depth, calls = stack.depths[-1], Calls(self.device_type)
+        with self._copied(stack.blocks[depth:]) as (duplicate, loss, batch, passing):
+            calls.stand_in(stack, duplicate, depth)
+            for name, parameter in duplicate.named_parameters():
+                parameter.data = passing.value(name, parameter)
+            with torch.enable_grad(), _watching(self.model, passing.running(), calls):
+                loss(duplicate, batch)
+        calls.end()
+        return calls
+
+    @contextmanager
+    def _copied(
+        self, without: Collection[nn.Module]
+    ) -> Iterator[tuple[nn.Module, Callable[[nn.Module, Any], Any], Any, _Passing]]:
+        """A copy of the model with what it is run with, on the device where it will be, or as if it were there."""
+        is_there = self.device_type == "cuda" and torch.cuda.is_available() and not self.for_real
+        device = self.device_type if is_there else "cpu"
+        passing = _for_real(self.model, self.dtype) if self.for_real else _on_fakes(self.dtype, device)
+        duplicate, (loss,) = copy_with(self.model, (self.loss,), passing.convert, without=without)
+        batch = map_tensors(passing.convert_input, self.batch)
+        with preserved_rng(), nullcontext() if is_there else as_on(self.device_type):
+            try:
+                yield duplicate, loss, batch, passing
+            except OriginalReachedError:
+                raise
+            except Exception as error:  # user code may fail in any way, on fakes above all
+                if self.for_real and isinstance(error, AtorchError):
+                    raise  # says itself what to do
+                fault = passing.fault.format(type(self.model).__name__, type(error).__name__, error)
+                raise ArgumentError(fault) from error
 
 
 class _Passing(NamedTuple):
@@ -131,9 +217,11 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 @contextmanager
-def _watching(model: nn.Module, mode: AbstractContextManager[None]) -> Iterator[None]:
+def _watching(
+    model: nn.Module, mode: AbstractContextManager[None], calls: AbstractContextManager[Any] | None
+) -> Iterator[None]:
     """In `mode`, what reaches the model itself is refused."""
-    with mode, Originals(model):
+    with mode, calls or nullcontext(), Originals(model):
         yield
 
 
@@ -143,6 +231,8 @@ class _Beside(LiveBytes):
     def __init__(self, parameters: Mapping[str, Tensor], before: Sequence[Tensor], on_host: Sequence[Tensor]) -> None:
         super().__init__()
         self._parameters, self._before, self._on_host = parameters, before, on_host
+        self.instants: list[list[int]] = [[0]]
+        """What there is beside parameters, at each change, by the moments that `other_bytes` tells the most of."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()  # type: ignore[no-untyped-call]
@@ -155,3 +245,17 @@ class _Beside(LiveBytes):
     def other_bytes(self) -> list[int]:
         """The most of each moment."""
         return [int(each.total_bytes - each.memory.get(PARAMETERS, 0.0)) for each in self.moments]
+
+    def mark(self, name: str, index: int | None = None) -> None:
+        """End a moment."""
+        super().mark(name, index)
+        self.instants.append([self._beside])
+
+    def _see(self) -> None:
+        super()._see()
+        if self.instants[-1][-1] != self._beside:
+            self.instants[-1].append(self._beside)
+
+    @property
+    def _beside(self) -> int:
+        return int(self._total - self.now.get(PARAMETERS, 0.0))

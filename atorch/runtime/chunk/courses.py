@@ -1,7 +1,8 @@
 """The course of every pass: a batch of another shape keeps another amount for backward, and is foreseen when it comes.
 
-So is, once more, one whose last pass was not as it was foreseen: the model has changed. What goes another way each time
-is left to be fetched as it is needed.
+So is, once more, one whose last pass was not as it was foreseen: the model has changed, or its blocks are not as alike
+as they look, and all of them are run from then on. What goes another way each time is left to be fetched as it is
+needed.
 
 A pass is foreseen on fake tensors. Where that fails, values decide which way the model goes: from then on passes are
 foreseen by real runs.
@@ -27,9 +28,9 @@ from atorch.runtime.chunk.course import Course, Pass
 
 
 class Foresee(Protocol):
-    """Foresees the pass on a batch, on fake tensors or by a real run."""
+    """Foresees the pass on a batch, on fake tensors or by a real run; by a `whole` one, or of some blocks for all."""
 
-    def __call__(self, batch: Any, /, *, for_real: bool = ...) -> Pass: ...
+    def __call__(self, batch: Any, /, *, for_real: bool = ..., whole: bool = ...) -> Pass: ...
 
 
 class Courses:
@@ -44,7 +45,7 @@ class Courses:
         self._foresee, self._group = foresee, group
         self._known: dict[Hashable, Course] = {}
         self._again: set[Hashable] = set()  # foreseen twice
-        self._for_real = False
+        self._for_real = self._whole = False
         self._largest = 0
         self._batch: Any = None
         self._shapes: Hashable = ()
@@ -91,6 +92,7 @@ class Courses:
             self._known[key] = course_of(self.first())
         elif strayed:
             self._again.add(key)
+            self._whole = True
             with suppress(OutOfBudgetError):  # then as before, by need
                 self._known[key] = course_of(self.first())
         return self._known[key]
@@ -117,6 +119,6 @@ class Courses:
 
     def _attempt(self) -> Pass | AtorchError:
         try:
-            return self._foresee(self._batch, for_real=self._for_real)
+            return self._foresee(self._batch, for_real=self._for_real, whole=self._whole)
         except AtorchError as error:
             return error

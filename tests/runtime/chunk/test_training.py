@@ -376,7 +376,7 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
     foreseen_batches = []
 
     def foresee(batch: Tensor, /, **how: Any) -> Pass:
-        foreseen_batches.append(batch)
+        foreseen_batches.append(how["whole"])
         return foreseen(model, batch, of_logits, device_type="cpu", **how)
 
     courses = Courses(foresee, None)
@@ -392,6 +392,7 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
         assert train(model, optimizer, tokens, of_logits) == train(reference, plain, tokens, of_logits)
         assert len(foreseen_batches) == seen, "what changes each time is not foreseen each time"
         assert operations.residency.course.on_course == (early or seen == 1)
+    assert foreseen_batches == [False, True], "its blocks are not trusted to be alike any more"
 
 
 class Lingering(AtOnce):

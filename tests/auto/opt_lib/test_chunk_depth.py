@@ -1,0 +1,362 @@
+"""The pass of a deep model follows from copies with a few of its blocks, or every block is run: the two are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from atorch.auto.opt_lib import chunk_trace
+from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.runtime.chunk.course import Pass
+
+WIDTH, VOCAB, ROWS, TOKENS = 16, 50, 2, 8
+DEEP = 36  # blocks, from which on fewer runs tell
+FEW = 5 + 6 + 7 + 7  # runs: three short models, and the longest of them within the pass of full depth
+
+
+class Block(nn.Module):
+    """Counts its runs."""
+
+    runs = 0
+
+    def __init__(self, index: int = 0, width: int = WIDTH) -> None:
+        super().__init__()
+        self.index = index
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        Block.runs += 1
+        result: Tensor = hidden + self.down(self.inner(nn.functional.gelu(self.up(self.norm(hidden)))))
+        return result
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class Net(nn.Module):
+    """Tied embeddings around blocks."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layers, self.norm = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(blocks), nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for index, block in enumerate(self.layers):
+            hidden = self.through(index, block, hidden)
+        result: Tensor = self.norm(hidden) @ self.embed.weight.T
+        return result
+
+    def through(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        result: Tensor = block(hidden)
+        return result
+
+
+def ids() -> Tensor:
+    return torch.randint(0, VOCAB, (ROWS, TOKENS))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    value: Tensor = model(batch).float().square().mean()
+    return value
+
+
+def both(model: nn.Module, batch: Any, loss: Callable[..., Any] = loss, **how: Any) -> tuple[Pass, int]:
+    """The pass, held to one in which every block is run; and how many runs of blocks it took."""
+    whole = foreseen(model, batch, loss, device_type="cpu", whole=True, **how)
+    Block.runs = 0
+    found = foreseen(model, batch, loss, device_type="cpu", **how)
+    runs = Block.runs
+    assert len(found.accesses) == len(whole.accesses) > 0
+    for one, other in zip(found.accesses, whole.accesses, strict=True):
+        assert one == other
+    assert found.gradients == whole.gradients
+    return found, runs
+
+
+def blocks(**how: Any) -> list[nn.Module]:
+    return [Block(index, **how) for index in range(DEEP)]
+
+
+def test_alike_blocks_are_run_a_few_times_however_many_there_are() -> None:
+    _, runs = both(Net(*blocks()), ids())
+    assert runs == FEW
+    Block.runs = 0
+    deep = Net(*(Block(index) for index in range(10 * DEEP)))
+    found = foreseen(deep, ids(), loss, device_type="cpu")
+    assert Block.runs == FEW
+    assert {name for each in found.accesses for name in each.parameters} == {
+        name for name, _ in deep.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("way", ["cast", "lingering", "compiled", "meta", "checkpointed", "given", "autocast"])
+def test_what_is_foreseen_otherwise_is_so_for_all_blocks(way: str) -> None:
+    model, how = Net(*blocks()), {}
+    if way == "cast":
+        how = {"dtype": torch.bfloat16}
+    elif way == "lingering":
+        how = {"lingering": True}
+    elif way == "compiled":
+        how = {"compiled": [f"layers.{index}.up" for index in range(DEEP)]}
+    elif way == "meta":
+        model.to("meta")
+    elif way == "checkpointed":
+        model = Checkpointed(*blocks())
+    elif way == "given":
+        model = Positioned(*blocks())
+
+    def cast(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=way == "autocast"):
+            return loss(model, batch)
+
+    both_runs = both(model, ids(), cast, **how)[1]
+    assert both_runs == FEW + (5 + 6 + 7 if way == "checkpointed" else 0), "backward computes again"
+
+
+class Checkpointed(Net):
+    """Keeps nothing of a block but its input, of every so many blocks from some on."""
+
+    every, since, until = 1, 0, 10**6
+
+    def through(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        if index % self.every or not self.since <= index < self.until:
+            return super().through(index, block, hidden)
+        result: Tensor = checkpoint(block, hidden, use_reentrant=False)
+        return result
+
+
+class Positioned(Net):
+    """Gives every block what was computed once, and lets it have its own of some numbers."""
+
+    def through(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        return super().through(index, block, hidden * self.embed.weight[index])
+
+
+class Every(Block):
+    """Widens what it keeps, in every so many blocks or from one on."""
+
+    every, since = 1, 0
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        is_one = self.index % self.every == 0 and self.index >= self.since
+        return torch.tanh(torch.cat([hidden, hidden], -1)[..., : hidden.shape[-1]]) if is_one else hidden
+
+
+class EveryOther(Block):
+    """The same by an attribute of its own."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.kind = "local" if index % 2 else "global"
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(hidden) if self.kind == "local" else hidden
+
+
+class Twice(Net):
+    """Runs a block in the middle twice."""
+
+    def through(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        hidden = super().through(index, block, hidden)
+        return super().through(index, block, hidden) if index == DEEP // 2 else hidden
+
+
+class Interrupted(Net):
+    """Does something between two blocks in the middle."""
+
+    def through(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        return super().through(index, block, hidden.exp() if index == DEEP // 2 else hidden)
+
+
+class Skipping(Net):
+    """Adds what the first half of the blocks gave to what the others are given, the last first."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, kept = self.embed(ids), []
+        for index, block in enumerate(self.layers):
+            if index < len(self.layers) // 2:
+                kept.append(hidden)
+            else:
+                hidden = hidden + kept.pop()
+            hidden = block(hidden)
+        result: Tensor = self.norm(hidden)
+        return result
+
+
+class Together(Net):
+    """Looks at what all blocks gave, beside something that is larger where they are few."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, seen = self.embed(ids), []
+        for block in self.layers:
+            hidden = block(hidden)
+            seen.append(hidden)
+        logits = hidden @ self.embed.weight.T
+        large = torch.cat([logits.detach()] * 8)
+        del large
+        together = torch.stack([each.detach() for each in seen])
+        del together
+        return logits
+
+
+def hooked() -> nn.Module:
+    model = Net(*blocks())
+    model.layers[DEEP // 2].up.register_forward_hook(lambda module, given, result: result.tanh())  # type: ignore[union-attr]
+    return model
+
+
+def tied() -> nn.Module:
+    model: Any = Net(*blocks())
+    model.layers[DEEP - 3].up.weight = model.layers[DEEP - 9].up.weight
+    return model
+
+
+def shared() -> nn.Module:
+    whole = blocks()
+    return Net(*whole[:-1], whole[3])
+
+
+def frozen() -> nn.Module:
+    model: Any = Net(*blocks())
+    model.layers[DEEP // 2].down.weight.requires_grad_(False)
+    return model
+
+
+def patterned(model: type[Net] | type[Block], **values: int) -> nn.Module:
+    own: Any = type(model.__name__, (model,), values)
+    return own(*blocks()) if issubclass(model, Net) else Net(*(own(index) for index in range(DEEP)))
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "a block run twice": lambda: Twice(*blocks()),
+    "an operation between two": lambda: Interrupted(*blocks()),
+    "skips": lambda: Skipping(*blocks()),
+    "a hook": hooked,
+    "a tied weight": tied,
+    "a block in two places": shared,
+    "a frozen weight": frozen,
+    "some checkpointed": lambda: patterned(Checkpointed, until=DEEP - 9),
+    "every third by its number": lambda: patterned(Every, every=3),
+    "from a number on": lambda: patterned(Every, since=DEEP - 9),
+    "a kind of three blocks": lambda: Net(*blocks()[:-3], *(EveryOther(1) for _ in range(3))),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_where_blocks_are_not_treated_alike_every_one_is_run(kind: str) -> None:
+    found, _ = both(OTHERS[kind](), ids())
+    assert found.accesses
+
+
+def test_blocks_may_repeat_in_twos() -> None:
+    whole = [EveryOther(index) for index in range(2 * DEEP)]
+    _, runs = both(Net(*whole), ids())
+    assert runs == 10 + 12 + 14 + 14
+
+
+def test_the_most_may_be_at_another_instant_in_deep_models() -> None:
+    _, runs = both(Together(*blocks()), ids())
+    assert runs == FEW
+
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_attention_heads": 2, "intermediate_size": WIDTH}
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_positions=TOKENS, n_embd=WIDTH, n_layer=LAYERS, n_head=2, **ENDS)
+    )
+
+
+def llama(**how: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=LAYERS, num_key_value_heads=1, **how))
+
+
+def checkpointed_llama() -> nn.Module:
+    model = llama(use_cache=False)
+    model.activation_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+def gemma() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    own = {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4, "use_cache": False}
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, **own, num_hidden_layers=2 * DEEP))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**SIZES, num_hidden_layers=LAYERS))
+
+
+def t5(encoders: int, decoders: int) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_heads": 2, "pad_token_id": 0}
+    config = T5Config(
+        **sizes, num_layers=encoders, num_decoder_layers=decoders, decoder_start_token_id=0, use_cache=False
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
+    return nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.TransformerEncoder(layer, DEEP, enable_nested_tensor=False))
+
+
+def convolutions() -> nn.Module:
+    widths = [WIDTH + index for index in range(6)]
+    pairs = zip(widths, widths[1:], strict=False)
+    rows = [nn.Sequential(nn.Conv1d(before, after, 3, padding=1), nn.ReLU()) for before, after in pairs]
+    return nn.Sequential(nn.Embedding(VOCAB, TOKENS), nn.Conv1d(TOKENS, WIDTH, 1), *rows)
+
+
+LAYERS = 44
+ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[int] | None]] = {  # depths that tell; None: its own
+    "gpt2, which keeps keys and values": (gpt2, [5, 6, 7]),
+    "t5 of many decoders, the first another": (lambda: t5(1, LAYERS), [6, 7, 8]),
+    "t5 of many encoders": (lambda: t5(60, 1), [6, 7, 8]),
+    "t5 of both": (lambda: t5(8, 8), None),
+    "llama, which keeps keys and values": (llama, [5, 6, 7]),
+    "llama, checkpointed": (checkpointed_llama, [5, 6, 7]),
+    "gemma, which looks less far in every other": (gemma, [10, 12, 14]),
+    "bert": (bert, [5, 6, 7]),
+    "transformer encoder": (encoder, [5, 6, 7]),
+    "convolutions": (convolutions, None),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.matrix] if index > 0 else []) for index, kind in enumerate(FAMILIES)]
+)
+def test_families(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, depths = FAMILIES[kind]
+    model, batch, seen = make().train(), ids(), []
+    traced = chunk_trace._Job.traced
+
+    def seeing(job: Any, stack: Any = None, depth: int = 0, calls: Any = None) -> Any:
+        seen.append(depth)
+        return traced(job, stack, depth, calls)
+
+    def of_family(model: nn.Module, batch: Tensor) -> Tensor:
+        is_plain = isinstance(model, nn.Sequential)
+        result = model(batch) if is_plain else model(input_ids=batch, labels=batch).loss
+        value: Tensor = result.square().mean() if is_plain else result
+        return value
+
+    monkeypatch.setattr(chunk_trace._Job, "traced", seeing)
+    both(model, batch, of_family)
+    assert seen == [0, *(depths or [0])]
