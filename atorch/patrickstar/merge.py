@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import torch
 
 from atorch.errors import ArgumentError, CheckpointError, shown
-from atorch.files import FileKind, check_source, check_target, replacing
+from atorch.files import check_target, replacing
+from atorch.weights_file import CHECKPOINT, is_same, read_weights
 
 PLACE = "*"
 SHOWN = 8  # files that an error names
-CHECKPOINT = FileKind("checkpoint", CheckpointError)
 
 
 def merge_checkpoints(pattern: str, num: int) -> Path:
@@ -42,7 +41,6 @@ def merge_checkpoints(pattern: str, num: int) -> Path:
     merged: dict[str, Any] = {}
     came_from: dict[str, Path] = {}
     for path in paths:
-        check_source(path, CHECKPOINT)
         for key, value in _state_dict(path).items():
             if key in merged and not _compared(key, path, merged[key], value):
                 raise CheckpointError(
@@ -56,33 +54,9 @@ def merge_checkpoints(pattern: str, num: int) -> Path:
     return target
 
 
-# What torch raises for a file that it did not write, or that holds more than weights.
-_UNREADABLE = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    OverflowError,
-    struct.error,
-    torch.serialization.pickle.UnpicklingError,  # type: ignore[attr-defined]
-)
-
-
 def _state_dict(path: Path) -> Mapping[str, Any]:
     """The state dict in a file; nothing that it names is run."""
-    if not path.stat().st_size:
-        raise CheckpointError(f"{str(path)!r} is empty; save it again, or merge files of another step")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read as weights: {why}; give what torch.save wrote of model.state_dict()"
-        ) from error
+    state = read_weights(path, "give what torch.save wrote of model.state_dict(), or merge files of another step")
     if not isinstance(state, dict) or "param_groups" in state or not all(isinstance(key, str) for key in state):
         what = "an optimizer's state" if isinstance(state, dict) and "param_groups" in state else shown(type(state))
         raise CheckpointError(f"{str(path)!r} holds {what}; what can be merged are files of model.state_dict()")
@@ -92,34 +66,10 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
 def _compared(key: str, path: Path, one: Any, other: Any) -> bool:
     """Whether two values of a key are one; raises CheckpointError for what torch cannot say that of."""
     try:
-        return _same(one, other)
+        return is_same(one, other)
     except RuntimeError as error:  # also of containers that hold themselves, and of tensors without values
         why = str(error).splitlines()[0][:120]
         raise CheckpointError(
             f"{key} in {str(path)!r} cannot be compared with that of another rank ({why}); "
             "leave it out of what all but one rank save"
         ) from error
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are one, NaN and NaN too, in containers of any depth."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and _equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return False
-    return bool(one == other or (one != one and other != other))
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout != other.layout:
-        return False
-    if one.layout not in (torch.strided, torch.jagged):
-        one, other = one.to_sparse().coalesce(), other.to_sparse().coalesce()
-        return _same((one.indices(), one.values()), (other.indices(), other.values()))
-    if one.itemsize == 1 and one.is_floating_point():  # float8 has no comparison
-        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

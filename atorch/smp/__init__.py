@@ -9,6 +9,7 @@ from __future__ import annotations
 from atorch.smp import amp, nn, optimizers, patches
 from atorch.smp.activation_checkpointing import set_activation_checkpointing
 from atorch.smp.communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
+from atorch.smp.files import load, save
 from atorch.smp.ranks import (
     DP_GROUP,
     MP_GROUP,
@@ -79,6 +80,7 @@ __all__ = [
     "get_world_process_group",
     "init",
     "is_initialized",
+    "load",
     "local_rank",
     "local_size",
     "mp_barrier",
@@ -93,6 +95,7 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "save",
     "send",
     "set_activation_checkpointing",
     "set_tensor_parallelism",

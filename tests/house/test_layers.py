@@ -36,6 +36,7 @@ LAYERS = {
     "atorch.referenced": 1,
     "atorch.originals": 1,
     "atorch.configuration": 0,
+    "atorch.weights_file": 1,
     "atorch.errors": 0,
     "atorch.files": 0,
     "atorch.strict_json": 0,
