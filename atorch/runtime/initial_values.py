@@ -31,6 +31,11 @@ from atorch.runtime.meta_device import first_names, has_meta, is_meta, is_unfill
 Fill = Callable[[nn.Module], Any]
 """Writes values to a module's parameters and buffers."""
 
+ADVICE = (
+    "Give auto_accelerate a param_init_fn that fills a module's own parameters and buffers, make buffers on a real "
+    "device, or give empty_init=True and load a checkpoint before the first step"
+)
+
 
 class _Step(NamedTuple):
     """A module, what fills it, and the ids of the tensors that this touches."""
@@ -46,13 +51,14 @@ class InitialValues:
     Args:
         fill: called with each module that has such tensors in it, and with those above that it can be called with;
             children first. None: the `reset_parameters` of each module that has such tensors itself.
+        advice: what to do where nothing writes to some, which ends the error.
 
     Raises:
         ArgumentError: nothing writes to some of them, or a module holds one as an ordinary attribute.
     """
 
-    def __init__(self, model: nn.Module, fill: Fill | None = None) -> None:
-        self._fill = fill
+    def __init__(self, model: nn.Module, fill: Fill | None = None, advice: str = ADVICE) -> None:
+        self._fill, self._advice = fill, advice
         _refuse_attributes(model)
         try:
             self._model = duplicate(model, convert=lambda each: each if is_meta(each) else lazy_clone(each))
@@ -109,9 +115,7 @@ class InitialValues:
             owner = type(self._model.get_submodule(missing[0].rpartition(".")[0])).__name__
             why = f"{owner} has no reset_parameters" if self._fill is None else "param_init_fn does not write it"
             raise ArgumentError(
-                f"{first_names(missing)} on the meta device would get no values: of {missing[0]}, {why}. Give "
-                "auto_accelerate a param_init_fn that fills a module's own parameters and buffers, make buffers on a "
-                "real device, or give empty_init=True and load a checkpoint before the first step"
+                f"{first_names(missing)} on the meta device would get no values: of {missing[0]}, {why}. {self._advice}"
             )
         return steps
 

@@ -10,6 +10,7 @@ from atorch.smp import amp, nn, optimizers, patches
 from atorch.smp.activation_checkpointing import set_activation_checkpointing
 from atorch.smp.communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from atorch.smp.files import load, save
+from atorch.smp.model_creation import delay_param_initialization, model_creation
 from atorch.smp.ranks import (
     DP_GROUP,
     MP_GROUP,
@@ -63,6 +64,7 @@ __all__ = [
     "amp",
     "barrier",
     "broadcast",
+    "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -83,6 +85,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",

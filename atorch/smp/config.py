@@ -96,9 +96,9 @@ class Config(Section):
     sdp_hierarchical_allgather: Annotated[bool, NoEffect("NCCL chooses the way by the machine's links")] = Field(
         True, description="gathered within machines first"
     )
-    delayed_parameter_initialization: Annotated[
-        bool, NoEffect("make the model inside `smp.delay_param_initialization()`")
-    ] = Field(False, description="let parameters get their memory at the first step")
+    delayed_parameter_initialization: bool = Field(
+        False, description="parameters made inside `smp.model_creation` get memory and values at the first step"
+    )
     static_mode: Annotated[bool, NoEffect("every schedule is static")] = Field(
         False, description="repeated the first step's requests"
     )

@@ -1,0 +1,229 @@
+"""Parameters without memory until they are filled, with the values of plain construction's functions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError
+from atorch.smp.model_creation import delayed_values, fill
+from tests.pool import Pool
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Tied weights, buffers with values, a norm, recurrent and attention layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)) for _ in range(2)
+        )
+        self.recurrent = nn.LSTM(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.register_buffer("positions", torch.arange(3.0))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., None]]:
+    yield lambda **given: smp.init(given)
+    if smp.is_initialized():
+        smp.shutdown()
+
+
+def reset(module: nn.Module) -> None:
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if own is not None and module._parameters:
+        own()
+
+
+def storage_bytes(model: nn.Module) -> int:
+    return sum(each.untyped_storage().nbytes() for each in model.parameters() if not each.is_meta)
+
+
+def test_parameters_have_no_memory_and_buffers_their_values() -> None:
+    with smp.delay_param_initialization():
+        model = Net()
+    assert all(each.is_meta and isinstance(each, nn.Parameter) for each in model.parameters())
+    assert storage_bytes(model) == 0
+    assert model.head.weight is model.embed.weight
+    assert model.positions.tolist() == [0.0, 1.0, 2.0]
+    assert not any(each.is_meta for each in model.buffers())
+    assert not any(each.is_meta for each in Net().parameters())
+
+
+def test_filled_values_are_those_of_apply() -> None:
+    with smp.delay_param_initialization():
+        model = Net()
+    plain = Net()
+    torch.manual_seed(11)
+    plain.apply(reset)
+    torch.manual_seed(11)
+    before = list(model.parameters())
+    made = fill([model], CPU, delayed_values(model))
+    assert set(made) >= set(before)
+    assert [made[each] for each in before] == list(model.parameters())
+    assert model.head.weight is model.embed.weight
+    state, expected = model.state_dict(), plain.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    model.recurrent(torch.randn(2, 1, 4))[0].sum().backward()
+
+
+def test_a_model_that_has_values_is_left_alone() -> None:
+    model = Net()
+    before = list(model.parameters())
+    assert delayed_values(model) is None
+    assert fill([model], CPU, None) == {}
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_transformers_initialize_as_they_do() -> None:
+    config = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=16, n_positions=8)
+    with smp.delay_param_initialization():
+        model = transformers.GPT2LMHeadModel(config)
+    assert storage_bytes(model) == 0
+    plain = transformers.GPT2LMHeadModel(config)
+    torch.manual_seed(5)
+    plain.apply(plain._init_weights)
+    torch.manual_seed(5)
+    fill([model], CPU, delayed_values(model))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], each) for name, each in plain.state_dict().items())
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert 0.015 < model.transformer.h[0].attn.c_attn.weight.std().item() < 0.025
+
+
+def test_values_that_nothing_makes_again_are_named() -> None:
+    with smp.delay_param_initialization():
+        model = nn.Sequential(nn.Linear(2, 2), Own())
+    with pytest.raises(
+        ArgumentError, match=r"1\.scale .* Own has no reset_parameters\. Make that module outside of smp"
+    ):
+        delayed_values(model)
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Own):
+            nn.init.constant_(module.scale, 2.0)
+        else:
+            reset(module)
+
+    fill([model], CPU, delayed_values(model, init))
+    assert model[1].scale.tolist() == [2.0] * 3
+
+
+def test_what_replaces_a_parameter_keeps_its_values() -> None:
+    loaded = torch.randn(2, 2)
+    with smp.delay_param_initialization():
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(loaded)
+    assert torch.equal(model.weight, loaded)
+    assert model.bias.is_meta
+    fill([model], CPU, delayed_values(model))
+    assert torch.equal(model.weight, loaded)
+    assert not model.bias.is_meta
+
+
+def test_one_parameter_in_two_modules_stays_one() -> None:
+    with smp.delay_param_initialization():
+        shared = nn.Parameter(torch.ones(2))
+        first, second = nn.Module(), nn.Module()
+        first.a, second.b = shared, shared
+    assert first.a is second.b
+    assert first.a.is_meta
+
+
+def test_marks_and_kinds_stay() -> None:
+    with smp.delay_param_initialization():
+        marked = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+        marked.marked = True  # type: ignore[attr-defined]
+        module = nn.Module()
+        module.a = marked
+        lazy = nn.LazyLinear(3)
+    assert (module.a.marked, module.a.dtype, module.a.requires_grad) == (True, torch.bfloat16, False)
+    assert not lazy.weight.is_meta
+
+
+def test_the_innermost_context_wins_and_others_threads_have_none() -> None:
+    seen: list[bool] = []
+    with smp.delay_param_initialization():
+        with smp.delay_param_initialization(enabled=False):
+            assert not nn.Linear(2, 2).weight.is_meta
+        assert nn.Linear(2, 2).weight.is_meta
+        thread = threading.Thread(target=lambda: seen.append(nn.Linear(2, 2).weight.is_meta))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+    with pytest.raises(ZeroDivisionError), smp.delay_param_initialization():
+        raise ZeroDivisionError
+    assert not nn.Linear(2, 2).weight.is_meta
+    with pytest.raises(ArgumentError, match="enabled"), smp.delay_param_initialization("yes"):  # type: ignore[arg-type]
+        pass
+
+
+def test_model_creation_sets_the_dtype_inside() -> None:
+    with smp.model_creation(dtype=torch.bfloat16):
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert nn.Linear(2, 2).weight.dtype == torch.float32
+    with pytest.raises(ZeroDivisionError), smp.model_creation(dtype=torch.float16):
+        raise ZeroDivisionError
+    assert torch.get_default_dtype() == torch.float32
+    for wrong in (torch.int64, "float16"):
+        with pytest.raises(ArgumentError, match="as dtype"), smp.model_creation(dtype=wrong):  # type: ignore[arg-type]
+            pass
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_model_creation_delays_where_the_configuration_says_so(begin: Callable[..., None], delays: bool) -> None:
+    begin(delayed_parameter_initialization=delays)
+    with smp.model_creation():
+        model = nn.Linear(2, 2)
+    assert model.weight.is_meta == delays
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_model_creation_marks_for_tensor_parallelism(enabled: bool) -> None:
+    with smp.model_creation(tensor_parallelism=enabled, fused_softmax=True):
+        model = nn.Sequential(nn.Linear(2, 2))
+    marks = smp.tensor_marks(model)
+    assert bool(marks) == enabled
+    assert all(mark.enabled and mark.config == {"fused_softmax": True} for mark in marks.values())
+
+
+def part_filled(rank: int, size: int) -> tuple[list[str], dict[str, Any]]:
+    """What a process has that keeps one half of a model, after a seed of its own."""
+    torch.manual_seed(100)
+    with smp.delay_param_initialization():
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    values = delayed_values(model)
+    for name in ("weight", "bias"):  # of the other one
+        delattr(model[1 - rank], name)
+    torch.manual_seed(7 + rank)
+    fill([model], CPU, values)
+    return list(model.state_dict()), {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_each_process_fills_what_it_holds(pool: Pool) -> None:
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    torch.manual_seed(7)
+    plain.apply(reset)
+    expected = {name: value.tolist() for name, value in plain.state_dict().items()}
+    for rank, (names, values) in enumerate(pool.run(part_filled)):
+        assert names == [f"{rank}.weight", f"{rank}.bias"]
+        assert values == {name: expected[name] for name in names}
