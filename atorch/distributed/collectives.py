@@ -200,14 +200,15 @@ def agreed(
     return made[0]
 
 
-def meet(call: str, group: dist.ProcessGroup, place: str | None = None) -> None:
+def meet(call: str, group: dist.ProcessGroup, place: str | None = None, longest: timedelta = TIMEOUT) -> None:
     """Wait until all processes of a group make this `call`; who is missing is named, in a warning and then an error.
 
     Args:
         place: where calls meet that may be told differently by the processes; by default those of one wording.
+        longest: how long after the warning this process goes on waiting.
 
     Raises:
-        ArgumentError: some did not come within a group's time-out.
+        ArgumentError: some did not come until then.
     """
     if nobody_else() or group.size() == 1:
         return
@@ -217,7 +218,7 @@ def meet(call: str, group: dist.ProcessGroup, place: str | None = None) -> None:
         here.store.set(all_here, "")
         for each in ("here", "all"):  # all have left the last meeting; a store that kept them all would grow
             here.store.delete_key(f"{here.place}/{each}/{here.number - 1}")
-    for patience in (MEETING, TIMEOUT):
+    for patience in (MEETING, longest):
         try:
             here.store.wait([all_here], patience)
             return

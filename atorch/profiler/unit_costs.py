@@ -8,7 +8,7 @@ there. What lies between two units counts with the later one: a stage receives w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,17 +41,19 @@ def unit_costs(
     device: DeviceSpec,
     *,
     fold: Callable[[Cost], Cost] | None = None,
+    parts: Mapping[str, nn.Module] | None = None,
 ) -> tuple[UnitCost, ...]:
     """The cost of every call of a unit, in the order of execution; a unit that is called twice is there twice.
 
     Args:
         sample_batch: what `call_model(model, batch)` and `loss_func(batch, output)` take; its tensors may be anywhere.
         fold: what the strategy makes of the cost of plain training, its micro-batches among others; None: nothing.
+        parts: the units by name; None: those of `blocks.units`.
 
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, or is on the meta device and cannot run on fakes.
     """
-    profile = trace(model, sample_batch, call_model, loss_func, device_type=device.type, parts=units(model))
+    profile = trace(model, sample_batch, call_model, loss_func, device_type=device.type, parts=parts or units(model))
     cost, blocks = plain_cost(profile), repeated_blocks(model)
     if fold is not None:
         cost = fold(cost)

@@ -79,6 +79,10 @@ class Reduction:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             average(gradients, self._replicas.process_group)
 
+    def takes(self, error: Exception) -> bool:
+        """Never: what a backward pass raises ends the pass."""
+        return False
+
     def trial(self) -> AbstractContextManager[None]:
         """A pass whose gradients are thrown away. FSDP2 could not forget what it has not reduced."""
         return self.only(now=self._shards)

@@ -1,9 +1,9 @@
 """Tensors of which each rank has a part, and which are the whole ones to whoever computes with them.
 
 A kind of them says what it takes of the parts where they are, by `on_part`. Everything else gathers first, once, and
-from then on this is a whole tensor like any other: every rank has to do it, as every rank has to gather. One that prints
-a metric alone would wait in vain, or take what the others send next, so the ranks meet before a gather begins: who does
-not come is named.
+from then on this is a whole tensor like any other: every rank has to do it, as every rank has to gather. One that
+prints a metric alone would wait in vain, or take what the others send next, so the ranks meet before a gather begins:
+who does not come is named.
 
 Autograd sees the whole: gradients have its shape, and are split where they come from what is split. A view of a split
 tensor remembers what it is of, so that who writes into it writes there.

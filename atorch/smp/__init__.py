@@ -10,7 +10,10 @@ from atorch.smp import amp, nn, optimizers, patches
 from atorch.smp.activation_checkpointing import set_activation_checkpointing
 from atorch.smp.communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from atorch.smp.files import load, save
+from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delay_param_initialization, model_creation
+from atorch.smp.optimizer import DistributedOptimizer
+from atorch.smp.partitioning import partition
 from atorch.smp.ranks import (
     DP_GROUP,
     MP_GROUP,
@@ -47,17 +50,22 @@ from atorch.smp.ranks import (
     tp_rank,
     tp_size,
 )
-from atorch.smp.session import init, is_initialized, shutdown
+from atorch.smp.session import init, is_initialized, is_tracing, shutdown
+from atorch.smp.slicing import StepOutput
+from atorch.smp.step import step
 from atorch.smp.tensor_marks import set_tensor_parallelism, tensor_marks, tensor_parallelism
 from atorch.smp.tensor_replacement import tp_register, tp_register_with_module
 
 __all__ = [
     "CommGroup",
     "DP_GROUP",
+    "DistributedModel",
+    "DistributedOptimizer",
     "MP_GROUP",
     "PP_GROUP",
     "RDP_GROUP",
     "RankType",
+    "StepOutput",
     "TP_GROUP",
     "WORLD",
     "allgather",
@@ -82,6 +90,7 @@ __all__ = [
     "get_world_process_group",
     "init",
     "is_initialized",
+    "is_tracing",
     "load",
     "local_rank",
     "local_size",
@@ -91,6 +100,7 @@ __all__ = [
     "mp_size",
     "nn",
     "optimizers",
+    "partition",
     "patches",
     "pp_rank",
     "pp_size",
@@ -104,6 +114,7 @@ __all__ = [
     "set_tensor_parallelism",
     "shutdown",
     "size",
+    "step",
     "tensor_marks",
     "tensor_parallelism",
     "tp_rank",

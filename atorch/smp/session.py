@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -49,6 +50,8 @@ class Session:
     model: nn.Module | None = None  # the one of the script
     optimizer: Any = None  # the one of the script, too
     post: Post = field(default_factory=Post)
+    is_tracing: bool = False  # a step's function runs to be looked at
+    partition_contexts: list[Any] = field(default_factory=list)  # `smp.partition`, the innermost last
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +118,22 @@ def session() -> Session:
 def is_initialized() -> bool:
     """Whether `init` has been called in this process."""
     return bool(_sessions)
+
+
+def is_tracing() -> bool:
+    """Whether the function of a step runs to be looked at, before its first real run: it computes nothing of worth."""
+    return session().is_tracing
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside, `is_tracing` says so."""
+    current = session()
+    before, current.is_tracing = current.is_tracing, True
+    try:
+        yield
+    finally:
+        current.is_tracing = before
 
 
 def slices(config: Config, num_ranks: int) -> tuple[tuple[str, int], ...]:

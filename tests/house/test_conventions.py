@@ -38,7 +38,12 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/runtime/pipeline/observing.py:_observed": "a loss may fail in any way on fakes, or on a few rows",
     "atorch/runtime/pipeline/observing.py:_without_values": "a forward may fail on fakes in any way; the error says so",
     "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
+    "atorch/runtime/pipeline/schedules.py:TorchStage.backward_maybe_with_nosync": "raised again, or told to its owner",
     "atorch/runtime/sharded_stream.py:_Fetched.__init__": "raised again, and told to others, who would wait for ever",
+    "atorch/smp/partitioning.py:_looked_at": "a forward may fail on fakes in any way; a real run shows its own faults",
+    "atorch/smp/runner.py:Runner.run": "raised on all processes at the end of the step",
+    "atorch/smp/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
+    "atorch/smp/runner.py:starts_together": "the same, at the beginning of a step",
 }
 
 # Module-level objects that change while the program runs.

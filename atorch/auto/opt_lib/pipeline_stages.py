@@ -70,7 +70,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
             raise StrategyError("a pipeline needs loss.backward(); a backend with its own backward cannot take it")
         replicas = mesh.group(*BATCH_AXES)
         engine = Engine(built.parts, method.schedule, group, ctx.device, understudy(), replicas)
-        pipeline = Pipeline(engine, Ties(shared, built.parts, group), names)
+        pipeline = Pipeline(engine, Ties(shared, built.parts, group, engine.places), names)
         if method.backend == "deepspeed":
             return pipeline_deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
         loss_func = PipelinedLoss(

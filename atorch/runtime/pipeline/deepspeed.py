@@ -19,7 +19,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.deferred import Deferred
 from atorch.runtime.loss_weight import LossWeight, Rule
 from atorch.runtime.losses import LossFunc, value_of
-from atorch.runtime.pipeline.engine import Engine, Piece
+from atorch.runtime.pipeline.engine import Calls, Engine, Piece
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.rank_weight import RankWeight
 from atorch.runtime.split import num_rows, take
@@ -112,7 +112,7 @@ class WholeBatches(PipelinedLoss):
 
         self._layer.number = 0
         nothing = torch.zeros(1)
-        with torch.enable_grad(), self._engine.working_on([piece[1:] for piece in pieces], weighted):
+        with torch.enable_grad(), self._engine.working_on(Calls([piece[1:] for piece in pieces], weighted)):
             loss: Tensor = self.deepspeed.train_batch(iter([(nothing, nothing)] * len(pieces)))
         return loss.detach().reshape(())
 

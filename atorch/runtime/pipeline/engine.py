@@ -8,10 +8,10 @@ kept, for their buffers; in which order passes come is found out once for each n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
 from atorch.runtime.loss_weight import any_processes
-from atorch.runtime.pipeline.schedules import Pattern, TorchStage, make_schedule, place_of, torch_stage, whole_batch
+from atorch.runtime.pipeline.placed import Placed
+from atorch.runtime.pipeline.schedules import (
+    Pattern,
+    StageReduction,
+    TorchStage,
+    make_schedule,
+    places_of,
+    torch_stage,
+    whole_batch,
+)
 from atorch.runtime.pipeline.shapes import Shape, shape_of, sizes_of
 from atorch.runtime.pipeline.stage import Stage, stage_of
 from atorch.runtime.pipeline.understudy import Understudy
@@ -38,12 +47,62 @@ Conclude = Callable[[int, Any], Tensor]
 """(number of the micro-batch, the model's output) → what the last stage gives to the schedule."""
 
 
+class Work(Protocol):
+    """What a pass does: something around each micro-batch's call of the model."""
+
+    @property
+    def count(self) -> int:
+        """The number of micro-batches."""
+        ...
+
+    @property
+    def sizes(self) -> Hashable:
+        """Passes whose sizes are equal hand over tensors of equal shapes."""
+        ...
+
+    def look(self, part: nn.Module) -> None:
+        """Call a stage's model on the first micro-batch, without gradients, to see what it makes."""
+        ...
+
+    def run(self, number: int, part: nn.Module) -> Any:
+        """Call a stage's model on a micro-batch: what that gives, or, of the last stage, the micro-batch's loss."""
+        ...
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of the model, each of which is concluded where the output is made."""
+
+    calls: Sequence[Arguments]
+    conclude: Conclude
+
+    @property
+    def count(self) -> int:
+        """The number of micro-batches."""
+        return len(self.calls)
+
+    @property
+    def sizes(self) -> Hashable:
+        """Those of the first call's arguments; all calls are of equal sizes."""
+        return sizes_of(self.calls[0])
+
+    def look(self, part: nn.Module) -> None:
+        """Call the model on the first micro-batch."""
+        args, kwargs = self.calls[0]
+        part(*args, **kwargs)
+
+    def run(self, number: int, part: nn.Module) -> Any:
+        """Call the model, and conclude."""
+        args, kwargs = self.calls[number]
+        output = part(*args, **kwargs)
+        return self.conclude(number, output) if stage_of(part).is_last else output
+
+
 @dataclass(frozen=True)
 class _Job:
     """What is being run."""
 
-    calls: Sequence[Arguments]
-    conclude: Conclude
+    work: Work
     shapes: Sequence[Sequence[Shape]]
 
 
@@ -53,22 +112,27 @@ class Engine:
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        schedule: str,
+        schedule: str | Placed,
         group: dist.ProcessGroup,
         device: torch.device,
         understudy: Understudy | None = None,
         replicas: dist.ProcessGroup | None = None,
+        reductions: Sequence[StageReduction] | None = None,
     ) -> None:
-        """`understudy`: speaks for the other processes, where they are fake ones. `replicas`: who has other batches."""
+        """`understudy`: speaks for the other processes, where they are fake ones. `replicas`: who has other batches.
+
+        reductions: of the parts' gradients; None: as each part reduces by itself.
+        """
         self.parts, self.group, self.device = tuple(parts), group, device
         self.stages = [stage_of(part) for part in parts]
-        self.reductions = [Reduction(part) for part in parts]
-        self.last_place = place_of(self.stages[0].num_stages - 1, group.size())
+        self.reductions: Sequence[StageReduction] = reductions or [Reduction(part) for part in parts]
+        self.places = places_of(schedule, self.stages[0].num_stages, group.size())
+        self.last_place = self.places[-1]
         self._name, self.understudy = schedule, understudy
         # Where parameters are shards, a pass that one process makes, all that hold them have to make.
         self._looks_with = replicas if any(each.is_sharded for each in self.reductions) else None
         self.pieces = [Piece(part, self) for part in parts]
-        self._patterns: dict[tuple[str, int, bool], Pattern] = {}
+        self._patterns: dict[tuple[str | Placed, int, bool], Pattern] = {}
         self._schedules: dict[Any, Any] = {}
         self._seen: dict[Any, list[Sequence[Shape]]] = {}  # sizes of a call's arguments → shapes that it makes
         self.job: _Job | None = None
@@ -87,12 +151,16 @@ class Engine:
         Raises:
             StrategyError: the model does not do on this batch what it did on the sample.
         """
-        key = (train, whole, len(calls), sizes_of(calls[0]))
-        name = whole_batch(self._name) if whole else self._name
-        numbers = torch.arange(len(calls))
+        self.run_work(Calls(calls, conclude), train=train, whole=whole)
+
+    def run_work(self, work: Work, *, train: bool, whole: bool = False) -> None:
+        """The same with anything around the calls of the model."""
+        key = (train, whole, work.count, work.sizes)
+        name = whole_batch(self._name) if whole and isinstance(self._name, str) else self._name
+        numbers = torch.arange(work.count)
         first = [numbers] if self.stages[0].is_first else []
-        with self.working_on(calls, conclude) as shapes:
-            schedule = self._schedules.pop(key, None) or self._make(name, shapes, len(calls), train)
+        with self.working_on(work) as shapes:
+            schedule = self._schedules.pop(key, None) or self._make(name, shapes, work.count, train)
             try:
                 schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
             except RuntimeError as error:  # torch puts what a pass raised behind one of its own
@@ -104,30 +172,29 @@ class Engine:
             del self._schedules[next(iter(self._schedules))]
 
     @contextmanager
-    def working_on(self, calls: Sequence[Arguments], conclude: Conclude) -> Iterator[Sequence[Sequence[Shape]]]:
-        """Inside, `pieces` run the micro-batches `calls`; gives the shapes of what the model's calls return."""
-        sizes = sizes_of(calls[0])
-        shapes = self._seen.pop(sizes, None)
+    def working_on(self, work: Work) -> Iterator[Sequence[Sequence[Shape]]]:
+        """Inside, `pieces` run the micro-batches of `work`; gives the shapes of what the model's calls return."""
+        shapes = self._seen.pop(work.sizes, None)
         is_new = shapes is None if self._looks_with is None else any_processes([shapes is None], self._looks_with)[0]
         if shapes is None or is_new:
-            shapes = self._see(calls[0])
-        self._seen[sizes] = shapes
+            shapes = self._see(work)
+        self._seen[work.sizes] = shapes
         if len(self._seen) > KEPT_SHAPES:
             del self._seen[next(iter(self._seen))]
-        self.job = _Job(calls, conclude, shapes)
+        self.job = _Job(work, shapes)
         try:
             yield shapes
         finally:
             self.job = None
 
-    def _make(self, name: str, shapes: Sequence[Sequence[Shape]], micro_batches: int, train: bool) -> Any:
+    def _make(self, name: str | Placed, shapes: Sequence[Sequence[Shape]], micro_batches: int, train: bool) -> Any:
         key = name, micro_batches, train
         if key not in self._patterns:
             stages = self._torch_stages(name, shapes)
             self._patterns[key] = Pattern(make_schedule(name, stages, micro_batches, train=train), stages)
         return self._patterns[key].on(self._torch_stages(name, shapes))
 
-    def _torch_stages(self, name: str, shapes: Sequence[Sequence[Shape]]) -> list[TorchStage]:
+    def _torch_stages(self, name: str | Placed, shapes: Sequence[Sequence[Shape]]) -> list[TorchStage]:
         def described(stage: Stage, wires: Sequence[Any]) -> list[tuple[Shape, bool]]:
             found = [(shapes[wire.call][wire.number], wire.call in stage.route.trained) for wire in wires]
             return [(shape, trained and shape.dtype.is_floating_point) for shape, trained in found]
@@ -147,30 +214,30 @@ class Engine:
             for piece, reduction, stage in zip(self.pieces, self.reductions, self.stages, strict=True)
         ]
 
-    def _see(self, call: Arguments) -> list[Sequence[Shape]]:
+    def _see(self, work: Work) -> list[Sequence[Shape]]:
         """Run the stages one after another on a micro-batch, to see the shapes that they give.
 
         The processes of this pipeline fail together. Others have other batches, and may know the shapes of theirs.
         """
         if self.understudy is not None:
-            return list(self.understudy.run(*call)[0])
+            assert isinstance(work, Calls), "only strategies are simulated"
+            return list(self.understudy.run(*work.calls[0])[0])
         table: list[Sequence[Shape]] = []
         for index in range(self.stages[0].num_stages):
-            box = [together(functools.partial(self._seen_by, index, call, table), self.group)]
-            dist.broadcast_object_list(box, group=self.group, group_src=place_of(index, self.group.size()))
+            box = [together(functools.partial(self._seen_by, index, work, table), self.group)]
+            dist.broadcast_object_list(box, group=self.group, group_src=self.places[index])
             table += box[0]
         return table
 
-    def _seen_by(self, index: int, call: Arguments, table: Sequence[Sequence[Shape]]) -> list[list[Shape]]:
+    def _seen_by(self, index: int, work: Work, table: Sequence[Sequence[Shape]]) -> list[list[Shape]]:
         """What the calls of stage `index` return, where it is on this process."""
         place = next((place for place, stage in enumerate(self.stages) if stage.index == index), None)
         if place is None:
             return []
         stage, part = self.stages[place], self.parts[place]
         wires = [table[value.call][value.number].stand_in(self.device).clone() for value in stage.incoming]
-        args, kwargs = call
         with torch.no_grad(), untouched(part), self.reductions[place].forward(), stage.visit(wires, table) as visit:
-            part(*args, **kwargs)
+            work.look(part)
         return visit.made
 
 
@@ -186,11 +253,10 @@ class Piece(nn.Module):
         """What the next stage takes, or what the last one concludes."""
         stage, job = self.stage, self._engine.job
         assert job is not None, "only the engine runs schedules"
-        args, kwargs = job.calls[int(number)]
         with stage.visit(() if stage.is_first else wires, job.shapes):
-            output = self.part(*args, **kwargs)
+            output = job.work.run(int(number), self.part)
         if stage.is_last:
-            return job.conclude(int(number), output)
+            return output
         for value, tensor in zip(stage.outgoing, output, strict=True):
             expected = job.shapes[value.call][value.number]
             if shape_of(tensor) != expected:

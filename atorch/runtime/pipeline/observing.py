@@ -80,7 +80,7 @@ def _observed(
     route, output = observe(model, units, lambda: call_model(model, batch))
     if loss_func is None:
         return route
-    reads = _Reads(model)
+    reads = Reads(model)
     try:
         with torch.no_grad(), reads:
             loss_func(batch, output)
@@ -91,7 +91,7 @@ def _observed(
     return replace(route, read_by_loss=frozenset(reads.found) - route.output_needs)
 
 
-class _Reads(TorchDispatchMode):
+class Reads(TorchDispatchMode):
     """Notes of which parameters of `model` anything is computed."""
 
     def __init__(self, model: nn.Module) -> None:

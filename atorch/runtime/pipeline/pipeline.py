@@ -32,6 +32,7 @@ from atorch.runtime.pipeline.gathered import Gathered
 from atorch.runtime.pipeline.sending import from_place
 from atorch.runtime.pipeline.ties import Ties
 from atorch.runtime.rank_weight import RankWeight, without_gradient
+from atorch.runtime.reduction import Reduction
 from atorch.runtime.split import merge, num_rows, take
 from atorch.runtime.still import still
 from atorch.runtime.wrapper import Wrapper
@@ -117,7 +118,7 @@ class PipelinedLoss:
         self._ranks = over_ranks(self._weight)
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
         parameters = list(dict.fromkeys(model.parameters()))  # now: FSDP2 shows others while it is unsharded
-        self._apart = Apart(parameters, self._engine.reductions)
+        self._apart = Apart(parameters, [Reduction(part) for part in self._engine.parts])
         self._plain: torch.dtype | None = None  # the type of a loss that is nothing but a scalar
         self._foretold: Any = None  # by an understudy
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,12 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from atorch.logs import logger
 from atorch.runtime.pipeline.halves import comes_apart
+from atorch.runtime.pipeline.placed import Placed, turns
 from atorch.runtime.pipeline.shapes import Shape
-from atorch.runtime.reduction import Reduction
 
 
 def stages_of(place: int, size: int, pieces: int) -> tuple[int, ...]:
@@ -40,9 +42,38 @@ def stages_of(place: int, size: int, pieces: int) -> tuple[int, ...]:
     return tuple(place + size * number for number in range(pieces))
 
 
-def place_of(stage: int, size: int) -> int:
-    """The process that has a stage."""
-    return stage % size
+def places_of(schedule: str | Placed, num_stages: int, size: int) -> tuple[int, ...]:
+    """The process of each stage, of `size` processes."""
+    return tuple(stage % size for stage in range(num_stages)) if isinstance(schedule, str) else schedule.places
+
+
+class StageReduction(Protocol):
+    """When the gradients of a stage are reduced: `runtime.reduction.Reduction`, or one that is told by its owner."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward pass gathers parameters from other processes."""
+        ...
+
+    def forward(self) -> AbstractContextManager[None]:
+        """A forward pass whose backward comes later."""
+        ...
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        """The backward pass of an earlier forward pass; gradients are reduced with the last one."""
+        ...
+
+    def afterwards(self) -> None:
+        """Reduce what backward passes have left that were none of them the last."""
+        ...
+
+    def reshard(self) -> None:
+        """After a forward pass that no backward follows."""
+        ...
+
+    def takes(self, error: Exception) -> bool:
+        """Whether somebody tells what a backward pass raised later, and the schedule is to go on without gradients."""
+        ...
 
 
 class TorchStage(PipelineStage):
@@ -52,7 +83,7 @@ class TorchStage(PipelineStage):
     """
 
     def __init__(
-        self, module: nn.Module, reduction: Reduction, splits_backward: bool, *args: Any, **kwargs: Any
+        self, module: nn.Module, reduction: StageReduction, splits_backward: bool, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(module, *args, **kwargs)
         self._reduction, self._splits_backward = reduction, splits_backward
@@ -71,8 +102,14 @@ class TorchStage(PipelineStage):
                 bwd_kwargs = {**bwd_kwargs, "stage_output": bwd_kwargs["stage_output"][0]}  # the loss
         elif backward_type == "weight" and bwd_kwargs["param_groups"] is None:
             return (), None
-        with self._reduction.backward(last=last_backward and not self._splits_backward):
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        try:
+            with self._reduction.backward(last=last_backward and not self._splits_backward):
+                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        except Exception as error:
+            if not self._reduction.takes(error):
+                raise
+            inputs = bwd_kwargs["input_values"]
+            return tuple(torch.zeros_like(each) if each.requires_grad else None for each in inputs), None
 
     def _in_halves(self, given: Mapping[str, Any]) -> bool:
         if self._comes_apart is None:
@@ -91,9 +128,9 @@ class TorchStage(PipelineStage):
 
 
 def torch_stage(
-    schedule: str,
+    schedule: str | Placed,
     module: nn.Module,
-    reduction: Reduction,
+    reduction: StageReduction,
     index: int,
     num_stages: int,
     incoming: Sequence[tuple[Shape, bool]],
@@ -108,7 +145,7 @@ def torch_stage(
     """
     takes = [torch.zeros(1, dtype=torch.int64)] if index == 0 else [_empty(*wire) for wire in incoming]
     gives = [torch.zeros((), device="meta")] if index == num_stages - 1 else [_empty(*wire) for wire in outgoing]
-    return TorchStage(
+    stage = TorchStage(
         module,
         reduction,
         schedule == "zero_bubble",
@@ -119,6 +156,8 @@ def torch_stage(
         output_args=tuple(gives),
         group=group,
     )
+    stage.stage_index_to_group_rank = dict(enumerate(places_of(schedule, num_stages, group.size())))
+    return stage
 
 
 def _empty(shape: Shape, has_gradient: bool) -> torch.Tensor:
@@ -130,7 +169,7 @@ def whole_batch(name: str) -> str:
     return "looped" if name == "interleaved" else "gpipe"
 
 
-def make_schedule(name: str, stages: Sequence[TorchStage], micro_batches: int, *, train: bool) -> Any:
+def make_schedule(name: str | Placed, stages: Sequence[TorchStage], micro_batches: int, *, train: bool) -> Any:
     """Torch's schedule of that name; forward passes alone unless it is to `train`.
 
     Fewer micro-batches than processes cannot fill 1F1B, which then is GPipe.
@@ -138,6 +177,8 @@ def make_schedule(name: str, stages: Sequence[TorchStage], micro_batches: int, *
     options: dict[str, Any] = {"scale_grads": False}
     if train:
         options["loss_fn"] = _same
+    if isinstance(name, Placed):
+        return _PlacedSchedule(name, stages, micro_batches, options)
     if name == "looped":
         return ScheduleLoopedBFS(list(stages), micro_batches, **options)
     if name == "interleaved":
@@ -148,6 +189,22 @@ def make_schedule(name: str, stages: Sequence[TorchStage], micro_batches: int, *
     if name == "gpipe" or not train or micro_batches < stage.num_stages:
         return ScheduleGPipe(stage, micro_batches, **options)
     return Schedule1F1B(stage, micro_batches, **options)
+
+
+class _PlacedSchedule(_PipelineScheduleRuntime):
+    """Torch's runtime on an order of our own; it finds out who sends what to whom when."""
+
+    def __init__(
+        self, placed: Placed, stages: Sequence[TorchStage], micro_batches: int, options: dict[str, Any]
+    ) -> None:
+        super().__init__(list(stages), micro_batches, **options)  # type: ignore[no-untyped-call]
+        kinds = {False: _ComputationType.FORWARD, True: _ComputationType.FULL_BACKWARD}
+        found = turns(placed, micro_batches)
+        self.pipeline_order = {
+            place: [_Action(turn.stage, kinds[turn.is_backward], turn.number) for turn in own]
+            for place, own in enumerate(found)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
 
 
 @dataclass(frozen=True)

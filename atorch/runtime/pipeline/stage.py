@@ -64,6 +64,11 @@ class Stage:
         """What this stage hands over, the next one's `incoming`."""
         return () if self.is_last else self.route.wires(self.stop)
 
+    @property
+    def current(self) -> _Visit | None:
+        """The forward pass that runs."""
+        return self._visit
+
     @contextmanager
     def visit(self, wires: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> Iterator[_Visit]:
         """Inside, calling the stage's model runs the stage on what came in; `shapes` are those of all calls before."""
@@ -156,16 +161,21 @@ def cut(
     starts: Sequence[int],
     mine: Sequence[int],
     device: torch.device,
+    *,
+    shares: bool = False,
 ) -> tuple[nn.Module, ...]:
     """The stages `mine` of the model, cut before the calls `starts`: each a module that is called as the model is.
 
     The first is `model` itself, in place; others are copies of its structure. Parameters of no stage in `mine` are let
     go of. A stage's module has it as attribute (`stage_of`).
+
+    shares: a parameter that several of them hold is one and the same, and not a copy in each.
     """
     keeping = _keeping(model, units, route, starts)
     ends = (*starts[1:], len(route.calls))
     held = [keeping[index] for index in mine]
-    parts = [model, *(_structure(model, set().union(*held[:place]), held[place]) for place in range(1, len(mine)))]
+    before = [set[str]() if shares else set[str]().union(*held[:place]) for place in range(len(mine))]
+    parts = [model, *(_structure(model, before[place], held[place]) for place in range(1, len(mine)))]
     for index, part in zip(mine, parts, strict=True):
         stage = Stage(route, index, starts[index], ends[index], len(starts), device)
         _hollow(part, keeping[index], device)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.runtime.pipeline.schedules import place_of
 from atorch.runtime.pipeline.stage import stage_of
 from atorch.runtime.wrapped_optimizer import local
 
@@ -20,20 +19,29 @@ Shared = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
 
 class Ties:
-    """The shared parameters that the stages `parts` of this process hold."""
+    """The shared parameters that the stages `parts` of this process hold; `places` have the stages, in order."""
 
-    def __init__(self, shared: Shared, parts: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, shared: Shared, parts: Sequence[nn.Module], group: dist.ProcessGroup, places: Sequence[int]
+    ) -> None:
         self._group = group
         self._ties: list[tuple[list[int], list[Tensor]]] = []  # (processes, this one's copies)
         self.counted_elsewhere: set[Tensor] = set()
         named = {stage_of(part).index: dict(part.named_parameters(remove_duplicate=False)) for part in parts}
         for names, stages in shared:
             mine = [stage for stage in stages if stage in named]
-            copies: list[Tensor] = [_copy(named[stage], names) for stage in mine]
-            places = sorted({place_of(stage, group.size()) for stage in stages})
-            if copies and copies[0].requires_grad:
-                self._ties.append((places, copies))
+            copies: list[Tensor] = list(
+                {id(each): each for each in (_copy(named[stage], names) for stage in mine)}.values()
+            )
+            held_at = sorted({places[stage] for stage in stages})
+            if copies and copies[0].requires_grad and len(held_at) + len(copies) > 2:
+                self._ties.append((held_at, copies))
                 self.counted_elsewhere.update(copies[stages[0] in mine :])
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The copies that are on this process."""
+        return [each for _, copies in self._ties for each in copies]
 
     @torch.no_grad()
     def add_up(self) -> None:

@@ -35,7 +35,7 @@ def table() -> dict[tuple[str, str], str]:
 def on_this_torch(cell: str) -> str:
     """`equal` or `refused`, where a newer torch may do what an older one did not."""
     newer = re.search(r"equal on (\d+)\.(\d+)", cell)
-    mended = newer is not None and TORCH >= tuple(map(int, newer.groups()))
+    mended = newer is not None and tuple(map(int, newer.groups())) <= TORCH
     return "equal" if mended else cell.split(" ")[0]
 
 

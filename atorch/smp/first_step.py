@@ -1,0 +1,180 @@
+"""What the first step does before it runs: it partitions the model, and lets what waits for that happen.
+
+Parameters and buffers of all replicas are the first one's then; loads and hooks come after, and the first forward pass
+last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.cluster import ClusterSpec
+from atorch.distributed import world
+from atorch.distributed.collectives import from_rank_zero, together
+from atorch.errors import ArgumentError, AtorchError
+from atorch.logs import logger
+from atorch.runtime.buckets import broadcast
+from atorch.runtime.caches import turn_off_caches
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.pipeline.engine import Engine
+from atorch.runtime.pipeline.observing import Reads, route_of
+from atorch.runtime.pipeline.placed import Placed
+from atorch.runtime.pipeline.route import Route
+from atorch.runtime.pipeline.stage import cut, holders
+from atorch.runtime.pipeline.ties import Ties
+from atorch.runtime.still import untouched
+from atorch.smp.averaging import Averaging, PartReduction
+from atorch.smp.body import Body
+from atorch.smp.model import DistributedModel
+from atorch.smp.partitioning import (
+    Division,
+    Weighing,
+    auto_units,
+    divided_by_cost,
+    divided_by_hand,
+    units_by_hand,
+)
+from atorch.smp.runner import Faults, Runner
+from atorch.smp.session import Session, tracing
+from atorch.smp.slicing import Arguments
+from atorch.smp.states import blank_copy
+
+Function = Callable[..., Any]
+
+
+def partition(owner: Session, model: DistributedModel, function: Function, sample: Arguments) -> Runner:
+    """Partition the model by a micro-batch of the step that is to run first. All processes do so together.
+
+    Raises:
+        StrategyError, ArgumentError: the model, the function or the partitions do not allow it; on all processes, with
+            the model as it was.
+    """
+    mesh, config, whole = owner.mesh, owner.config, model.module
+    seed = from_rank_zero(torch.initial_seed())
+    turn_off_caches(whole)
+    units, route, division = together(lambda: _divided(owner, model, function, sample))
+    blank = together(lambda: blank_copy(whole))
+    faults = Faults()
+    placed = Placed(division.places, config.active_microbatches, config.pipeline == "simple")
+    if len(division.places) == 1:
+        whole.to(owner.device)
+        parts: tuple[nn.Module, ...] = (whole,)
+    else:
+        shared = holders(whole, units, route, division.starts)
+        mine = [stage for stage, place in enumerate(division.places) if place == mesh.rank("pipeline")]
+        parts = cut(whole, units, route, division.starts, mine, owner.device, shares=True)
+        for part in parts:
+            part.to(owner.device)
+    averaging = _averaging(owner, model, parts)
+    engine = ties = None
+    if len(division.places) > 1:
+        reductions = [PartReduction(part, averaging, faults.note) for part in parts]
+        group = mesh.group("pipeline")
+        engine = Engine(parts, placed, group, owner.device, reductions=reductions)
+        ties = Ties(shared, parts, group, division.places)
+    runner = Runner(model, owner, parts, placed, engine, ties, averaging, faults, blank, seed)
+    model.become(runner, division)
+    _say(owner, division)
+    if averaging is not None:
+        tensors = [each.detach() for part in parts for each in (*part.parameters(), *part.buffers())]
+        broadcast([(0, tensors)], averaging.group)
+    if owner.optimizer is not None:
+        owner.optimizer.follow(model)
+    together(model.settle)
+    return runner
+
+
+def _averaging(owner: Session, model: DistributedModel, parts: tuple[nn.Module, ...]) -> Averaging | None:
+    group = owner.mesh.group("data", "zero")
+    if group.size() == 1:
+        return None
+    options = model.options
+    made = Averaging(parts, group, bucket_cap_mb=options.bucket_cap_mb, as_views=options.gradient_as_bucket_view)
+    made.comm_hook = model.comm_hook
+    return made
+
+
+def _divided(
+    owner: Session, model: DistributedModel, function: Function, sample: Arguments
+) -> tuple[Mapping[str, nn.Module], Route, Division]:
+    config, whole = owner.config, model.module
+    count = config.pipeline_parallel_degree
+    if count == 1:
+        return {}, Route((), frozenset(), frozenset(), frozenset()), Division({}, (0,), (0,), {})
+    units = auto_units(whole, count) if config.auto_partition else units_by_hand(whole, config.default_partition)
+    call, route = _watched(model, units, function, sample)
+    if not config.auto_partition:
+        return units, route, divided_by_hand(route, units, count, config.default_partition)
+    weighing = Weighing(
+        config.memory_weight,
+        min(config.active_microbatches, config.microbatches),
+        times=model.options.trace_execution_times,
+        memory=model.options.trace_memory_usage,
+        traces=not config.skip_tracing,
+    )
+    device = ClusterSpec.detect(world.init(), measure=False).device
+    return units, route, divided_by_cost(route, units, whole, call, device, count, weighing)
+
+
+def _watched(
+    model: DistributedModel, units: Mapping[str, nn.Module], function: Function, sample: Arguments
+) -> tuple[Arguments, Route]:
+    """With what the function calls the model; what the model's modules hand to one another, and the function reads.
+
+    The model runs on fake tensors, where it can, and the function for real, on zeros for the model's output: what it
+    leaves somewhere must be no fake.
+    """
+    whole = model.module
+    device = next(whole.parameters()).device
+    moved = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample)
+    before = Body(function, moved, 0, None, {})
+    _look(model, before)
+    if before.call is None:
+        raise ArgumentError("the function of smp.step ended without calling the model; let it call it once")
+    outputs: list[Any] = []
+
+    def run(module: nn.Module, call: Arguments) -> Any:
+        outputs.append(module(*call[0], **call[1]))
+        return outputs[-1]
+
+    route = route_of(whole, units, before.call, run)
+    after = Body(function, moved, 0, _Giving(map_leaves(_zeros, outputs[-1])), {})
+    reads = Reads(whole)
+    try:
+        with reads:
+            _look(model, after)
+    except AtorchError:
+        raise
+    except Exception as error:  # the function may fail in any way on zeros; real batches show its faults
+        logger.info("what the function of smp.step reads of the model is known up to where it fails: %s", error)
+    return before.call, replace(route, read_by_loss=frozenset(reads.found) - route.output_needs)
+
+
+def _look(model: DistributedModel, body: Body) -> None:
+    with torch.no_grad(), untouched(model.module), model.serving(body), tracing():
+        body.run()
+
+
+class _Giving(nn.Module):
+    """Gives the same output for every call."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output
+
+
+def _zeros(leaf: Any, place: str) -> Any:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _say(owner: Session, division: Division) -> None:
+    if owner.mesh.size("pipeline") > 1:
+        logger.info("the model was partitioned:\n%s", division)

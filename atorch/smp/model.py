@@ -1,0 +1,379 @@
+"""The model that is spread over the processes: `smp.DistributedModel`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from atorch.errors import ArgumentError, shown
+from atorch.runtime.pipeline.stage import STAGE
+from atorch.runtime.tensor_parallel.state import whole_tensor
+from atorch.runtime.wrapper import Wrapper
+from atorch.smp.options import Options
+from atorch.smp.session import Session, session
+from atorch.smp.states import PARTIAL, gathered_state, merged_model_state, whole_on_host
+
+if TYPE_CHECKING:
+    from atorch.smp.averaging import CommHook
+    from atorch.smp.body import Body
+    from atorch.smp.partitioning import Division
+    from atorch.smp.runner import Runner
+
+
+class DistributedModel(Wrapper):
+    """A model that is partitioned over the processes of a pipeline when a step first runs.
+
+    Call it, and its `backward`, inside of functions that `smp.step` decorates. Names of parameters are the module's.
+
+    Args:
+        module: what to distribute; whole, the same on all processes, on any device.
+        trace_device: where the sample pass runs by which the model is partitioned; without a GPU it is the CPU.
+        trace_execution_times: weigh modules by measured times, on the GPU; they differ from run to run.
+        overlapping_allreduce: average gradients over replicas while backward runs, not at the end of a step.
+        backward_passes_per_step: calls of a step after which gradients, which add up, are averaged over replicas.
+        average_grads_across_microbatches: divide the gradients of a batch by the number of micro-batches: right for
+            losses that are means over samples. False for those that are sums.
+        bucket_cap_mb: MiB of gradients that are averaged at once.
+        trace_memory_usage: weigh modules by the activations that they keep, not by the size of what they return.
+        broadcast_buffers: let buffers of all replicas be the first one's at the beginning of a training step.
+        gradient_as_bucket_view: let `.grad` lie in the buckets, which saves their memory.
+
+    Raises:
+        ArgumentError: `smp.init` was not called, there is a model already, or an argument does not hold.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: Literal["cpu", "gpu"] = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
+        owner = session()
+        _check_module(module, owner)
+        super().__init__()
+        self.options = Options(
+            trace_device,
+            trace_execution_times,
+            overlapping_allreduce,
+            backward_passes_per_step,
+            average_grads_across_microbatches,
+            bucket_cap_mb,
+            trace_memory_usage,
+            broadcast_buffers,
+            gradient_as_bucket_view,
+        ).checked()
+        self.module = module
+        self.division: Division | None = None
+        """What is on which partition, once that is known."""
+        self._runner: tuple[Runner, ...] = ()  # in a tuple, or the parts would be found a second time
+        self._others: tuple[nn.Module, ...] = ()
+        self._body: Body | None = None
+        self._joins = False
+        self.divides_by_all = True
+        """Whether gradients of replicas that may run out of batches are averaged over all of them."""
+        self._names = tuple(module.state_dict())
+        self._waiting: list[Callable[[], None]] = []
+        self._hooks: dict[int, Callable[..., Any]] = {}
+        self._comm_hook: tuple[Any, CommHook] | None = None
+        owner.model = self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, in the micro-batch of the step that runs.
+
+        Raises:
+            ArgumentError: no step runs.
+        """
+        if self._body is None:
+            raise ArgumentError(
+                "the DistributedModel was called outside of smp.step: its parts are on several processes, which run "
+                "it together; call it in a function with @smp.step, for evaluation under torch.no_grad() too"
+            )
+        return self._body.call_model(args, kwargs)
+
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        retain_grad: bool = False,
+    ) -> None:
+        """Go backward from `tensors` through all parts of the model, when the schedule comes to it.
+
+        Args:
+            tensors: one, or several; scalars, or of the shapes of `grad_tensors`.
+
+        Raises:
+            ArgumentError: no step runs, the tensors do not hold, or what autograd alone can do is asked for.
+        """
+        for name, given in (
+            ("retain_graph", retain_graph), ("create_graph", create_graph), ("retain_grad", retain_grad),
+        ):  # fmt: skip
+            if given:
+                raise ArgumentError(
+                    f"model.backward was given {name}={given}; parts of the graph are on other processes"
+                )
+        if self._body is None:
+            raise ArgumentError("model.backward was called outside of smp.step; call it in a function with @smp.step")
+        self._body.backward(tensors, grad_tensors)
+
+    @contextmanager
+    def serving(self, body: Body) -> Iterator[None]:
+        """Inside, calls of the model are those of `body`."""
+        before, self._body = self._body, body
+        try:
+            yield
+        finally:
+            self._body = before
+
+    @property
+    def in_a_step(self) -> bool:
+        """Whether the function of a step runs."""
+        return self._body is not None
+
+    @property
+    def runner(self) -> Runner | None:
+        """What runs steps, once the model is partitioned."""
+        return self._runner[0] if self._runner else None
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the model has been partitioned, which the first step does."""
+        return bool(self._runner)
+
+    def become(self, runner: Runner, division: Division | None) -> None:
+        """Be the parts that `runner` runs: the model has been partitioned."""
+        self._runner, self.division = (runner,), division
+        self.module, self._others = runner.parts[0], tuple(runner.parts[1:])
+
+    def settle(self) -> None:
+        """Do what waits for the partition: loads, then hooks."""
+        for load in self._waiting:
+            load()
+        self._waiting.clear()
+        optimizer = session().optimizer
+        for hook in list(self._hooks.values()):
+            hook(*(self, optimizer)[: _num_arguments(hook)])
+
+    def when_partitioned(self, work: Callable[[], None]) -> None:
+        """Do `work` once the model is partitioned, or now."""
+        if self.partitioned:
+            work()
+        else:
+            self._waiting.append(work)
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call `hook` after the partition and before the first forward pass.
+
+        Args:
+            hook: takes nothing, the model, or the model and the optimizer.
+
+        Raises:
+            ArgumentError: it cannot be called, or the model is partitioned already.
+        """
+        if not callable(hook):
+            raise ArgumentError(f"register_post_partition_hook was given {shown(hook)}; give a function")
+        if self.partitioned:
+            raise ArgumentError("the model is partitioned already; register hooks before the first smp.step")
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Average gradients by `hook(state, bucket)`, as of DistributedDataParallel, which it may be made for.
+
+        Raises:
+            ArgumentError: there is one.
+        """
+        if self._comm_hook is not None:
+            raise ArgumentError("register_comm_hook was called before; there is one communication hook")
+        if not callable(hook):
+            raise ArgumentError(f"register_comm_hook was given {shown(hook)}; give a function of (state, bucket)")
+        self._comm_hook = state, hook
+
+    @property
+    def comm_hook(self) -> tuple[Any, CommHook] | None:
+        """What was registered."""
+        return self._comm_hook
+
+    @contextmanager
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
+        """Inside, replicas may take different numbers of steps: who is through adds zeros to the others' gradients.
+
+        Args:
+            divide_by_initial_world_size: average over all replicas, not over those that still have batches.
+
+        Raises:
+            ArgumentError: inside of another.
+        """
+        if self._joins:
+            raise ArgumentError("model.join() was entered inside of another; once is enough")
+        self._joins, self.divides_by_all = enable, divide_by_initial_world_size
+        try:
+            yield
+            if enable and self.runner is not None:
+                self.runner.attend_others()
+        finally:
+            self._joins = False
+
+    @property
+    def joins(self) -> bool:
+        """Whether replicas may take different numbers of steps."""
+        return self._joins
+
+    def train(self, mode: bool = True) -> Any:
+        """Put all parts here into training mode, or into evaluation mode."""
+        for part in (self.module, *self._others):
+            part.train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parts here."""
+        for part in (self.module, *self._others):
+            part.zero_grad(set_to_none)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for part in (self.module, *self._others):
+            part._apply(fn)
+        return self
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules, by the names that they have in the whole one; once partitioned, those of the parts here."""
+        memo = set() if memo is None else memo
+        for part in (self.module, *self._others):
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """The modules of the partition of this process."""
+        return (module for _, module in self.local_named_modules())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of the partition of this process, by name: those that hold something of it."""
+        self._need_partition("local_named_modules")
+        for name, module in self.named_modules():
+            if any(each._parameters or each._buffers for each in module.modules()):
+                yield name, module
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the partition of this process."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the partition of this process, by name."""
+        self._need_partition("local_named_parameters")
+        yield from self.named_parameters()
+
+    def local_buffers(self) -> Iterator[Tensor]:
+        """The buffers of the partition of this process."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of the partition of this process, by name."""
+        self._need_partition("local_named_buffers")
+        yield from self.named_buffers()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The state of the partition of this process, with the key `_smp_is_partial`. No communication."""
+        self._need_partition("local_state_dict")
+        return {**self._own_state(), PARTIAL: True}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the whole model, as the module's own: on all processes that hold parts of one replica.
+
+        Raises:
+            ArgumentError: some of these did not call it, and are named.
+        """
+        if not self.partitioned:
+            return self.module.state_dict(*args, **kwargs)
+        return gathered_state(self._own_state(), self._names, "model.state_dict()", self._whole)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take a whole state, or the partial ones of all processes, after the partition, or now where that has been.
+
+        Raises:
+            RuntimeError: names or shapes differ, as of any module; at once for a whole state, before the partition too.
+        """
+        state = merged_model_state(dict(state_dict))
+        self._check_state(state, strict)
+        self.when_partitioned(lambda: self._load(state, strict, assign))
+
+    def cpu(self) -> Any:
+        """The whole model in host memory, on all processes that hold parts of one replica; steps are over then."""
+        if not self.partitioned:
+            self.module.cpu()
+            return self
+        state = gathered_state(self._own_state(), self._names, "model.cpu()", self._whole)
+        assert self.runner is not None
+        self.module, self._others = whole_on_host(self.runner.blank, state), ()
+        return self
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        return whole_tensor(tensor, None, None)
+
+    def _own_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for part in (self.module, *self._others):
+            state.update(part.state_dict())
+        return state
+
+    def _check_state(self, state: Mapping[str, Any], strict: bool) -> None:
+        unknown, missing = sorted(state.keys() - set(self._names)), sorted(set(self._names) - state.keys())
+        if strict and (unknown or missing):
+            told = [f"unexpected: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(
+                missing
+            )
+            raise RuntimeError(f"the state does not fit {type(self.module).__name__} ({'; '.join(told)})")
+
+    def _load(self, state: Mapping[str, Any], strict: bool, assign: bool) -> None:
+        for part in (self.module, *self._others):
+            own = {name: state[name] for name in part.state_dict() if name in state}
+            part.load_state_dict(own, strict=strict, assign=assign)
+
+    def _need_partition(self, call: str) -> None:
+        if not self.partitioned:
+            raise ArgumentError(
+                f"{call} was called before the model was partitioned, which the first smp.step does; call it after "
+                "that, or in a hook of register_post_partition_hook"
+            )
+
+
+def _check_module(module: Any, owner: Session) -> None:
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"smp.DistributedModel was given {shown(module)}; give a torch.nn.Module")
+    if isinstance(module, DistributedDataParallel):
+        raise ArgumentError(
+            "smp.DistributedModel was given a DistributedDataParallel; it averages gradients itself: give the module, "
+            "and set ddp in the configuration"
+        )
+    if owner.model is not None:
+        raise ArgumentError(
+            "a second smp.DistributedModel was made; a script has one: put the modules into one, and call what you need"
+        )
+    if getattr(module, STAGE, None) is not None or isinstance(module, DistributedModel):
+        raise ArgumentError("smp.DistributedModel was given a module that is distributed already")
+
+
+def _num_arguments(hook: Callable[..., Any]) -> int:
+    """How many of (model, optimizer) a hook takes."""
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except ValueError:  # a builtin that does not say
+        return 2
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return 2
+    return min(2, sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters))

@@ -1,0 +1,178 @@
+"""The optimizer of a model that is spread over processes: `smp.DistributedOptimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from atorch.distributed.collectives import gather_objects, meet
+from atorch.errors import ArgumentError, shown
+from atorch.runtime.wrapped_optimizer import WrappedOptimizer
+from atorch.smp.model import DistributedModel
+from atorch.smp.session import session
+from atorch.smp.states import PARTIAL, PATIENCE
+
+if TYPE_CHECKING:
+    pass
+
+State = dict[str, Any]
+
+
+class DistributedOptimizer(WrappedOptimizer):
+    """An optimizer that steps the parameters of this process's part of the model, once that is known.
+
+    Its states are known by the names of parameters: of one process's part, or of the whole model, whatever the number
+    of processes. Learning-rate schedulers take it for the optimizer that it is given.
+
+    Args:
+        optimizer: any of torch's kind, over parameters of the `DistributedModel`.
+
+    Raises:
+        ArgumentError: it is none, or has parameters that are not the model's.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        owner = session()
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(f"smp.DistributedOptimizer was given {shown(optimizer)}; give a torch.optim.Optimizer")
+        if not isinstance(owner.model, DistributedModel):
+            raise ArgumentError(
+                "smp.DistributedOptimizer was made before the model; make the smp.DistributedModel first"
+            )
+        if owner.optimizer is not None:
+            raise ArgumentError(
+                "a second smp.DistributedOptimizer was made; a script has one, with a group for each kind"
+            )
+        super().__init__(optimizer)
+        self._model = owner.model
+        names = {id(each): name for name, each in self._model.named_parameters()}
+        self._names = [[_name(names, each) for each in group["params"]] for group in self.param_groups]
+        owner.optimizer = self
+        if self._model.partitioned:
+            self.follow(self._model)
+
+    def follow(self, model: DistributedModel) -> None:
+        """Step the parameters that the partitioned model has here."""
+        own = dict(model.named_parameters())
+        for group, names in zip(self.param_groups, self._names, strict=True):
+            group["params"][:] = [own[name] for name in names if name in own]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give it one more group, of parameters of the model."""
+        known = len(self.inner.param_groups)
+        super().add_param_group(param_group)
+        for group in self.inner.param_groups[known:]:
+            names = {id(each): name for name, each in self._model.named_parameters()}
+            self._names.append([_name(names, each) for each in group["params"]])
+
+    def step(self, closure: Any = None) -> Any:
+        """One step of the parameters that are here.
+
+        Raises:
+            ArgumentError: a closure is given, which could not run the parts of the model on other processes.
+        """
+        self._refuse(closure)
+        return self.inner.step()
+
+    def local_state_dict(self) -> State:
+        """The state of the parameters that are here, by name, with the key `_smp_is_partial`. No communication."""
+        return {**self._named_state(), PARTIAL: True}
+
+    def state_dict(self) -> State:
+        """The state of the whole model's parameters, as the optimizer given would have it, which can load it, too.
+
+        On all processes that hold parts of one replica.
+
+        Raises:
+            ArgumentError: some of these did not call it, and are named.
+        """
+        if not self._model.partitioned:
+            return self.inner.state_dict()
+        named = self._merged(self._named_state(), "optimizer.state_dict()")
+        order = [name for group in self._names for name in group]
+        number = {name: index for index, name in enumerate(order)}
+        state = {number[name]: held for name, held in named["state"].items()}
+        groups = [
+            {**group, "params": [number[name] for name in names]}
+            for group, names in zip(named["param_groups"], self._names, strict=True)
+        ]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a whole state, or the partial ones of all processes, after the partition, or now where that has been.
+
+        Raises:
+            ArgumentError: it is no state of this optimizer's groups.
+        """
+        named = self._by_name(dict(state_dict))
+        if named.pop(PARTIAL, False):
+            named = self._merged(named, "optimizer.load_state_dict()")
+        self._model.when_partitioned(lambda: self._load(named))
+
+    def _named_state(self) -> State:
+        """What is here, by the names of parameters."""
+        own = {id(each): name for name, each in self._model.named_parameters()}
+        state = {own[id(each)]: dict(held) for each, held in self.state.items() if id(each) in own}
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
+            for group, names in zip(self.param_groups, self._names, strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def _merged(self, named: State, call: str) -> State:
+        mesh = session().mesh
+        if mesh.size("pipeline", "tensor") == 1:
+            return named
+        group = mesh.group("pipeline", "tensor")
+        meet(call, group, longest=PATIENCE)
+        state: dict[str, Any] = {}
+        for each in gather_objects(named["state"], group):
+            state.update({name: held for name, held in each.items() if name not in state})
+        return {**named, "state": state}
+
+    def _by_name(self, given: State) -> State:
+        """A state of torch's form, which numbers parameters, by names."""
+        groups = given.get("param_groups")
+        if not isinstance(groups, list) or "state" not in given or len(groups) != len(self._names):
+            raise ArgumentError(
+                f"the optimizer was given a state with {shown(list(given))}; give what its state_dict or "
+                f"local_state_dict returned, of {len(self._names)} groups"
+            )
+        name_of: dict[Any, str] = {}
+        for group, names in zip(groups, self._names, strict=True):
+            if len(group["params"]) != len(names):
+                raise ArgumentError(
+                    f"the state has a group of {len(group['params'])} parameters where the optimizer has one of "
+                    f"{len(names)}; load what was saved with the same groups"
+                )
+            name_of.update(
+                {key: key if isinstance(key, str) else name for key, name in zip(group["params"], names, strict=True)}
+            )
+        state = {name_of.get(key, key): held for key, held in given["state"].items()}
+        return {**given, "state": state}
+
+    def _load(self, named: State) -> None:
+        own = dict(self._model.named_parameters())
+        numbers: dict[str, int] = {}
+        groups = []
+        for group, names in zip(named["param_groups"], self._names, strict=True):
+            mine = [name for name in names if name in own]
+            for name in mine:
+                numbers[name] = len(numbers)
+            groups.append({**group, "params": [numbers[name] for name in mine]})
+        state = {numbers[name]: held for name, held in named["state"].items() if name in numbers}
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+        self._share()
+
+
+def _name(names: Mapping[int, str], parameter: Tensor) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise ArgumentError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the DistributedModel's; make "
+            "it of model.parameters()"
+        )
+    return name

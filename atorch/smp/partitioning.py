@@ -1,0 +1,339 @@
+"""Which partition each module is on: by the contexts in which modules were made, or by what they cost.
+
+A model is cut between calls of its *units*. By hand a unit is the outermost module whose parameters are all on one
+partition; automatically it is a repeated block, or outside of them the outermost module with parameters. Units that
+share a parameter, and the calls of one unit, are together. Stages are the runs of calls on one partition: a partition
+to which the model comes back has several.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_leaves
+
+from atorch.blocks import units as units_of
+from atorch.cluster import DeviceSpec
+from atorch.errors import ArgumentError, StrategyError
+from atorch.logs import logger
+from atorch.profiler.unit_costs import unit_costs
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.pipeline.partition import partition as least_largest
+from atorch.runtime.pipeline.route import Route
+from atorch.runtime.still import untouched
+from atorch.smp.session import session
+from atorch.units import format_bytes
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+MARK = "_smp_partition"
+"""The attribute in which a module has the number of the partition in whose context it was made."""
+
+
+@contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Modules that are made inside are on partition `index`; the innermost context decides.
+
+    Without effect where `auto_partition` is set. Modules that are made outside of all are on `default_partition`.
+
+    Raises:
+        ArgumentError: there is no such partition, or `smp.init` has not been called.
+    """
+    count = session().config.pipeline_parallel_degree
+    if type(index) is not int or not 0 <= index < count:
+        raise ArgumentError(
+            f"smp.partition was given {index!r}, and there are {count} partitions, 0 to {count - 1}; raise "
+            "pipeline_parallel_degree, or give one of these"
+        )
+
+    def mark(module: nn.Module, name: str, parameter: Any) -> None:
+        if marking[-1] is mark:
+            vars(module).setdefault(MARK, index)
+
+    # Every module that can be on a partition registers a parameter when it is made: torch tells all hooks of each.
+    marking = session().partition_contexts
+    marking.append(mark)
+    handle = register_module_parameter_registration_hook(mark)
+    try:
+        yield
+    finally:
+        handle.remove()
+        marking.remove(mark)
+
+
+@dataclass(frozen=True)
+class Division:
+    """What is on which partition."""
+
+    partition_of: Mapping[str, int]
+    """By the name of the unit."""
+    starts: tuple[int, ...]
+    """The first call of each stage."""
+    places: tuple[int, ...]
+    """The partition of each stage."""
+    figures: Mapping[str, tuple[float, float]]
+    """Seconds and bytes by which units were weighed, where they were."""
+
+    def __str__(self) -> str:
+        lines = []
+        for index in sorted(set(self.partition_of.values())):
+            names = [name for name, place in self.partition_of.items() if place == index]
+            lines.append(f"partition {index}: {_shortened(names)}{self._weights(names)}")
+        return "\n".join(lines)
+
+    def _weights(self, names: Sequence[str]) -> str:
+        known = [self.figures[name] for name in names if name in self.figures]
+        total = sum(seconds for seconds, _ in self.figures.values())
+        if not known or not total:
+            return ""
+        share = sum(seconds for seconds, _ in known) / total
+        return f" ({share:.0%} of the time, {format_bytes(sum(size for _, size in known))})"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{names[0]}, {names[1]}, … {names[-1]} ({len(names)} modules)"
+
+
+def units_by_hand(model: nn.Module, default: int) -> dict[str, nn.Module]:
+    """The outermost called modules whose parameters are all on one partition."""
+    found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            places = {place_by_hand(each, default) for each in child.modules() if each._parameters}
+            below = f"{path}{name}"
+            if child in seen or not places:
+                continue
+            if len(places) == 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                seen.add(child)
+                found[below] = child
+            else:
+                visit(child, f"{below}.")
+
+    visit(model, "")
+    return found
+
+
+def place_by_hand(module: nn.Module, default: int) -> int:
+    """The partition in whose context a module was made."""
+    index = vars(module).get(MARK)
+    return default if index is None else int(index)
+
+
+def divided_by_hand(route: Route, units: Mapping[str, nn.Module], count: int, default: int) -> Division:
+    """The partitions that the contexts say.
+
+    Raises:
+        StrategyError: one has no module that is called.
+    """
+    placed = {}
+    for name in dict.fromkeys(call.unit for call in route.calls):
+        places = {place_by_hand(each, default) for each in units[name].modules() if each._parameters}
+        placed[name] = places.pop()
+    return _division(route, placed, count, {})
+
+
+def auto_units(model: nn.Module, count: int) -> dict[str, nn.Module]:
+    """Units of which there are at least `count`, where the model has so many modules with parameters."""
+    units = units_of(model)
+    while len(units) < count:
+        below = {name: _children(unit, name) for name, unit in units.items()}
+        divisible = [name for name, inner in below.items() if len(inner) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda name: sum(each.numel() for each in units[name].parameters()))
+        units = {
+            inner: unit
+            for name, own in units.items()
+            for inner, unit in (below[name].items() if name == largest else [(name, own)])
+        }
+    return units
+
+
+def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        path = f"{prefix}.{name}"
+        found.update(_children(child, path) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else {path: child})
+    return found
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """By what units are weighed. `memory_weight` 0 is time alone, 1 is memory alone."""
+
+    memory_weight: float
+    in_flight: int  # micro-batches whose activations are held at once
+    times: bool = False  # measured, not estimated
+    memory: bool = False  # activations as traced, not as large as what modules return
+    traces: bool = True  # else by the number of parameters
+
+
+def divided_by_cost(
+    route: Route,
+    units: Mapping[str, nn.Module],
+    model: nn.Module,
+    call: Call,
+    device: DeviceSpec,
+    count: int,
+    weighing: Weighing,
+) -> Division:
+    """The partitions of which the heaviest is lightest.
+
+    Args:
+        call: with what the model is called in a micro-batch.
+
+    Raises:
+        StrategyError: the model has fewer groups of units than partitions.
+    """
+    called = [each.unit for each in route.calls]
+    figures = _figures(units, called, model, call, device, weighing)
+    groups = _together(units, called)
+    names = list(dict.fromkeys(groups[name] for name in called))
+    if len(names) < count:
+        raise StrategyError(
+            f"{count} partitions need as many modules that can be apart, and {type(model).__name__} has {len(names)}: "
+            f"{_shortened(names)}. Make pipeline_parallel_degree smaller"
+        )
+    seconds, sizes = (dict.fromkeys(names, 0.0) for _ in range(2))
+    for name, (time_s, num_bytes) in figures.items():
+        seconds[groups[name]] += time_s
+        sizes[groups[name]] += num_bytes
+    weight = weighing.memory_weight
+    all_s, all_bytes = sum(seconds.values()) or 1.0, sum(sizes.values()) or 1.0
+    costs = [weight * sizes[name] / all_bytes + (1 - weight) * seconds[name] / all_s for name in names]
+    starts = least_largest(costs, count, names=names)
+    place = {name: sum(start <= at for start in starts) - 1 for at, name in enumerate(names)}
+    return _division(route, {name: place[groups[name]] for name in dict.fromkeys(called)}, count, figures)
+
+
+def _together(units: Mapping[str, nn.Module], called: Sequence[str]) -> dict[str, str]:
+    """For each called unit the first one of its group: units that share a parameter."""
+    group: dict[str, str] = {}
+    holder: dict[int, str] = {}
+    for name in dict.fromkeys(called):
+        found = [group[holder[id(each)]] for each in units[name].parameters() if id(each) in holder]
+        first = min(found, key=called.index, default=name)
+        group[name] = first
+        for other, own in list(group.items()):
+            if own in found:
+                group[other] = first
+        for each in units[name].parameters():
+            holder.setdefault(id(each), name)
+    return group
+
+
+def _figures(
+    units: Mapping[str, nn.Module],
+    called: Sequence[str],
+    model: nn.Module,
+    call: Call,
+    device: DeviceSpec,
+    weighing: Weighing,
+) -> dict[str, tuple[float, float]]:
+    """Seconds and bytes of each unit, over all of its calls."""
+    weights = {name: float(sum(_bytes(each) for each in units[name].parameters())) for name in dict.fromkeys(called)}
+    if not weighing.traces:
+        return {name: (weights[name], weights[name]) for name in weights}
+    costs = unit_costs(model, call, lambda m, given: m(*given[0], **given[1]), None, device, parts=units)
+    seconds: dict[str, float] = defaultdict(float)
+    held: dict[str, float] = {}
+    kept: dict[str, float] = defaultdict(float)
+    for each in costs:
+        seconds[each.name] += each.seconds
+        held[each.name] = each.held_bytes
+        kept[each.name] += each.kept_bytes
+    if weighing.times or not weighing.memory:
+        measured, returned = _looked_at(units, model, call, weighing.times)
+        seconds = measured if weighing.times else seconds
+        kept = kept if weighing.memory else returned
+    in_flight = weighing.in_flight
+    return {name: (seconds[name], held.get(name, weights[name]) + in_flight * kept[name]) for name in weights}
+
+
+def _looked_at(
+    units: Mapping[str, nn.Module], model: nn.Module, call: Call, times: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    if not times:
+        try:
+            return _watched(units, model, call, for_real=False)
+        except Exception as error:  # a forward may fail on fakes in any way; a real run shows faults of its own
+            logger.info("what modules return is seen in a real run, the model does not run on fakes: %s", error)
+    _watched(units, model, call, for_real=True)  # what the first pass alone does takes no part
+    return _watched(units, model, call, for_real=True)
+
+
+def _watched(
+    units: Mapping[str, nn.Module], model: nn.Module, call: Call, *, for_real: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds that a forward pass spends in each unit, and bytes of what it returns; on fake tensors but `for_real`."""
+    seconds: dict[str, float] = defaultdict(float)
+    returned: dict[str, float] = defaultdict(float)
+    begun: dict[str, float] = {}
+
+    def enter(name: str, *_: Any) -> None:
+        begun[name] = time.perf_counter()
+
+    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        seconds[name] += time.perf_counter() - begun[name]
+        returned[name] += sum(_bytes(each) for each in tree_leaves(output) if isinstance(each, Tensor))
+
+    handles = [
+        handle
+        for name, unit in units.items()
+        for handle in (
+            unit.register_forward_pre_hook(partial(enter, name)),
+            unit.register_forward_hook(partial(leave, name)),
+        )
+    ]
+    try:
+        with torch.no_grad(), untouched(model), nullcontext() if for_real else FakeTensorMode(
+            allow_non_fake_inputs=True
+        ):  # fmt: skip
+            args, kwargs = call if for_real else map_leaves(_faked, call)
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seconds, returned
+
+
+def _faked(leaf: Any, place: str) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _division(
+    route: Route, placed: Mapping[str, int], count: int, figures: Mapping[str, tuple[float, float]]
+) -> Division:
+    by_call = [placed[call.unit] for call in route.calls]
+    missing = sorted(set(range(count)) - set(by_call))
+    if missing:
+        raise StrategyError(
+            f"partition {missing[0]} of {count} has no module that the model calls; make some of its modules inside of "
+            f"smp.partition({missing[0]}), or make pipeline_parallel_degree smaller"
+        )
+    starts = [at for at, place in enumerate(by_call) if at == 0 or place != by_call[at - 1]]
+    return Division(placed, tuple(starts), tuple(by_call[at] for at in starts), figures)

@@ -1,0 +1,343 @@
+"""Runs the micro-batches of a step through the parts of a model, and averages gradients over replicas.
+
+What a process raises in a step, all raise: it goes on with zeros, which its pipeline and the other replicas need not to
+wait for ever, and the step ends with an exchange that tells.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import first_told, largest, together
+from atorch.errors import ArgumentError, StrategyError
+from atorch.runtime.buckets import broadcast
+from atorch.runtime.nested import map_leaves
+from atorch.runtime.pipeline.engine import Engine
+from atorch.runtime.pipeline.placed import Placed, turns
+from atorch.runtime.pipeline.sending import from_place
+from atorch.runtime.pipeline.shapes import sizes_of
+from atorch.runtime.pipeline.stage import stage_of
+from atorch.runtime.pipeline.ties import Ties
+from atorch.smp.averaging import Averaging
+from atorch.smp.body import Body, Owners
+from atorch.smp.model import DistributedModel
+from atorch.smp.session import Session, tracing
+from atorch.smp.slicing import Arguments
+
+
+class Kind(NamedTuple):
+    """Steps of one kind call the model alike, and go backward or do not."""
+
+    function: Callable[..., Any]
+    told: Hashable  # what else may differ, in words that all processes have alike
+
+
+NOBODY = -(2**62)  # what a process without a batch says of its step
+T = TypeVar("T")
+
+
+def starts_together(work: Callable[[], T], name: str, count: int, training: bool) -> T:
+    """What `work` gives, where all processes begin the same step and it raised on none: the exchange of its beginning.
+
+    Raises:
+        ArgumentError, StrategyError: it is not so; on all processes.
+    """
+    made: list[T] = []
+    fault: Exception | None = None
+    try:
+        made.append(work())
+    except Exception as error:  # raised below, where all are told
+        fault = error
+    told = zlib.crc32(repr((name, count, torch.is_grad_enabled(), training)).encode())
+    failed, high, low, _ = largest([fault is not None, told, -told, 1])
+    if failed:
+        together(partial(_raise, fault))
+    if high != -low:
+        raise StrategyError(
+            f"processes run different steps: this one runs {name} with {count} micro-batches, under "
+            f"{'gradients' if torch.is_grad_enabled() else 'no gradients'}, in "
+            f"{'training' if training else 'evaluation'}; let all processes run the same"
+        )
+    return made[0]
+
+
+def _raise(fault: Exception | None) -> None:
+    if fault is not None:
+        raise fault
+
+
+class Faults:
+    """The first thing that went wrong in a step on this process."""
+
+    def __init__(self) -> None:
+        self.first: Exception | None = None
+
+    def note(self, error: Exception) -> None:
+        """Something went wrong."""
+        self.first = self.first or error
+
+
+class Runner:
+    """What runs steps on the parts of this process.
+
+    Args:
+        parts: the stages of this process, or the whole model.
+        engine: what runs stages of several processes together; None for a whole model.
+        averaging: None where there is one replica, or the parts average by themselves.
+        blank: the whole model without values.
+        seed: equal on all processes.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModel,
+        owner: Session,
+        parts: Sequence[nn.Module],
+        placed: Placed,
+        engine: Engine | None,
+        ties: Ties | None,
+        averaging: Averaging | None,
+        faults: Faults,
+        blank: nn.Module,
+        seed: int,
+    ) -> None:
+        self.parts, self.blank, self.averaging, self.placed = tuple(parts), blank, averaging, placed
+        self.model, self.engine, self.seed, self.faults = model, engine, seed, faults
+        self.num_steps = 0
+        self._owner, self._ties = owner, ties
+        self._trains: dict[Kind, bool] = {}
+        self._num_passes = 0  # backward passes since gradients were averaged
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts are."""
+        return self._owner.device
+
+    def run(self, function: Callable[..., Any], kind: Kind, pieces: Sequence[Arguments], detach: bool) -> list[Any]:
+        """What the function returned for each micro-batch, on every process of the pipeline.
+
+        Args:
+            kind: of calls that go backward alike.
+
+        Raises:
+            ArgumentError, StrategyError: what any process raised; there what it raised itself.
+        """
+        self.num_steps += 1
+        self.faults.first = None
+        work = _Work(self, function, kind, pieces, detach)
+        train = torch.is_grad_enabled()
+        try:
+            train = work.train = self._goes_back(work)
+            self._begin(train)
+            with self._apart(train):
+                if self.engine is None:
+                    work.run_alone(self.parts[0])
+                else:
+                    self.engine.run_work(work, train=train)
+        except Exception as error:  # the others wait for what comes now
+            self.faults.note(error)
+        self._average(train)
+        together(partial(_raise, self.faults.first))
+        return self._shared(work.returned)
+
+    def attend_others(self) -> None:
+        """Take part in the steps of replicas that have batches left, without one; then have their parameters."""
+        while True:
+            _, _, _, running = largest([0, NOBODY, NOBODY, 0])
+            if not running:
+                break
+            self.faults.first = None
+            self._average(False)
+            together(lambda: None)
+        parameters = [each for part in self.parts for each in part.parameters()]
+        data = self._owner.mesh.group("data", "zero")
+        if data.size() > 1:
+            (most,) = largest([self.num_steps], data)
+            told = first_told(True if self.num_steps == most else None, data)
+            assert told is not None, "somebody has run most steps"
+            broadcast([(dist.get_group_rank(data, told[0]), [each.detach() for each in parameters])], data)
+        for each in parameters:
+            each.grad = None
+
+    def seed_of(self, number: int) -> int | None:
+        """Of what a micro-batch draws before the model's call, which all processes of a pipeline draw alike."""
+        if self.engine is None:
+            return None
+        place = self._owner.mesh.rank("data", "zero")
+        return zlib.crc32(repr((self.seed, self.num_steps, place, number)).encode())
+
+    def _goes_back(self, work: _Work) -> bool:
+        """Whether a step of this kind goes backward, which its first one shows before it runs."""
+        if self.engine is None:
+            return torch.is_grad_enabled()
+        group, mine = self.engine.group, sizes_of(work.pieces[0])
+        told = zlib.crc32(repr((mine, work.kind.told)).encode())
+        high, low = largest([told, -told], group)
+        if high != -low:
+            raise ArgumentError(
+                "processes of one pipeline were given batches of different sizes; they work on one batch together: "
+                "shard the data by smp.dp_rank() and smp.dp_size(), not by smp.rank()"
+            )
+        if work.kind not in self._trains:
+            with self.engine.working_on(work):
+                pass
+            goes_back = from_place(work.looked, self.engine.last_place, group, self.engine.device)
+            self._trains[work.kind] = bool(goes_back) and torch.is_grad_enabled()
+        return self._trains[work.kind]
+
+    def _begin(self, train: bool) -> None:
+        model, averaging = self.model, self.averaging
+        if averaging is None:
+            return
+        if train:
+            self._num_passes += 1
+        reduces = train and self._num_passes % model.options.backward_passes_per_step == 0
+        if reduces:
+            self._num_passes = 0
+        if train and model.options.broadcast_buffers and not model.joins:
+            broadcast([(0, [each for part in self.parts for each in part.buffers()])], averaging.group)
+        averaging.begin(reduces=reduces, overlaps=model.options.overlapping_allreduce and not model.joins)
+
+    def _average(self, train: bool) -> None:
+        averaging = self.averaging
+        if averaging is None:
+            return
+        if self.model.joins:
+            running = torch.tensor([float(averaging.is_reducing), 1.0 if train else 0.0])
+            dist.all_reduce(running, group=averaging.group)
+            averaging.divisor = averaging.group.size() if self.model.divides_by_all else int(running[1])
+            if running[0] and not averaging.is_reducing:
+                averaging.begin(reduces=True, overlaps=False)
+        averaging.finish()
+
+    @contextmanager
+    def _apart(self, train: bool) -> Iterator[None]:
+        """Gradients of this step alone, of parameters that are added up over the processes of the pipeline."""
+        if self._ties is None or not train:
+            yield
+            return
+        tied = self._ties.parameters
+        before = [each.grad for each in tied]
+        for each in tied:
+            each.grad = None
+        yield
+        self._ties.add_up()
+        for each, gradient in zip(tied, before, strict=True):
+            if gradient is not None:
+                each.grad = gradient if each.grad is None else each.grad + gradient
+
+    def _shared(self, returned: Sequence[Any]) -> list[Any]:
+        if self.engine is None:
+            return list(returned)
+        found = from_place(list(returned), self.engine.last_place, self.engine.group, self.engine.device)
+        return list(returned) if self.engine.has_last else found
+
+
+class _Work:
+    """The micro-batches of a step, as an engine takes them."""
+
+    def __init__(
+        self, runner: Runner, function: Callable[..., Any], kind: Kind, pieces: Sequence[Arguments], detach: bool
+    ) -> None:
+        self.kind, self.pieces, self.train = kind, pieces, False
+        self.returned: list[Any] = [None] * len(pieces)
+        self.looked = False
+        """Whether the function has called `model.backward`, where it was looked at."""
+        self._runner, self._function, self._detach = runner, function, detach
+        self._owners: Owners = {}
+        options = runner.model.options
+        self._scale = 1.0 / len(pieces) if options.average_grads_across_microbatches else 1.0
+
+    @property
+    def count(self) -> int:
+        """The number of micro-batches."""
+        return len(self.pieces)
+
+    @property
+    def sizes(self) -> Hashable:
+        """Steps of one kind on batches of equal sizes hand over tensors of equal shapes."""
+        return self.kind, sizes_of(self.pieces[0])
+
+    def look(self, part: nn.Module) -> None:
+        """Run the function on the first micro-batch."""
+        with tracing():
+            self.looked = self._body(0, part).has_backward
+
+    def run(self, number: int, part: nn.Module) -> Any:
+        """Run the function on a micro-batch: what the next stage takes, or the last one's loss."""
+        stage, faults = stage_of(part), self._runner.faults
+        if faults.first is None:
+            try:
+                body = self._body(number, part)
+                return self._concluded(body) if stage.is_last else body.wires
+            except Exception as error:  # the others of the pipeline wait for what this stage gives
+                faults.note(error)
+        return self._nothing(part)
+
+    def run_alone(self, part: nn.Module) -> None:
+        """Run all micro-batches through a whole model."""
+        losses: dict[int, Tensor] = {}
+        averaging, faults = self._runner.averaging, self._runner.faults
+        for is_backward, _, number in turns(self._runner.placed, self.count)[0]:
+            if faults.first is not None:
+                return
+            if not is_backward:
+                losses[number] = self._concluded(self._body(number, part))
+            elif losses[number].requires_grad:
+                last = number == self.count - 1
+                with nullcontext() if averaging is None else averaging.backward(last=last):
+                    losses.pop(number).backward()
+
+    def _body(self, number: int, part: nn.Module) -> Body:
+        body = Body(self._function, self.pieces[number], number, part, self._owners)
+        with self._runner.model.serving(body):
+            body.run(self._runner.seed_of(number))
+        return body
+
+    def _concluded(self, body: Body) -> Tensor:
+        """The loss of a micro-batch whose function has ended."""
+        body.allow_backward()
+        if body.has_backward and not torch.is_grad_enabled():
+            raise ArgumentError("model.backward was called under torch.no_grad(); leave one of the two out")
+        if self._runner.engine is not None and body.has_backward != self.train:
+            raise StrategyError(
+                f"the function of smp.step {'calls' if body.has_backward else 'does not call'} model.backward, and on "
+                "its first batch it was otherwise; give it an argument by which the two kinds of steps differ, or "
+                "make them two functions"
+            )
+        self.returned[body.number] = map_leaves(_detached, body.returned) if self._detach else body.returned
+        total = torch.zeros((), device=self._runner.device)
+        for loss in body.losses:
+            total = total + loss * self._scale
+        return total
+
+    def _nothing(self, part: nn.Module) -> Any:
+        """What stands for a stage's result after something went wrong: zeros, with a gradient of zeros."""
+        stage, engine = stage_of(part), self._runner.engine
+        assert engine is not None
+        assert engine.job is not None
+        assert stage.current is not None
+        leaves = (*stage.current.values.values(), *part.parameters())
+        anchor = torch.zeros((), device=engine.device)
+        for each in leaves:
+            if each.requires_grad:
+                anchor = anchor + each.reshape(-1)[:1].sum() * 0.0
+        if stage.is_last:
+            return anchor
+        made = []
+        for value in stage.outgoing:
+            empty = engine.job.shapes[value.call][value.number].stand_in(engine.device).clone()
+            made.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
+        return tuple(made)
+
+
+def _detached(leaf: Any, place: str) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,67 @@
+"""States of a model's parts put together, and the whole model made of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import gather_objects, meet
+from atorch.duplicates import duplicate
+from atorch.runtime.tensor_parallel.state import of_all_stages
+from atorch.smp.session import session
+
+PARTIAL = "_smp_is_partial"
+"""The key that a state of one process's part has."""
+PATIENCE = timedelta(seconds=10)
+"""How long a process waits, after it has said so, for others that must call together what it calls."""
+
+Whole = Callable[[str, Tensor], Tensor]
+"""A tensor that is spread over processes put together, by its name in the model."""
+
+
+@torch.no_grad()
+def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, whole: Whole) -> dict[str, Any]:
+    """The state of the whole model, in the order of `names`, on all processes that hold parts of one replica.
+
+    Raises:
+        ArgumentError: some of these did not come, and are named.
+    """
+    mesh = session().mesh
+    if mesh.size("pipeline", "tensor") > 1:
+        meet(call, mesh.group("pipeline", "tensor"), longest=PATIENCE)
+    state = {name: whole(name, value) if isinstance(value, Tensor) else value for name, value in own.items()}
+    if mesh.size("pipeline") > 1:
+        state = of_all_stages(state, names, mesh.group("pipeline"))
+    return {name: state[name] for name in (*names, *state) if name in state}
+
+
+def merged_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole model's state as it is; partial ones, of which every process of a replica gives its own, put together."""
+    if not state.get(PARTIAL):
+        return {name: value for name, value in state.items() if name != PARTIAL}
+    mesh = session().mesh
+    group = mesh.group("pipeline", "tensor") if mesh.size("pipeline", "tensor") > 1 else None
+    merged: dict[str, Any] = {}
+    for part in gather_objects(dict(state), group) if group is not None else [state]:
+        merged.update(part)
+    merged.pop(PARTIAL)
+    return merged
+
+
+def blank_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters have no memory."""
+    memo: dict[int, Any] = {
+        id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
+        for each in model.parameters()
+    }
+    return duplicate(model, memo)
+
+
+def whole_on_host(blank: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """A whole model of a blank copy, with values."""
+    blank.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
+    return blank.cpu()

@@ -1,0 +1,124 @@
+"""`smp.step`: a function of a training script that runs once for every micro-batch, around one call of the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from atorch.errors import ArgumentError, shown
+from atorch.runtime.nested import map_leaves
+from atorch.smp.first_step import partition
+from atorch.smp.model import DistributedModel
+from atorch.smp.runner import Kind, starts_together
+from atorch.smp.session import Session, session
+from atorch.smp.slicing import Arguments, Slicing, outputs_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def step(function: F, /) -> F: ...
+@overload
+def step(
+    *,
+    non_split_inputs: Collection[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable[[F], F]: ...
+def step(
+    function: Any = None,
+    /,
+    *,
+    non_split_inputs: Collection[str] | None = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Let a function run in micro-batches on the model, which it calls once, and by `model.backward` trains.
+
+    Every tensor of its arguments, in whatever nesting, is cut along its first axis into as many micro-batches as the
+    configuration says; objects with a method `smp_slice(num_microbatches, microbatch, axis)` cut themselves. Every
+    tensor that the function returns becomes a `StepOutput`, the same on all processes of a pipeline. The function runs
+    whole where the model's last part is, and elsewhere as far as its call of the model.
+
+    Args:
+        non_split_inputs: names of arguments that every micro-batch gets whole.
+        input_split_axes: the axis along which tensors of an argument are cut, by its name.
+        detach_outputs: return tensors without their graphs. Only where a process has the whole model can they be kept.
+
+    Raises:
+        ArgumentError, StrategyError: arguments that do not hold; when it is called, also what any of the processes
+            raised in the function, with the process named.
+    """
+    if function is None:
+        return functools.partial(
+            step,
+            non_split_inputs=non_split_inputs,
+            input_split_axes=input_split_axes,
+            detach_outputs=detach_outputs,
+        )
+    if not callable(function):
+        raise ArgumentError(f"smp.step was given {shown(function)}; give a function, and its options by name")
+    slicing = Slicing(function, non_split_inputs or (), input_split_axes or {})
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        owner = session()
+        return outputs_of(_run(owner, _model(owner), function, slicing, (args, kwargs), detach_outputs))
+
+    return run
+
+
+def _model(owner: Session) -> DistributedModel:
+    model = owner.model
+    if not isinstance(model, DistributedModel):
+        raise ArgumentError("a function with @smp.step was called, and there is no model; make a smp.DistributedModel")
+    if model.in_a_step:
+        raise ArgumentError("a function with @smp.step was called inside of another; call it beside that")
+    return model
+
+
+def _run(
+    owner: Session,
+    model: DistributedModel,
+    function: Callable[..., Any],
+    slicing: Slicing,
+    arguments: Arguments,
+    detach: bool,
+) -> list[Any]:
+    count = owner.config.microbatches
+
+    def cut() -> list[Arguments]:
+        given = arguments
+        if owner.mesh.size("tensor") > 1 and not owner.config.prescaled_batch:
+            given = slicing.gathered(given, owner.mesh.group("tensor"))
+        return [map_leaves(functools.partial(_on_device, owner.device), each) for each in slicing.cut(given, count)]
+
+    pieces = starts_together(cut, _name(function), count, model.training)
+    runner = model.runner or partition(owner, model, function, pieces[0])
+    kind = Kind(function, (_name(function), model.training, torch.is_grad_enabled(), _plain(pieces[0])))
+    return runner.run(function, kind, pieces, detach)
+
+
+def _on_device(device: torch.device, leaf: Any, place: str) -> Any:
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _plain(arguments: Arguments) -> Hashable:
+    """Arguments that may say what a function does."""
+    found: list[tuple[str, Any]] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, (bool, str, type(None))):
+            found.append((place, leaf))
+        return leaf
+
+    map_leaves(note, arguments)
+    return tuple(found)

@@ -1,0 +1,126 @@
+"""What model parallelism is held to: models and batches, their training by `smp`, and plain training of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import atorch.smp as smp
+from atorch.smp.session import session
+
+ROWS, SEQ, VOCAB, MICROBATCHES, STEPS = 8, 12, 64, 4, 3
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=SEQ, n_embd=32, n_layer=4, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=SEQ,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+class CNN(nn.Module):
+    """Convolutions, and linear layers behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3)
+        self.fc1, self.fc2 = nn.Linear(8 * 6 * 6, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
+        return torch.log_softmax(self.fc2(torch.relu(self.fc1(torch.flatten(x, 1)))), dim=1)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "cnn": CNN}
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind]()
+
+
+def batch_of(kind: str, step: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    if kind == "cnn":
+        return torch.randn(ROWS, 1, 10, 10, generator=generator), torch.randint(10, (ROWS,), generator=generator)
+    ids = torch.randint(VOCAB, (ROWS, SEQ), generator=generator)
+    return ids, ids
+
+
+def loss_of(kind: str, model: nn.Module, data: Tensor, target: Tensor, reduction: str) -> Tensor:
+    if kind == "cnn":
+        return nn.functional.nll_loss(model(data), target, reduction=reduction)
+    logits = model(input_ids=data).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten(), reduction=reduction)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@contextmanager
+def begun(config: Mapping[str, Any]) -> Iterator[None]:
+    """A session with this configuration."""
+    smp.init(dict(config))
+    try:
+        yield
+    finally:
+        smp.shutdown()
+
+
+@smp.step
+def train_step(model: Any, kind: str, data: Tensor, target: Tensor, reduction: str) -> Tensor:
+    loss = loss_of(kind, model, data, target, reduction)
+    model.backward(loss)
+    return loss
+
+
+def trained(
+    rank: int, size: int, kind: str, config: Mapping[str, Any], reduction: str = "mean"
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of some steps, and the whole model's state after them."""
+    with begun({"microbatches": MICROBATCHES, "ddp": True, **config}):
+        model = smp.DistributedModel(made(kind), average_grads_across_microbatches=reduction == "mean")
+        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+        replica = session().mesh.rank("data", "zero")
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = train_step(model, kind, *batch_of(kind, step, replica), reduction)
+            optimizer.step()
+            losses.append(float(loss.reduce_mean() if reduction == "mean" else loss.reduce_sum()))
+        return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def plainly_trained(kind: str, replicas: int, reduction: str = "mean") -> tuple[list[list[float]], dict[str, Tensor]]:
+    """The losses of each replica's batches, and the state."""
+    model = made(kind)
+    optimizer = optimizer_of(model)
+    losses: list[list[float]] = [[] for _ in range(replicas)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            loss = loss_of(kind, model, *batch_of(kind, step, replica), reduction)
+            (loss / replicas).backward()
+            losses[replica].append(float(loss.detach()))
+        optimizer.step()
+    return losses, model.state_dict()
+
+
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """How far two states are apart, and the updates that made them: the largest difference."""
+    assert list(one) == list(other)
+    return max(float((one[name].float() - value.float()).abs().max()) for name, value in other.items())

@@ -1,0 +1,259 @@
+"""What a step's function sees, what it returns, and what it may not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atorch.smp as smp
+from atorch.errors import AtorchError
+from tests.pool import Pool
+from tests.smp.job import begun
+
+WIDTH = 8
+
+
+class Blocks(nn.Module):
+    """A few layers, one behind the other."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def model_of(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return smp.DistributedModel(Blocks(), **options)
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def said(work: Callable[[], Any]) -> str:
+    """What a call raises."""
+    try:
+        work()
+    except (AtorchError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def nested_outputs(rank: int, size: int) -> Any:
+    with begun({"microbatches": 4, "partitions": size}):
+        model = model_of()
+
+        @smp.step
+        def look(model: Any, batch: dict[str, Any]) -> Any:
+            out = model(batch["x"])
+            model.backward(out.sum())
+            return {"mean": out.mean(), "rows": [out, batch["x"]], "count": len(out), "nothing": None, "name": "a"}
+
+        given = rows()
+        found = look(model, {"x": given, "other": "text"})
+        return {
+            "mean": found["mean"].reduce_mean().item(),
+            "whole": found["rows"][0].concat().mean().item(),
+            "x": torch.equal(found["rows"][1].concat(), given),
+            "stack": tuple(found["rows"][0].stack().shape),
+            "count": found["count"].reduce_sum(),
+            "nothing": found["nothing"],
+            "name": found["name"].outputs,
+            "graph": found["mean"].outputs[0].requires_grad,
+        }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_are_put_together_in_every_nesting_and_on_every_process(pool: Pool, ranks: int) -> None:
+    torch.manual_seed(0)
+    right = float(Blocks()(rows()).mean().detach())
+    for found in pool.run(nested_outputs, ranks=ranks):
+        assert found["mean"] == pytest.approx(right, rel=1e-5)
+        assert found["whole"] == pytest.approx(right, rel=1e-5)
+        assert (found["x"], found["stack"], found["count"]) == (True, (4, 2, WIDTH), 8)
+        assert (found["nothing"], found["name"], found["graph"]) == (None, ["a"] * 4, False)
+
+
+class Sliced:
+    """Cuts itself."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def smp_slice(self, count: int, number: int, axis: int) -> list[float]:
+        return self.values[number::count]
+
+
+def ways_of_cutting(rank: int, size: int) -> Any:
+    seen: list[Any] = []
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of()
+
+        @smp.step(non_split_inputs=["whole"], input_split_axes={"turned": 1})
+        def look(model: Any, x: Tensor, whole: Tensor, turned: Tensor, own: Any, *, both: Any) -> Tensor:
+            seen.append((len(x), len(whole), tuple(turned.shape), own, len(both["a"][0]), both["b"].dim()))
+            return model(x).sum()
+
+        with torch.no_grad():
+            both = {"a": (rows(4),), "b": torch.tensor(1.0)}
+            look(model, rows(4), rows(3), rows(4).T, Sliced([0.0, 1.0]), both=both)
+    return seen[-2:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_arguments_are_cut_as_they_are_told(pool: Pool, ranks: int) -> None:
+    for found in pool.run(ways_of_cutting, ranks=ranks):
+        assert found == [(2, 3, (WIDTH, 2), [0.0], 2, 0), (2, 3, (WIDTH, 2), [1.0], 2, 0)]
+
+
+def evaluated(rank: int, size: int) -> tuple[float, bool, bool]:
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of().eval()
+
+        @smp.step
+        def look(model: Any, x: Tensor) -> Tensor:
+            return model(x).mean()
+
+        with torch.no_grad():
+            value = look(model, rows()).reduce_mean().item()
+        look(model, rows())  # with gradients enabled, and none wanted
+        return value, model.training, any(each.grad is not None for each in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_without_backward_leave_no_gradients(pool: Pool, ranks: int) -> None:
+    torch.manual_seed(0)
+    right = float(Blocks()(rows()).mean().detach())
+    for value, training, has_gradients in pool.run(evaluated, ranks=ranks):
+        assert value == pytest.approx(right, rel=1e-5)
+        assert (training, has_gradients) == (False, False)
+
+
+def several_losses(rank: int, size: int, how: str) -> Any:
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of()
+
+        @smp.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            out = model(x)
+            if how == "two calls":
+                model.backward(out.mean())
+                model.backward(out.square().mean())
+            elif how == "a list":
+                model.backward([out.mean(), out.square().mean()])
+            elif how == "gradients":
+                model.backward(out, torch.full_like(out, 1 / out.numel()) + 2 * out.detach() / out.numel())
+            else:
+                penalty = sum(each.square().sum() for each in model.module.layers[-1].parameters())
+                model.backward(out.mean() + out.square().mean() + penalty)
+            return out.mean()
+
+        train(model, rows())
+        return {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["two calls", "a list", "gradients", "a penalty"])
+def test_losses_of_every_kind_give_plain_gradients(pool: Pool, how: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    out = plain(rows())
+    penalty = sum(each.square().sum() for each in plain.layers[-1].parameters()) if how == "a penalty" else 0.0
+    (out.mean() + out.square().mean() + penalty).backward()
+    found = {name: each for part in pool.run(several_losses, how, ranks=ranks) for name, each in part.items()}
+    for name, each in plain.named_parameters():
+        torch.testing.assert_close(found[name], each.grad, rtol=1e-4, atol=1e-6)
+
+
+def drawn_before(rank: int, size: int) -> list[float]:
+    torch.manual_seed(rank)  # what processes draw by themselves differs
+    seen: list[float] = []
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of()
+        torch.manual_seed(rank)
+
+        @smp.step
+        def look(model: Any, x: Tensor) -> Tensor:
+            noise = torch.rand(())
+            seen.append(float(noise))
+            return model(x + noise).mean()
+
+        with torch.no_grad():
+            look(model, rows())
+        after = torch.rand(())
+        torch.manual_seed(rank)
+        assert float(after) == float(torch.rand(())), "a session's own stream of random numbers goes on as it was"
+    return seen[-2:]
+
+
+def test_what_is_drawn_before_the_model_is_the_same_along_a_pipeline(pool: Pool) -> None:
+    first, second = pool.run(drawn_before)
+    assert first == second
+    assert first[0] != first[1]
+
+
+def faults(rank: int, size: int, how: str) -> tuple[str, bool]:
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of()
+        kept: list[Tensor] = []
+        started = []
+
+        @smp.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            if how == "raises early" and started and rank == size - 1:
+                raise KeyError("mine")
+            out = model(x)
+            if how == "raises late" and started:
+                raise KeyError("mine")
+            if how == "two models":
+                out = model(out)
+            loss = out.mean()
+            if how == "own backward":
+                loss.backward()
+            elif how == "another's output":
+                model.backward(loss + sum(kept))
+                kept.append(loss)
+            elif how == "no scalar":
+                model.backward(out)
+            elif how == "retain_graph":
+                model.backward(loss, retain_graph=True)
+            else:
+                model.backward(loss)
+            return loss
+
+        train_again = how.startswith("raises") or how == "indivisible"
+        if train_again:
+            train(model, rows())
+            started.append(True)
+        message = said(lambda: train(model, rows(7 if how == "indivisible" and rank == 0 else 8)))
+        started.clear()
+        return message, not (train_again and said(lambda: train(model, rows())))
+
+
+FAULTS = {
+    "raises early": "mine",
+    "raises late": "mine",
+    "two models": "second time",
+    "own backward": "model.backward(loss)",
+    "another's output": "micro-batch 0's output",
+    "no scalar": "grad_tensors",
+    "retain_graph": "retain_graph=True",
+    "indivisible": "7 entries",
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", FAULTS)
+def test_faults_are_told_on_all_processes_soon(pool: Pool, how: str, ranks: int) -> None:
+    for message, goes_on in pool.run(faults, how, ranks=ranks, timeout=40):
+        assert FAULTS[how] in message
+        assert goes_on
