@@ -40,6 +40,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
     "atorch/runtime/pipeline/schedules.py:TorchStage.backward_maybe_with_nosync": "raised again, or told to its owner",
     "atorch/runtime/sharded_stream.py:_Fetched.__init__": "raised again, and told to others, who would wait for ever",
+    "atorch/smp/first_step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
     "atorch/smp/partitioning.py:_looked_at": "a forward may fail on fakes in any way; a real run shows its own faults",
     "atorch/smp/runner.py:Runner.run": "raised on all processes at the end of the step",
     "atorch/smp/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
