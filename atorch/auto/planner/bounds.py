@@ -12,6 +12,7 @@ functions. What is still to be chosen can at best do this:
   largest of several such sums, so that all of them take least where n is 1. What a pipeline waits to fill and drain is
   of single micro-batches and least where n is largest, and so are activations: a stage holds no more of them. Gradients
   need the least where n is 1, when they appear one by one; without a pipeline that is when all activations are there.
+  So do weights that autocast has cast, once for each micro-batch in flight.
 
 Only methods that this reasoning covers may be left to choose: above any other, a third party's say, nodes have no
 bound. Tests hold the outcome to brute force.
@@ -146,7 +147,8 @@ class Bounds:
         one, finest = cost.but(num_micro_batches=1.0), _finest(cost)
         if cost.stages == 1:  # of several, the gradients of the first are there while the others compute
             return min(peak_bytes(one), peak_bytes(finest))
-        return max(peak_bytes(one.but(activation_scale=0.0)), peak_bytes(finest.but(grad_itemsize=0.0)))
+        alone = finest.but(grad_itemsize=0.0, cast_itemsize=0.0)
+        return max(peak_bytes(one.but(activation_scale=0.0)), peak_bytes(alone))
 
     def _crossing_seconds(self, cost: Cost) -> float:
         """What activations that wait on the host take to get there, or back."""

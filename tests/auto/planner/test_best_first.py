@@ -93,7 +93,19 @@ def test_where_nothing_fits_the_nearest_miss_is_found(job, share):
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(jobs())
 def test_no_composition_is_below_its_bounds(job):
-    profile, spec, batch, excluded = job
+    hold_bounds(*job)
+
+
+def test_casts_of_many_micro_batches_are_no_bound():
+    """Autocast's copies of weights, of as many micro-batches as are in flight: fewer where micro-batches are larger."""
+    shape = TransformerShape(
+        layers=9, hidden=64, heads=4, kv_heads=4, ffn=128, vocab=100, seq_len=16, head_dim=64
+    )  # fmt: skip
+    profile, spec = transformer_profile(shape, 1, Implementation(itemsize=4.0)), ClusterSpec.load("4xH100-80GB")
+    hold_bounds(profile, spec, 4, set(METHODS) - {"parallel_mode", "pipeline_parallel", "amp_native", "micro_batch"})
+
+
+def hold_bounds(profile, spec, batch, excluded):
     space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
     times = StepTimes(spec)
     bounds, hostless = Bounds.of(space, times, 0.0, 0.0), Bounds.of(space, times, math.inf, 0.0)
