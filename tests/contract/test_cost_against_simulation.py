@@ -253,6 +253,12 @@ def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> N
     check(llama, composition, ranks=8, layers=4)
 
 
+@pytest.mark.parametrize("composition", ALONE, ids=named)
+def test_one_process_holds_what_is_said(composition: Composition) -> None:
+    """Where nobody shares them there are no buckets that gradients stay in."""
+    check(llama, composition, ranks=1, layers=4)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("make", [llama, gpt2])

@@ -19,8 +19,14 @@ def reduce_once(cost: Cost) -> Cost:
     return cost.but(grad_itemsize=4.0, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
 
 
-def add_beside_buckets(cost: Cost) -> Cost:
-    """In a pipeline gradients are added up beside the buckets that DistributedDataParallel reduces them in."""
+def in_buckets(cost: Cost, replicas: int) -> Cost:
+    """Gradients stay in the buckets that DistributedDataParallel reduces them in; one replica has none.
+
+    In a pipeline they are added up beside the buckets.
+    """
+    if replicas == 1:
+        return cost
+    cost = cost.but(grads_persist=True)
     if cost.stages == 1:
         return cost
     return cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)

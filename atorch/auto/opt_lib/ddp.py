@@ -14,7 +14,7 @@ from pydantic import Field
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
-from atorch.auto.opt_lib.accumulation import add_beside_buckets
+from atorch.auto.opt_lib.accumulation import in_buckets
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -39,8 +39,8 @@ class Ddp(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """An all-reduce of the gradients by bucket, of which the last one is not hidden; the first rank's buffers."""
-        cost = add_beside_buckets(share_buffers(cost))
-        return replica_cost(cost.but(grads_persist=True), bucket_bytes=self.bucket_cap_mb * MiB)
+        cost = in_buckets(share_buffers(cost), cost.size(*REPLICA_AXES))
+        return replica_cost(cost, bucket_bytes=self.bucket_cap_mb * MiB)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.accumulation import add_beside_buckets
+from atorch.auto.opt_lib.accumulation import in_buckets
 from atorch.auto.opt_lib.ddp import averages_before_steps
 from atorch.auto.opt_lib.optimizers import need_same, replicas
 from atorch.auto.opt_lib.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named, need
@@ -48,7 +48,7 @@ class Zero1(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """The optimizer's share of this device; ddp's all-reduce, and every parameter once from who has stepped it."""
-        cost = add_beside_buckets(share_buffers(cost.but(grads_persist=True)))
+        cost = in_buckets(share_buffers(cost), cost.size(*REPLICA_AXES))
         is_cut = cost.optim_is_elementwise and self.backend == "torch"
         return shard_optimizer(cost, reduces="all_reduce", gathers="sliced" if is_cut else "broadcast")
 
