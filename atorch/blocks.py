@@ -158,6 +158,18 @@ def _units(module: nn.Module, prefix: str, blocks: Set[nn.Module]) -> Iterator[t
             yield from _units(child, f"{path}.", blocks)
 
 
+def outside_of(model: nn.Module, blocks: Set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules, by path, that are in none of the `blocks` and hold none."""
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        if path in blocks:
+            continue
+        if any(block.startswith(f"{path}.") for block in blocks):
+            yield from outside_of(child, blocks, f"{path}.")
+        else:
+            yield path, child
+
+
 def _can_be_block(module: nn.Module) -> bool:
     return _is_composite(module) and next(module.parameters(), None) is not None
 

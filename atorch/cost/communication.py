@@ -56,7 +56,7 @@ def is_whole(cost: Cost, segment: Segment) -> bool:
 def tokens_share(cost: Cost, segment: Segment) -> float:
     """Of the traced tokens, those that a device has of a segment in a micro-batch."""
     share = micro_batch_share(cost)
-    return share if has_all_tokens(cost) and not segment.is_block else share / (cost.sequence * cost.context)
+    return share if has_all_tokens(cost, segment) else share / (cost.sequence * cost.context)
 
 
 def _scaled(cost: Cost, segment: Segment, traced_bytes: float) -> float:
@@ -66,11 +66,12 @@ def _scaled(cost: Cost, segment: Segment, traced_bytes: float) -> float:
 def _of_stream(cost: Cost, segment: Segment) -> list[Comm]:
     """The stream is gathered behind a run of blocks, and its gradient before it; each copy has its share of that.
 
-    Where ranks have their own tokens outside as well, the losses of these are gathered, one number a token.
+    Where ranks have their own tokens outside as well, the losses of these are gathered, one number a token, and the
+    stream for what needs all tokens.
     """
     sizes = {"sequence": cost.sequence, "context": cost.context}
     axes = tuple(axis for axis, size in sizes.items() if size > 1)
-    sent = _of_losses(cost, segment, axes) if cost.own_tokens and axes else []
+    sent = [*_of_losses(cost, segment, axes), *_of_all_tokens(cost, segment, axes)] if cost.own_tokens and axes else []
     share = tokens_share(cost, segment) if cost.own_tokens else micro_batch_share(cost)
     axes = (("tensor",) if cost.splits_norms and cost.tensor > 1 else ()) + (() if cost.own_tokens else axes)
     if not axes or not segment.is_block:
@@ -83,6 +84,17 @@ def _of_losses(cost: Cost, segment: Segment, axes: tuple[str, ...]) -> list[Comm
     count = float(segment.num_losses)
     tokens = micro_batch_share(cost) * max((each.rows for each in segment.matmuls), default=0.0)
     return [Comm("all_gather", axes, count * TOKEN_BYTES * tokens, count=count)] if count else []
+
+
+def _of_all_tokens(cost: Cost, segment: Segment, axes: tuple[str, ...]) -> list[Comm]:
+    """What is not token by token is given the stream whole, and the gradient of what it gives on."""
+    if segment.is_block or not segment.needs_all_tokens:
+        return []
+    given = segment.input_bytes
+    made = next((each.input_bytes for each in cost.segments if each.is_block), 0.0)
+    streams = [given] * (given > 0) + [made] * (segment is not cost.segments[-1])
+    share = micro_batch_share(cost) * cost.activation_scale
+    return [Comm("all_gather", axes, share * sum(streams), count=float(len(streams)))] if streams else []
 
 
 def _of_tensor(cost: Cost, segment: Segment, again: float) -> list[Comm]:
@@ -131,10 +143,7 @@ def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[floa
         return (0.0, 0.0), (1.0, share * by_columns.rows * by_columns.inner)
     if segment.split_params:  # an embedding, whose rows are on different ranks
         size = cost.boundary_bytes / cost.num_micro_batches / itemsize(cost)
-        return (1.0, size * (cost.sequence * cost.context if has_all_tokens(cost) and not segment.is_block else 1.0)), (
-            0.0,
-            0.0,
-        )
+        return (1.0, size * (cost.sequence * cost.context if has_all_tokens(cost, segment) else 1.0)), (0.0, 0.0)
     return (0.0, 0.0), (0.0, 0.0)
 
 

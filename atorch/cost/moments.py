@@ -96,7 +96,7 @@ class Terms(NamedTuple):
     own_tokens: bool
     gathers_logits: bool
     scale: float  # bytes of a micro-batch's activations on one device against the traced ones, outside tensor splits
-    scale_outside: float  # of blocks
+    whole_scale: float  # the same with all tokens of a sequence
 
 
 _terms = attrgetter(*Terms._fields[:-2])
@@ -124,7 +124,7 @@ def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
     """What lives on each of some stages during a step."""
     whole = micro_batch_share(cost) * cost.activation_scale
     scale = whole / (cost.sequence * cost.context)
-    terms = Terms._make((*_terms(cost), scale, whole if has_all_tokens(cost) else scale))
+    terms = Terms._make((*_terms(cost), scale, whole))
     # Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
     # micro-batches were through before the most are in flight, all are there.
     least = math.inf if cost.grads_persist else cost.num_micro_batches
@@ -245,9 +245,10 @@ def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[flo
     return terms.gathered_itemsize * around, terms.gathered_itemsize * within
 
 
-def has_all_tokens(cost: Cost) -> bool:
-    """Whether outside of blocks every rank along sequence and context has all tokens."""
-    return cost.whole_outside and not cost.own_tokens
+def has_all_tokens(cost: Cost | Terms, segment: Segment) -> bool:
+    """Whether every rank along sequence and context has all tokens of a segment, as it may outside of blocks."""
+    is_whole = not cost.own_tokens or segment.needs_all_tokens
+    return cost.whole_outside and not segment.is_block and is_whole
 
 
 def is_gathered(cost: Cost | Terms, segment: Segment) -> bool:
@@ -269,7 +270,7 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     share = segment.num_trainable / segment.num_params if segment.num_params else 1.0
     is_whole, scale = False, terms.scale
     if not segment.is_block:
-        is_whole, scale = terms.whole_outside, terms.scale_outside
+        is_whole, scale = terms.whole_outside, terms.whole_scale if has_all_tokens(terms, segment) else scale
     outside = scale / terms.tensor if terms.splits_norms and not is_whole else scale
     inside = scale if is_gathered(terms, segment) else scale / terms.tensor
     kept = inside * segment.inside.saved_bytes + outside * segment.outside.saved_bytes

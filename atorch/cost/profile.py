@@ -78,6 +78,7 @@ class Segment:
     num_experts: int = 0
     dispatched_bytes: float = 0.0  # tokens that are sent to experts, one way, in forward
     sequence_length: int = 0  # tokens of a sample
+    needs_all_tokens: bool = False  # holds modules with parameters, not in blocks, that do not work token by token
 
     def __hash__(self) -> int:
         """Of what tells the segments of a model apart: searches look cuts of a model up tens of thousands of times."""

@@ -63,6 +63,7 @@ class Stretch:
     params: dict[int, None] = field(default_factory=dict)  # by number, in the order of use
     tables: dict[int, None] = field(default_factory=dict)  # of those, what is looked up with ids of the batch
     seq_len: int = 0  # tokens of a sample, where the first input has any
+    needs_all_tokens: bool = False  # between blocks: a module that runs here does not work token by token
 
 
 class Recorder:

@@ -136,6 +136,7 @@ class _Assembly:
             outside=replace(outside, saved_bytes=float(saved)),
             input_bytes=float(self._input_bytes(stretch)),
             sequence_length=stretch.seq_len,
+            needs_all_tokens=stretch.needs_all_tokens,
         )
 
     def _is_given(self, stretch: Stretch, value: Value) -> bool:

@@ -24,6 +24,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.originals import OriginalReachedError, Originals
 from atorch.profiler.alike import groups_of_alike
+from atorch.profiler.by_token import watch_outside
 from atorch.profiler.copying import copy_with, lazy_copy_with
 from atorch.profiler.devices import as_on
 from atorch.profiler.recording import Recorder
@@ -172,7 +173,9 @@ def _record(
     numbers = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
     weights = {numbers[name]: tensor for name, tensor in duplicate.named_parameters()}
     recorder = Recorder(weights, duplicate.buffers(), batch)
-    Blocks(recorder, groups).watch({name: duplicate.get_submodule(name) for name in job.blocks})
+    blocks = {name: duplicate.get_submodule(name) for name in job.blocks}
+    Blocks(recorder, groups).watch(blocks)
+    watch_outside(recorder, duplicate, blocks)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)

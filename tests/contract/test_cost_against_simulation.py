@@ -156,6 +156,21 @@ def gpt2(layers: int) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def bert(layers: int) -> nn.Module:
+    """Its embeddings add positions to what they look up, which a rank's own tokens do not tell."""
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=2816,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        max_position_embeddings=SEQ,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
 def cross_entropy(batch: Any, output: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(output["logits"].float().reshape(-1, VOCAB), batch["labels"].reshape(-1))
 
@@ -251,6 +266,11 @@ def _same_messages(expected: Mapping[tuple[str, frozenset[str]], tuple[float, fl
 )
 def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> None:
     check(llama, composition, ranks=8, layers=4)
+
+
+@pytest.mark.parametrize("axis", [SEQUENCE, CONTEXT])
+def test_what_needs_all_tokens_outside_of_blocks_is_given_them(axis: str) -> None:
+    check(bert, (axis, "ddp"), ranks=8, layers=4)
 
 
 @pytest.mark.parametrize("composition", ALONE, ids=named)

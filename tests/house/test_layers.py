@@ -33,6 +33,7 @@ LAYERS = {
     "atorch.blocks": 1,
     "atorch.duplicates": 1,
     "atorch.elementwise": 1,
+    "atorch.positions": 1,
     "atorch.referenced": 1,
     "atorch.originals": 1,
     "atorch.configuration": 0,

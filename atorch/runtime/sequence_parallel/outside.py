@@ -3,7 +3,7 @@
 Embeddings, final norms, heads: each of those that are outermost outside of the blocks, and are given one tensor, is run
 once on all tokens of a small batch and once on a rank's. Where it gives the rank's part of what it gave before, on
 every rank, it is given the rank's tokens from then on; its result is split by tokens until somebody asks for all of it
-(`split_tokens`). All others are left as they are.
+(`split_tokens`). All others are left as they are. On fake tensors, which have no values, shapes tell (`positions`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from atorch.blocks import outside_of
+from atorch.positions import made_alone
 from atorch.runtime.override import override
 from atorch.runtime.sequence_parallel.blocks_seen import Run, by_place, changed, copied, evaluating
 from atorch.runtime.sequence_parallel.replay import MISFITS, cut_along, uses_random_numbers, usual
@@ -52,7 +55,7 @@ def find_by_token(
     """
     found = {}
     with evaluating(model):
-        with _called(dict(_outside(model, "", set(blocks)))) as calls:
+        with _called(dict(outside_of(model, blocks.keys()))) as calls:
             run(model)
         for path, (call, result) in calls.items():
             way = None if call is None else _way(model.get_submodule(path), call, result, dims, share)
@@ -117,18 +120,6 @@ def everywhere(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def _outside(module: nn.Module, path: str, blocks: Set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that are not in a block and hold none."""
-    for name, child in module.named_children():
-        below = f"{path}{name}"
-        if below in blocks:
-            continue
-        if any(block.startswith(f"{below}.") for block in blocks):
-            yield from _outside(child, f"{below}.", blocks)
-        else:
-            yield below, child
-
-
 @contextmanager
 def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Call | None, Any]]]:
     """What modules were called with first, and gave; no call where the first one was not a plain one."""
@@ -155,6 +146,9 @@ def _way(module: nn.Module, call: Call, result: Tensor, dims: Set[int], share: S
     if any(isinstance(each, _BatchNorm) for each in module.modules()):
         return None  # in training it looks at all tokens
     ((place, tensor),) = by_place((call.args, call.kwargs)).items()
+    is_fake, of_all = dist.get_backend(share.group) == "fake", None
+    if is_fake:
+        _, of_all = made_alone(partial(module, *call.args, **call.kwargs), [tensor])
     for dim in usual(tensor.dim()):
         if tensor.shape[dim] % share.pieces or tensor.shape[dim] < share.pieces:
             continue
@@ -164,8 +158,11 @@ def _way(module: nn.Module, call: Call, result: Tensor, dims: Set[int], share: S
 
         args, kwargs = changed(copied((call.args, call.kwargs)), own, {place: dim})
         try:
-            got = module(*args, **kwargs)
+            run = partial(module, *args, **kwargs)
+            got, alone = made_alone(run, by_place((args, kwargs)).values()) if is_fake else (run(), None)
         except MISFITS:
+            continue
+        if alone != of_all:
             continue
         made = cut_along(got, result, share, share.rank) if isinstance(got, Tensor) else None
         if isinstance(made, int) and made in dims:
