@@ -14,7 +14,7 @@ from atorch.auto.attempt import attempt
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.first_pass import cannot_evaluate, check
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.completion import batch_place, complete, idle_axes, needs_values
+from atorch.auto.opt_lib.completion import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.plain_pass import PlainPass, plain_pass
 from atorch.auto.provenance import fingerprint, provenance, versions
@@ -79,9 +79,10 @@ def _searched(ctx: Context, fixed: Strategy | None, call: Call, began: float) ->
     from atorch.auto.planner import search
     from atorch.auto.planner.clock import Clock
 
+    excluded = call.excluded if ctx.initial is None else (*(call.excluded or ()), *NEEDING_VALUES)
     return search(
         ctx,
-        excluded=call.excluded,
+        excluded=excluded,
         included=call.included,
         fixed=fixed,
         precision=call.options.precision,
@@ -243,12 +244,12 @@ def _initial(model: nn.Module, given: Strategy | None, call: Call) -> InitialVal
             logger.warning("param_init_fn is not called: it is for a model on the meta device, and this one has values")
         return None
     name = type(model).__name__
-    if call.searches or given is None:
+    if options.empty_init and (call.searches or given is None):
         raise ArgumentError(
-            f"{name} has parameters on the meta device, without values, and a search takes real steps; atorch.plan() "
-            "for a cluster plans for it, and a load_strategy gives it values; else give it on a real device"
+            f"{name} has parameters on the meta device, and empty_init=True leaves them without values, but a search "
+            "takes real steps; leave empty_init out and load the checkpoint afterwards, or give a load_strategy"
         )
-    asking = needs_values(given)
+    asking = needs_values(given or ()) or needs_values(call.included or ())
     if asking is not None:
         raise ArgumentError(
             f"{name} has parameters on the meta device, and {asking} tries itself on their values before it splits "

@@ -95,6 +95,8 @@ class InitialValues:
                     if last[each] == number:
                         yield self._places[each].taken(step.name)
         finally:
+            for place in self._places.values():  # they may be drawn again, after a candidate that failed
+                place.put(place.meta)
             if not is_same:
                 before.restore(device)
 

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.nn import functional as F
 
 from atorch import auto_accelerate, load_whole_state, whole_state
+from atorch.auto import session
+from atorch.auto.strategy import METHODS
 from atorch.errors import ArgumentError
 from atorch.profiler.tensors import local_part
 from atorch.runtime.initial_values import InitialValues
@@ -145,7 +147,7 @@ def farthest(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return max(((got[name].float() - expected[name].float()).abs().max().item(), name) for name in expected)
 
 
-def started(rank: int, size: int, kind: str, strategy: Any) -> tuple[float, float, float]:
+def started(rank: int, size: int, kind: str, strategy: Any, **more: Any) -> tuple[float, float, float]:
     """How far values are from plain ones before a step and after three, and the losses."""
     model = made(kind, on_meta=True)
     torch.manual_seed(SEED + rank)  # rank 0's count
@@ -158,6 +160,7 @@ def started(rank: int, size: int, kind: str, strategy: Any) -> tuple[float, floa
         optim_args={"lr": 0.1, "momentum": 0.9},
         dataloader_args={"batch_size": BATCH},
         load_strategy=strategy,
+        **more,
         param_init_fn=None if kind == "decoder" else KINDS[kind][1](model),
     )
     before, after, losses = trained_plainly(kind)
@@ -220,6 +223,50 @@ def test_it_starts_and_trains_as_plainly(pool: Pool, kind: str, name: str) -> No
         assert first == 0.0
         assert last <= 2e-5
         assert loss <= 1e-5
+
+
+def started_by_search(rank: int, size: int, among: tuple[str, ...]) -> tuple[list[str], tuple[float, float, float]]:
+    """The dry runs of a search, and how far training is from plain training then."""
+    chosen: list[Any] = []
+    excluded = set(METHODS) - {"parallel_mode", *among}
+    with pytest.MonkeyPatch.context() as patch:
+        accelerate = session.accelerate
+        patch.setattr(session, "accelerate", lambda *given: chosen.append(given[1]) or accelerate(*given))
+        distances = started(rank, size, "decoder", None, excluded=excluded)
+    report = chosen[-1].metadata["report"]
+    failed = [each["reason"] for each in report["rejected"] if each["why"] == "failed"]
+    return [*failed, *(f"run {number}" for number in range(report["num_dry_runs"]))], distances
+
+
+@pytest.mark.parametrize(
+    ("among", "least"),
+    [
+        (("ddp", "fsdp"), 2),
+        pytest.param(("chunk", "ddp"), 1, marks=pytest.mark.matrix),
+        pytest.param(("ddp", "zero1", "zero2", "tensor_parallel"), 3, marks=pytest.mark.matrix),
+        pytest.param(("ddp", "pipeline_parallel", "micro_batch", "offload"), 3, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_search_gives_each_candidate_its_values(pool: Pool, among: tuple[str, ...], least: int) -> None:
+    for told, (first, last, loss) in pool.run(started_by_search, among):
+        assert told == [f"run {number}" for number in range(max(least, len(told)))]
+        assert first == 0.0
+        assert last <= 2e-5
+        assert loss <= 1e-5
+
+
+def test_values_can_be_drawn_again_after_a_start_that_failed() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    initial = InitialValues(model)
+    failing = initial.drawn(CPU)
+    next(failing)
+    failing.close()
+    assert all(each.is_meta for each in initial._model.parameters())
+    torch.manual_seed(SEED)
+    first, second = (dict(initial.drawn(CPU)) for _ in range(2))
+    assert first.keys() == second.keys()
+    assert not any(torch.equal(first[names], second[names]) for names in first)
 
 
 def test_an_order_of_its_own_and_ties_are_as_apply_has_them() -> None:
@@ -333,7 +380,8 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         (Parent, {"param_init_fn": by_parent, "empty_init": True}, "twice"),
         (Parent, {"param_init_fn": "normal"}, "is a function"),
         (Parent, {"param_init_fn": lambda module: None}, "param_init_fn does not write it"),
-        (Parent, {"load_strategy": None}, "a search takes real steps"),
+        (Parent, {"load_strategy": None, "empty_init": True, "param_init_fn": None}, "a search takes real steps"),
+        (Parent, {"load_strategy": None, "included": ["sequence_parallel"]}, "sequence_parallel tries itself"),
         (Parent, {"load_strategy": ["sequence_parallel"]}, "sequence_parallel tries itself"),
         (lambda: nn.Linear(2, 2, device="cpu"), {"empty_init": True}, "has values"),
     ],

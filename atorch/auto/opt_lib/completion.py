@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.strategy import Strategy
+from atorch.auto.strategy import Method, Strategy
 from atorch.cost.splits import REPLICA_AXES
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 
@@ -57,6 +59,7 @@ def has_fsdp(strategy: Strategy) -> bool:
     return sharding is not None and getattr(sharding, "backend", "fsdp") == "fsdp"
 
 
-def needs_values(strategy: Strategy) -> str | None:
-    """The method of the strategy that asks a model for the values of its parameters, if one does."""
-    return next((name for name in strategy.names() if name in NEEDING_VALUES), None)
+def needs_values(methods: Iterable[Method | str]) -> str | None:
+    """The first of some methods, or names of such, that asks a model for the values of its parameters."""
+    names = (each if isinstance(each, str) else each.name for each in methods)
+    return next((name for name in names if name in NEEDING_VALUES), None)

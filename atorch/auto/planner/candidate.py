@@ -29,13 +29,16 @@ def candidate(ctx: Context) -> Context:
     """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process.
 
     What lies where the candidate trains is copied at once: kernels of optimizers for many tensors write through raw
-    pointers, and a lazy clone does not see that. What lies elsewhere is moved there, which is a copy.
+    pointers, and a lazy clone does not see that. What lies elsewhere is moved there, which is a copy. What is on the
+    meta device stays there and gets its initial values part by part when it is built; typical ones if none are known.
     """
     copied = OwnMemory(lambda device: device.type != ctx.device.type)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         tensor = local_part(tensor)
-        return typical_values(tensor, ctx.device) if tensor.is_meta else copied(tensor)
+        if tensor.is_meta:
+            return torch.empty_like(tensor) if ctx.initial is not None else typical_values(tensor, ctx.device)
+        return copied(tensor)
 
     ctx = _on_copy(ctx, convert)
     separate([*ctx.root.parameters(), *ctx.root.buffers()])
