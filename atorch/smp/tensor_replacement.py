@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.logs import logger
-from atorch.runtime.module_swap import Swap, swap_modules
+from atorch.runtime.module_swap import Swap, adopt_state, swap_modules
 from atorch.runtime.override import override
 from atorch.smp.nn.distributed_module import WITHOUT_EFFECT
 from atorch.smp.tensor_marks import TensorMark, current_mark, mark_of, put_mark, set_tensor_parallelism
@@ -233,7 +233,7 @@ def _take_values(name: str, twin: nn.Module, module: nn.Module, registered: Regi
         return
     own = twin.state_dict()
     if own.keys() == state.keys() and all(own[key].shape == state[key].shape for key in own):
-        twin.load_state_dict(state)
+        adopt_state(twin, module)
         return
     logger.warning(
         "%s (%s) is replaced by a %s of other parameters, which has new initial values; give tp_register a state_hook "

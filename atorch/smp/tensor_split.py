@@ -135,17 +135,13 @@ def split_marked(
 
 def distributed_modules(model: nn.Module, split: TensorSplit) -> Iterator[nn.Module]:
     """The modules of a split model that hold parts, and the outermost distributed modules around such."""
-
-    def visit(module: nn.Module, path: str, is_below: bool) -> Iterator[nn.Module]:
-        names = [f"{path}{name}" for name, _ in module.named_parameters(recurse=False)]
+    outermost: list[str] = []
+    for path, module in model.named_modules():
+        is_below = any(path.startswith(f"{each}.") or not each for each in outermost)
         is_outermost = isinstance(module, DistributedModule) and not is_below
-        inner = (f"{path}{name}" for name, _ in module.named_parameters()) if is_outermost else names
-        if any(name in split.cuts for name in inner):
+        if any(full_name(path, name) in split.cuts for name, _ in module.named_parameters(recurse=is_outermost)):
             yield module
-        for name, child in module.named_children():
-            yield from visit(child, f"{path}{name}.", is_below or is_outermost)
-
-    yield from visit(model, "", False)
+            outermost += [path] if is_outermost else []
 
 
 def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: Any) -> bool:
@@ -154,11 +150,29 @@ def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: An
     return any(each is parameter and name in split.cuts for name, each in named)
 
 
-def is_scaled_batch(split: TensorSplit) -> bool:
-    """Whether parameters and buffers see the batch of all tensor ranks, and so have their gradients averaged over
-    those that hold the same part alone (RDP_GROUP), or their own, and over DP_GROUP. It is the same for all of a model.
-    """
-    return split.degree > 1
+def is_distributed_buffer(model: nn.Module, split: TensorSplit, buffer: Any) -> bool:
+    """Whether a buffer is this rank's part of one: buffers stay whole."""
+    return False
+
+
+def is_scaled_batch_parameter(model: nn.Module, split: TensorSplit, parameter: Any) -> bool:
+    """Whether a parameter of a split model sees the batch of all tensor ranks, as all do where there are several."""
+    return split.degree > 1 and any(each is parameter for each in model.parameters())
+
+
+def is_scaled_batch_buffer(model: nn.Module, split: TensorSplit, buffer: Any) -> bool:
+    """Whether a buffer of a split model sees the batch of all tensor ranks, as all do where there are several."""
+    return split.degree > 1 and any(each is buffer for each in model.buffers())
+
+
+def default_reducer_named_parameters(model: nn.Module, split: TensorSplit) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters whose gradients are averaged over DP_GROUP: all without several tensor ranks, none with."""
+    return (each for each in model.named_parameters() if split.degree == 1)
+
+
+def scaled_batch_reducer_named_parameters(model: nn.Module, split: TensorSplit) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters whose gradients are averaged over RDP_GROUP, since all tensor ranks compute the same batch."""
+    return (each for each in model.named_parameters() if split.degree > 1)
 
 
 class _Matrix(NamedTuple):
