@@ -27,6 +27,18 @@ def override(module: nn.Module, name: str, make: Make, *settings: Any) -> None:
     module.__class__ = next(same, None) or _subclass(base, name, make, settings)
 
 
+def lift(module: nn.Module, name: str, make: Make) -> None:
+    """Take the outermost override off the module, where it is this `make` of this method."""
+    mark: Any = vars(type(module)).get(_MARK)
+    if mark is not None and mark[:2] == (name, make):
+        module.__class__ = type(module).__bases__[0]
+
+
+def is_override(cls: type) -> bool:
+    """Whether a class is one that `override` made of its base."""
+    return _MARK in vars(cls)
+
+
 _MARK = "__override__"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from atorch.errors import ArgumentError, near_miss, shown
-from atorch.runtime.override import override
-from atorch.runtime.recompute import recomputed
+from atorch.runtime.override import lift, override
+from atorch.runtime.recompute import disable_checkpointing, recomputed
 from atorch.smp.places import Place, place_of
 from atorch.smp.session import is_initialized, session
 
@@ -73,6 +74,21 @@ def checkpoint_forward(module: nn.Module) -> None:
     if not hasattr(type(module).forward, OPTIONS) and not hasattr(type(module).__call__, OPTIONS):
         # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
         override(module, "__call__" if "forward" in vars(module) else "forward", _checkpointing)
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing of the model is checkpointed; then what was is again, around all that was put on it inside."""
+    for module in model.modules():
+        lift(module, "forward", _checkpointing)
+        lift(module, "__call__", _checkpointing)
+    try:
+        with disable_checkpointing():
+            yield
+    finally:
+        for module in model.modules():
+            if OPTIONS in vars(module):
+                checkpoint_forward(module)
 
 
 def _checkpointing(theirs: Callable[..., Any]) -> Callable[..., Any]:

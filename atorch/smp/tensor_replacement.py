@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.logs import logger
 from atorch.runtime.module_swap import Swap, adopt_state, swap_modules
-from atorch.runtime.override import override
+from atorch.runtime.override import is_override, override
+from atorch.smp.activation_checkpointing import OPTIONS
 from atorch.smp.nn.distributed_module import WITHOUT_EFFECT
 from atorch.smp.tensor_marks import TensorMark, current_mark, mark_of, put_mark, set_tensor_parallelism
 
@@ -155,12 +156,19 @@ def _note_arguments(cls: type[nn.Module]) -> None:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, Registered]]:
-    registered, mark = vars(type(module)).get(_REGISTERED), mark_of(module)
+    registered, mark = _registered(module), mark_of(module)
     if registered is not None and mark is not None and mark.enabled:
         yield module, registered
         return
     for child in module.children():
         yield from _outermost(child)
+
+
+def _registered(module: nn.Module) -> Registered | None:
+    """The registration of a module's own class, beneath what was overridden on the module."""
+    own: Any = next(cls for cls in type(module).__mro__ if not is_override(cls))
+    registered: Registered | None = vars(own).get(_REGISTERED)
+    return registered
 
 
 def _replacement(name: str, module: nn.Module, registered: Registered, used: set[str]) -> nn.Module:
@@ -170,6 +178,11 @@ def _replacement(name: str, module: nn.Module, registered: Registered, used: set
         raise ArgumentError(
             f"{name} was made before its class {cls} was registered, so that its constructor's arguments are not "
             f"known; call smp.tp_register_with_module({cls}, …) before the model is made"
+        )
+    if any(OPTIONS in vars(each) for each in module.modules()):
+        raise ArgumentError(
+            f"{name} ({type(module).__name__}) is to be replaced by a {registered.dist_module.__name__}, and "
+            "activation checkpointing was set in it; call smp.set_activation_checkpointing after smp.DistributedModel"
         )
     args, kwargs = made_with.args, dict(made_with.kwargs)
     if registered.init_hook is not None:

@@ -18,6 +18,7 @@ from atorch.runtime.tensor_parallel import ModelLayout, Rows, tensor_parallel
 from atorch.runtime.tensor_parallel.model_layout import full_name, rows_of
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 from atorch.runtime.tensor_parallel.state import whole_tensor
+from atorch.smp.activation_checkpointing import without_checkpointing
 from atorch.smp.nn.distributed_module import DistributedModule
 from atorch.smp.tensor_marks import marked_parameters
 
@@ -115,16 +116,9 @@ def split_marked(
         )  # fmt: skip
         return TensorSplit(degree, mesh.rank("tensor"), mesh.group("tensor"))
     matrices = _Matrix.all_of(model)
-    layout = together(
-        lambda: tensor_parallel(
-            model,
-            _returning_output(run),
-            mesh.device_mesh("tensor"),
-            among=marked,
-            as_dtensors=as_dtensors,
-            loss_parallel=loss_parallel,
-        )
-    )
+    options: dict[str, Any] = {"among": marked, "as_dtensors": as_dtensors, "loss_parallel": loss_parallel}
+    with without_checkpointing(model):  # what is recomputed has to be all of it
+        layout = together(lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options))
     agree(sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError)
     split = TensorSplit(
         degree, mesh.rank("tensor"), mesh.group("tensor"), _cuts(layout, matrices), _kept(layout, matrices, marked)

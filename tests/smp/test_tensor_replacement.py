@@ -173,6 +173,12 @@ def made_before() -> nn.Module:
     return model
 
 
+def checkpointed() -> nn.Module:
+    model = Model()
+    smp.set_activation_checkpointing(model.encoder)
+    return model
+
+
 def with_hook(**hooks: Any) -> nn.Module:
     cls = own_class(Wrapping)
     smp.tp_register_with_module(cls, smp.nn.DistributedLinear, **hooks)
@@ -188,6 +194,7 @@ def with_hook(**hooks: Any) -> nn.Module:
         (lambda: smp.tp_register_with_module("Linear", nn.Linear), "module_cls 'Linear'; give a subclass"),
         (lambda: smp.tp_register_with_module(own_class(Own), nn.Linear, init_hook=4), "init_hook 4; give a function"),
         (lambda: replace_registered(made_before()), "was made before its class Wrapping was registered"),
+        (lambda: replace_registered(checkpointed()), "call smp.set_activation_checkpointing after"),
         (lambda: replace_registered(with_hook(init_hook=lambda n: (n, n))), "the init_hook for Wrapping returned"),
         (
             lambda: replace_registered(with_hook(init_hook=lambda n: ((n, n), {}))),

@@ -192,8 +192,13 @@ def distance(got: dict[str, Tensor], expected: dict[str, Tensor], before: dict[s
     return float(error / torch.stack([(expected[name] - before[name]).double().norm() for name in got]).norm())
 
 
-def parity(rank: int, size: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def parity(
+    rank: int, size: int, name: str, options: dict[str, Any], recomputed: tuple[str, ...] = ()
+) -> dict[str, Any]:
     model, plain = make(name), make(name)
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in recomputed:
+            smp.set_activation_checkpointing(module)
     if rank:  # which is put right before anything is split
         nn.init.ones_(next(model.parameters()))
     before = {key: value.clone() for key, value in plain.state_dict().items()}
@@ -250,6 +255,13 @@ def test_parts_can_be_dtensors_and_logits_stay_split(pool: Pool, options: dict[s
     for seen in pool.run(parity, "gpt2", options):
         assert seen["same state"]
         assert seen["update"] <= 1e-4
+
+
+@pytest.mark.parametrize("recomputed", [("0", "1"), ("attention", "dense1", "word_embedding"), ("inner",)])
+def test_what_is_recomputed_is_computed_as_before(pool: Pool, recomputed: tuple[str, ...]) -> None:
+    for seen in pool.run(parity, "language model", {}, recomputed):
+        assert seen["update"] <= 1e-4
+        assert seen["held"] < HELD["language model"]
 
 
 def replicas(rank: int, size: int) -> float:

@@ -9,7 +9,7 @@ model's own order. What ranks share stays whole on each, and its gradients are s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +78,8 @@ def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
         module, own_name = place_of(block, name)
         for holder, its_name in _holders(block, module._parameters[own_name]):
             by_module.setdefault(holder, {})[its_name] = read
-    if by_module:
-        cut.inside.note(block)
+    for module in _around(block, by_module):
+        cut.inside.note(module)
     for module, own in by_module.items():
         present(module, own, cut.inside)
     divide(block, layout)
@@ -92,6 +92,12 @@ def place_of(block: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and the parameter's name in it."""
     path, _, own_name = name.rpartition(".")
     return block.get_submodule(path), own_name
+
+
+def _around(block: nn.Module, inner: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules of the block that hold one of `inner`, or are one: what is recomputed may begin at any of them."""
+    called = (module for module in block.modules() if type(module).forward is not nn.Module.forward)
+    return [module for module in called if any(each in inner for each in module.modules())]
 
 
 def _holders(block: nn.Module, parameter: Any) -> list[tuple[nn.Module, str]]:

@@ -95,6 +95,29 @@ def recomputed(rank: int, size: int) -> float:
     return max(float((a - b).norm()) for a, b in zip(*grads, strict=True))
 
 
+def recomputed_inside(rank: int, size: int, as_dtensors: bool) -> float:
+    """The same of attention alone, in blocks with a residual and biases inside of it."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    grads = []
+    for recomputes in (False, True):
+        model = make("bert")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
+        tensor_parallel(model, lambda model: model(**batch("bert")), mesh, as_dtensors=as_dtensors)
+        for layer in model.bert.encoder.layer if recomputes else ():
+            checkpoint_wrapper(layer.attention)
+        loss_of(model(**batch("bert"))).backward()
+        grads.append([whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None])
+    return max(float((a - b).norm()) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("as_dtensors", [True, False])
+def test_a_part_of_a_block_can_be_recomputed(pool: Pool, as_dtensors: bool) -> None:
+    assert max(pool.run(recomputed_inside, as_dtensors)) <= 1e-6
+
+
 def counted(rank: int, size: int) -> dict[str, dict[str, int]]:
     """Collectives of a step of two blocks and a tied vocabulary, by what is recomputed."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
