@@ -175,6 +175,20 @@ def transfer_cost(
     return cost
 
 
+def _fetched(
+    moments: Sequence[Moment],
+    chunk_bytes: Sequence[int],
+    budget_bytes: int,
+    pinned: frozenset[int] = frozenset(),
+) -> list[int] | None:
+    """The chunks that `schedule` would fetch, each as often as it would; None where nothing keeps the budget."""
+    runs = Runs.of([moment.needs - pinned for moment in moments], [moment.other_bytes for moment in moments])
+    room = runs.room(chunk_bytes, budget_bytes - sum(chunk_bytes[chunk] for chunk in pinned))
+    if room and min(room) < 0:
+        return None
+    return [stay.chunk for stay in _kept(runs.needs, chunk_bytes, room)[0]]
+
+
 def _tightest(runs: Runs, room: Sequence[int], moments: Sequence[Moment]) -> Moment:
     """The first moment that has least room."""
     run = room.index(min(room))
@@ -325,13 +339,12 @@ def choose_pinned(
     """
     runs = Runs.of([moment.needs for moment in moments], [moment.other_bytes for moment in moments])
     moments = [Moment("", needed, most) for needed, most in zip(runs.needs, runs.most_bytes, strict=True)]
-    plain = schedule(moments, chunk_bytes, budget_bytes, prefetch=0)
-    if isinstance(plain, Shortfall):
+    plain = _fetched(moments, chunk_bytes, budget_bytes)
+    if plain is None:
         return frozenset()
     saved = [size if state else 0 for size, state in zip(chunk_bytes, state_bytes, strict=True)]
-    for step in plain.steps:
-        for chunk in step.fetch:
-            saved[chunk] += chunk_bytes[chunk]
+    for chunk in plain:
+        saved[chunk] += chunk_bytes[chunk]
     taken = [state if is_shared else size + state for size, state in zip(chunk_bytes, state_bytes, strict=True)]
     ranked = sorted(
         (each for each in range(len(taken)) if saved[each] and taken[each]), key=lambda each: -saved[each] / taken[each]
@@ -341,10 +354,10 @@ def choose_pinned(
     def travels(count: int) -> float:
         pinned = frozenset(ranked[:count])
         room = budget_bytes - sum(state_bytes[chunk] for chunk in pinned)
-        found = schedule(moments, chunk_bytes, room, pinned=frozenset() if is_shared else pinned, prefetch=0)
-        if isinstance(found, Shortfall):
+        found = _fetched(moments, chunk_bytes, room, pinned=frozenset() if is_shared else pinned)
+        if found is None:
             return inf
-        fetched = sum(chunk_bytes[chunk] for step in found.steps for chunk in step.fetch if chunk not in pinned)
+        fetched = sum(chunk_bytes[chunk] for chunk in found if chunk not in pinned)
         return fetched + returned - sum(chunk_bytes[chunk] for chunk in pinned if state_bytes[chunk])
 
     low, high = 0, len(ranked)

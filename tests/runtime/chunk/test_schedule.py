@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import itertools
+import math
+import pstats
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -317,3 +321,20 @@ def test_of_shared_chunks_shares_are_kept_and_chunks_are_gathered_all_the_same()
     assert choose_pinned(moments, sizes, states, 4 + 12, is_shared=True) == frozenset(range(4)), "beside one chunk"
     assert len(choose_pinned(moments, sizes, states, 4 + 7, is_shared=True)) == 2
     assert choose_pinned(moments, sizes, states, 3, is_shared=True) == frozenset(), "not one chunk fits"
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3])
+@pytest.mark.parametrize("is_even", [True, False])
+def test_work_grows_no_faster_than_n_log_n(share: float, is_even: bool) -> None:
+    def calls(num: int) -> float:
+        drawn = random.Random(0)
+        sizes = [100 if is_even else drawn.randint(10, 300) for _ in range(num)]
+        there_and_back = [*range(num), *reversed(range(num))]
+        moments = [Moment("", frozenset((chunk,)), 5 * chunk) for chunk in there_and_back]
+        budget = int(share * sum(sizes)) + 5 * num + 300
+        with cProfile.Profile() as profile:
+            schedule(moments, sizes, budget)
+            choose_pinned(moments, sizes, [3 * size for size in sizes], budget)
+        return pstats.Stats(profile).total_calls / (num * math.log2(num))
+
+    assert calls(2000) <= 1.3 * calls(250)
