@@ -144,29 +144,11 @@ def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: An
     return any(each is parameter and name in split.cuts for name, each in named)
 
 
-def is_distributed_buffer(model: nn.Module, split: TensorSplit, buffer: Any) -> bool:
-    """Whether a buffer is this rank's part of one: buffers stay whole."""
-    return False
-
-
-def is_scaled_batch_parameter(model: nn.Module, split: TensorSplit, parameter: Any) -> bool:
-    """Whether a parameter of a split model sees the batch of all tensor ranks, as all do where there are several."""
-    return split.degree > 1 and any(each is parameter for each in model.parameters())
-
-
-def is_scaled_batch_buffer(model: nn.Module, split: TensorSplit, buffer: Any) -> bool:
-    """Whether a buffer of a split model sees the batch of all tensor ranks, as all do where there are several."""
-    return split.degree > 1 and any(each is buffer for each in model.buffers())
-
-
-def default_reducer_named_parameters(model: nn.Module, split: TensorSplit) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters whose gradients are averaged over DP_GROUP: all without several tensor ranks, none with."""
-    return (each for each in model.named_parameters() if split.degree == 1)
-
-
-def scaled_batch_reducer_named_parameters(model: nn.Module, split: TensorSplit) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters whose gradients are averaged over RDP_GROUP, since all tensor ranks compute the same batch."""
-    return (each for each in model.named_parameters() if split.degree > 1)
+def is_scaled_batch(split: TensorSplit) -> bool:
+    """Whether parameters and buffers see the batch of all tensor ranks, and their gradients are averaged over RDP_GROUP,
+    the ranks that hold the same; else over DP_GROUP. It is the same for all of a model.
+    """
+    return split.degree > 1
 
 
 class _Matrix(NamedTuple):

@@ -18,13 +18,9 @@ from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError
 from atorch.smp.tensor_split import (
     TensorSplit,
-    default_reducer_named_parameters,
     distributed_modules,
-    is_distributed_buffer,
     is_distributed_parameter,
-    is_scaled_batch_buffer,
-    is_scaled_batch_parameter,
-    scaled_batch_reducer_named_parameters,
+    is_scaled_batch,
     split_marked,
 )
 from tests.pool import Pool
@@ -343,22 +339,14 @@ def test_state_goes_and_comes_whole(pool: Pool) -> None:
 
 def asked(rank: int, size: int) -> dict[str, Any]:
     model = make("language model" if size > 1 else "tied")
-    model.register_buffer("seen", torch.zeros(1))
     done = split(model, size)
     named = dict(model.named_parameters(remove_duplicate=False))
     return {
         "modules": [type(each).__name__ for each in distributed_modules(model, done)][:2],
         "cut": {name for name, each in named.items() if is_distributed_parameter(model, done, each)} == set(done.cuts),
         "whole": [name for name, each in named.items() if not is_distributed_parameter(model, done, each)],
-        "buffer": (is_distributed_buffer(model, done, model.seen), is_scaled_batch_buffer(model, done, model.seen)),
-        "scaled": {is_scaled_batch_parameter(model, done, each) for each in named.values()},
-        "other": is_scaled_batch_parameter(model, done, nn.Parameter(torch.zeros(1))),
-        "reduced": [len(list(of(model, done))) for of in REDUCERS],
-        "num": len(list(model.parameters())),
+        "scaled": is_scaled_batch(done),
     }
-
-
-REDUCERS = (default_reducer_named_parameters, scaled_batch_reducer_named_parameters)
 
 
 def test_what_is_split_can_be_asked(pool: Pool) -> None:
@@ -366,19 +354,9 @@ def test_what_is_split_can_be_asked(pool: Pool) -> None:
         assert seen["modules"] == ["DistributedTransformerLMHead", "Embedding"]
         assert seen["cut"]
         assert all("norm" in name or name.endswith(("dense.bias", "dense2.bias")) for name in seen["whole"])
-        assert seen["buffer"] == (False, True)
-        assert seen["scaled"] == {True}
-        assert not seen["other"]
-        assert seen["reduced"] == [0, seen["num"]]
-
-
-def test_without_other_tensor_ranks_all_is_averaged_over_replicas() -> None:
-    seen = asked(0, 1)
-    assert seen["modules"] == []
-    assert seen["cut"]
-    assert seen["buffer"] == (False, False)
-    assert seen["scaled"] == {False}
-    assert seen["reduced"] == [seen["num"], 0]
+        assert seen["scaled"]
+    alone = asked(0, 1)
+    assert (alone["modules"], alone["scaled"]) == ([], False)
 
 
 class Odd(nn.Module):
