@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from atorch.smp import amp, nn, optimizers, patches
 from atorch.smp.activation_checkpointing import set_activation_checkpointing
+from atorch.smp.checkpoints import resume_from_checkpoint, save_checkpoint
 from atorch.smp.communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from atorch.smp.files import load, save
 from atorch.smp.model import DistributedModel
@@ -108,7 +109,9 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
     "save",
+    "save_checkpoint",
     "send",
     "set_activation_checkpointing",
     "set_tensor_parallelism",

@@ -1,38 +1,23 @@
 """`smp.save` and `smp.load`: partial checkpoints, a file for each process of a model, and full ones, as torch's own.
 
-Files are replaced in one piece, and read as weights alone: loading never runs code. A partial checkpoint says in its
-partial states how the processes were arranged, so that others than that put it together.
+Files are replaced in one piece, and read as weights alone: loading never runs code.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from atorch.distributed.arrivals import listed
 from atorch.errors import ArgumentError, CheckpointError, shown
-from atorch.files import replacing
-from atorch.logs import OF_THIS_RANK, logger
-from atorch.smp.partial_states import is_partial, merged
-from atorch.smp.ranks import mp_rank, mp_size, pp_size, tp_size
-from atorch.smp.session import session
-from atorch.weights_file import CHECKPOINT, read_weights
-
-ARRANGED = "_smp_arranged"
-"""The key of a partial state in a file that has how the processes were arranged that saved it."""
+from atorch.smp.parts import ADVICE, Parts, write_file
+from atorch.weights_file import read_weights
 
 MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
-
-_PLAIN = "tensors, numbers, strings, and lists and dicts of them are plain"
-_ADVICE = (
-    f"{_PLAIN}: save those, or, where you trust the file, name its classes to torch.serialization.add_safe_globals"
-)
 
 
 def save(
@@ -42,7 +27,8 @@ def save(
 
     Args:
         partial: each process of a model writes a file of its own, `f` with its `mp_rank`, such as `model.pt_0`. All
-            those of one replica call it, such as all with `dp_rank()` 0. Else the one file `f` is written.
+            those of one replica call it: all with `rdp_rank()` 0, or, without tensor parallelism, `dp_rank()` 0. Else
+            the one file `f` is written.
         pickle_module: None or the standard pickle.
         pickle_protocol: 2, the one that is read without running code.
 
@@ -55,15 +41,10 @@ def save(
         raise ArgumentError(
             f"pickle_protocol is {shown(pickle_protocol)}; smp.load, which never runs code, reads 2 alone: leave it out"
         )
-    path = part_of(f, mp_rank()) if partial else f
-    with replacing(path, CHECKPOINT) as file:
-        torch.save(_arranged(obj, _arrangement()) if partial else obj, file)
-        file.flush()
-        try:
-            read_weights(file.name, "", mmap=True)
-        except CheckpointError as error:
-            why = str(error).partition(" cannot be read as weights: ")[2].removesuffix("; ")
-            logger.warning("smp.save: smp.load will refuse %s: %s; %s", shown(path), why, _PLAIN, extra=OF_THIS_RANK)
+    if partial:
+        Parts(f"{f}_").write(obj)
+    else:
+        write_file(obj, f)
 
 
 def load(
@@ -75,8 +56,8 @@ def load(
 ) -> Any:
     """What `save` wrote, or torch.save.
 
-    A partial checkpoint of processes that were arranged otherwise, so many or so, is put together of all its files:
-    its partial states are then whole ones. Loading runs no code that a file names.
+    A partial checkpoint of processes that were arranged otherwise, or were more or fewer, is put together of all its
+    files: its partial states are then whole ones. Loading runs no code that a file names.
 
     Args:
         map_location: where tensors go, as torch.load takes it: a function, a device, a string or a dict.
@@ -97,21 +78,17 @@ def load(
             f"smp.load was given {', '.join(sorted(pickle_load_args))}; files are read as weights alone, where such an "
             "argument of unpickling means nothing: leave it out"
         )
-    if not partial:
-        if not Path(f).exists() and _numbers(f):
-            raise CheckpointError(f"there is no checkpoint {shown(f)}, but {shown(part_of(f, 0))}; give partial=True")
-        return read_weights(f, _ADVICE, map_location, mmap)
-    saved = _saved_arrangement(f)
-    numbers = [mp_rank()] if saved == _arrangement() else range(saved["mp_size"])
-    _need(f, numbers, saved["mp_size"])
-    parts = [read_weights(part_of(f, number), _ADVICE, map_location, mmap) for number in numbers]
-    parts = [_arranged(part, None) for part in parts]
-    return parts[0] if saved == _arrangement() else merged(parts, shown(f))
-
-
-def part_of(f: str, number: int) -> str:
-    """The file of the process whose `mp_rank` is `number`."""
-    return f"{f}_{number}"
+    parts = Parts(f"{f}_")
+    if partial:
+        if Path(f).exists() and not parts.numbers():
+            raise CheckpointError(
+                f"{shown(f)} is there, and no parts of it are; give partial=False for a full checkpoint"
+            )
+        loaded, _ = parts.read(map_location, mmap)
+        return loaded
+    if not Path(f).exists() and parts.numbers():
+        raise CheckpointError(f"there is no checkpoint {shown(f)}, but {shown(parts.path(0))}; give partial=True")
+    return read_weights(f, ADVICE, map_location, mmap)
 
 
 def _check(f: Any, pickle_module: Any, call: str) -> None:
@@ -121,67 +98,3 @@ def _check(f: Any, pickle_module: Any, call: str) -> None:
     if pickle_module is not None and pickle_module is not standard:
         name = getattr(pickle_module, "__name__", shown(pickle_module))
         raise ArgumentError(f"{call} was given pickle_module {name}; it takes the standard pickle: leave it out")
-
-
-def _arrangement() -> dict[str, Any]:
-    """How the processes that hold one model are arranged: what says which of them holds what, by its `mp_rank`."""
-    stages, slices = pp_size(), tp_size()
-    order = session().config.placement.replace("D", "") if stages > 1 and slices > 1 else ""
-    return {"mp_size": mp_size(), "pp_size": stages, "tp_size": slices, "order": order}
-
-
-def _arranged(obj: Any, arrangement: Mapping[str, Any] | None) -> Any:
-    """An object whose partial states, at any depth of dicts, say how the processes were arranged; for None do not."""
-    if is_partial(obj):
-        plain = {key: value for key, value in obj.items() if key != ARRANGED}
-        return plain if arrangement is None else {**plain, ARRANGED: dict(arrangement)}
-    if type(obj) is dict:
-        return {key: _arranged(value, arrangement) for key, value in obj.items()}
-    return obj
-
-
-def _arrangements(obj: Any) -> Iterator[Any]:
-    """The arrangements in the partial states that a file holds."""
-    if is_partial(obj) and ARRANGED in obj:
-        yield obj[ARRANGED]
-    elif type(obj) is dict:
-        for value in obj.values():
-            yield from _arrangements(value)
-
-
-def _saved_arrangement(f: str) -> dict[str, Any]:
-    """How the processes were arranged that saved `f`.
-
-    Where no partial state says so, as these are, where as many files are there.
-    """
-    numbers = _numbers(f)
-    if not numbers:
-        hint = "; there is a full one of this name: give partial=False" if Path(f).exists() else ""
-        raise CheckpointError(f"there is no partial checkpoint {shown(part_of(f, mp_rank()))}{hint}")
-    # The first file is of the last save; of those with higher numbers some may be left from more processes.
-    path = part_of(f, 0 if 0 in numbers else mp_rank() if mp_rank() in numbers else numbers[0])
-    for found in _arrangements(read_weights(path, _ADVICE, mmap=True)):
-        if not isinstance(found, dict) or type(found.get("mp_size")) is not int or found["mp_size"] < 1:
-            raise CheckpointError(
-                f"{shown(path)} says that its processes were arranged as {shown(found)}; save it again"
-            )
-        return found
-    here = _arrangement()
-    return here if len(numbers) == here["mp_size"] else {"mp_size": len(numbers)}
-
-
-def _numbers(f: str) -> list[int]:
-    """The numbers of the partial checkpoint's files that are there."""
-    path = Path(f)
-    names = (each.name for each in path.parent.iterdir()) if path.parent.is_dir() else ()
-    found = (re.fullmatch(rf"{re.escape(path.name)}_(0|[1-9]\d*)", name) for name in names)
-    return sorted(int(match[1]) for match in found if match is not None)
-
-
-def _need(f: str, numbers: Sequence[int], size: int) -> None:
-    missing = [number for number in numbers if not Path(part_of(f, number)).exists()]
-    if missing:
-        raise CheckpointError(
-            f"the partial checkpoint {shown(f)} has {size} files, of which {shown(f + '_')} with {listed(missing)} are "
-            "not there; copy them beside the others, or load another checkpoint"
-        )

@@ -1,0 +1,252 @@
+"""`smp.save_checkpoint` and `smp.resume_from_checkpoint`: a model, its optimizer and more, by tags in a folder.
+
+path/newest                      which partial ones there are, in order, and the last full one
+path/TAG_partial/model_0.pt      what the process with mp_rank 0 holds of the model, and so on
+path/TAG_partial/optimizer_0.pt  and of the optimizer
+path/TAG_partial/user_content.pt
+path/TAG                         a full model, as torch.save writes it
+path/user_content_TAG
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from atorch.distributed.collectives import agreed, from_rank_zero, together
+from atorch.distributed.description import described
+from atorch.errors import ArgumentError, CheckpointError, shown
+from atorch.files import AnyPath, write
+from atorch.logs import logger
+from atorch.smp.parts import ADVICE, Parts, write_file
+from atorch.smp.ranks import local_rank, rank, rdp_rank
+from atorch.smp.session import session
+from atorch.strict_json import Format, read_json
+from atorch.weights_file import read_weights
+
+NEWEST = "newest"
+FORMAT = Format("list of checkpoints", CheckpointError)
+
+
+def save_checkpoint(
+    path: AnyPath,
+    tag: str,
+    partial: bool = True,
+    model: Any = None,
+    optimizer: Any = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Save a checkpoint into a folder, which is made; all processes call it.
+
+    It counts as saved, and older ones go, once all processes have written what is theirs.
+
+    Args:
+        tag: what it is called, such as `steps100`.
+        partial: each process writes what it holds of `model` and `optimizer`; else the whole model is written alone.
+        user_content: plain data that `resume_from_checkpoint` returns: numbers, strings, tensors, lists and dicts.
+        translate_if_full: without effect: a whole state has the names of the user's own model.
+        num_kept_partial_checkpoints: how many partial checkpoints of the folder stay, the newest; None for all.
+
+    Raises:
+        ArgumentError: an argument does not hold, or differs between processes.
+        CheckpointError: a file cannot be written, or `user_content` is no plain data; on all processes.
+    """
+    given = {"path": str(path), "tag": tag, "partial": partial, "num_kept": num_kept_partial_checkpoints}
+    has = {"model": model is not None, "optimizer": optimizer is not None}
+
+    def check() -> None:
+        _check_path(path)
+        _check_tag(tag)
+        kept = num_kept_partial_checkpoints
+        if kept is not None and (type(kept) is not int or kept < 1):
+            raise ArgumentError(f"num_kept_partial_checkpoints is {shown(kept)}; it is a number of at least 1, or None")
+        if not partial and model is None:
+            raise ArgumentError("smp.save_checkpoint was given no model; a full checkpoint is a whole model")
+
+    agreed("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**given, **has})}, check)
+    folder, save = Path(path), from_rank_zero(secrets.token_hex(8))
+    if partial:
+        together(lambda: _write_parts(_part_folder(folder, tag), model, optimizer, user_content, save))
+    else:
+        together(lambda: _write_whole(folder, tag, model, user_content))
+    together(lambda: _note(folder, tag, partial, num_kept_partial_checkpoints))
+
+
+def resume_from_checkpoint(
+    path: AnyPath,
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+) -> Any:
+    """Load the script's model and optimizer from a checkpoint of a folder, and return its user content.
+
+    All processes call it, arranged as those that saved or otherwise.
+
+    Args:
+        tag: which checkpoint; None for the newest.
+        partial: a partial checkpoint; else a full one, from which the optimizer is not loaded.
+        strict: refuse names that the model lacks or the checkpoint does.
+        load_sharded_optimizer_state: if False, of the optimizer all but what it holds for each parameter.
+        translate_function: gives the state of this model from that of a full checkpoint.
+
+    Raises:
+        ArgumentError: no `smp.DistributedModel` has been made, or an argument does not hold, or differs.
+        CheckpointError: there is no such checkpoint, or it lacks something, or its files are of several saves.
+    """
+    model, optimizer = session().model, session().optimizer
+    given = {"path": str(path), "tag": tag, "partial": partial, "strict": strict, "load_optimizer": load_optimizer}
+    if translate_function is not None and partial:
+        logger.info("smp.resume_from_checkpoint: translate_function translates full checkpoints; this one is partial")
+
+    def read() -> tuple[Any, ...]:
+        if model is None:
+            raise ArgumentError("no smp.DistributedModel has been made that could be loaded; make it before resuming")
+        folder = Path(_check_path(path))
+        chosen = _newest(folder, partial) if tag is None else _check_tag(tag)
+        if not partial:
+            state = read_weights(folder / chosen, ADVICE)
+            return state, None, _content(folder / f"user_content_{chosen}"), None
+        inner = _part_folder(folder, chosen)
+        if not inner.is_dir():
+            raise CheckpointError(f"there is no partial checkpoint {shown(str(inner))}; {_there(folder)}")
+        state, save = Parts(f"{inner}/model_", ".pt").read("cpu")
+        return (
+            state,
+            _optimizer_state(inner, optimizer, load_optimizer, save),
+            _content(inner / "user_content.pt"),
+            save,
+        )
+
+    state, held, content, _ = agreed(
+        "smp.resume_from_checkpoint",
+        lambda: {"given": described("resume_from_checkpoint", given)},
+        read,
+        lambda found: {"save": described("the save that a process's file is of", found[3])},
+    )
+    if translate_function is not None and not partial:
+        state = together(lambda: translate_function(state))
+    assert model is not None, "read has looked"
+    model.load_state_dict(state, strict=strict)
+    if held is not None:
+        optimizer.load_state_dict(held if load_sharded_optimizer_state else {**held, "state": {}})
+    return content
+
+
+def _optimizer_state(folder: Path, optimizer: Any, is_wanted: bool, save: str | None) -> Any:
+    parts = Parts(f"{folder}/optimizer_", ".pt")
+    if not is_wanted or (optimizer is None and not parts.numbers()):
+        return None
+    if optimizer is None:
+        raise ArgumentError(
+            "no smp.DistributedOptimizer has been made that could be loaded; make it before resuming, or "
+            "give load_optimizer=False"
+        )
+    state, own_save = parts.read("cpu")
+    if own_save != save:
+        raise CheckpointError(f"model and optimizer in {shown(str(folder))} are of different saves; load another one")
+    return state
+
+
+def _write_parts(folder: Path, model: Any, optimizer: Any, user_content: Any, save: str) -> None:
+    _make(folder)
+    if local_rank() == 0:
+        write_file(user_content, str(folder / "user_content.pt"), is_refused=True)
+    for name, owner in (("model", model), ("optimizer", optimizer)):
+        if owner is not None:
+            state = owner.local_state_dict()  # also where replicas give one another what they share
+            if rdp_rank() == 0:
+                Parts(f"{folder}/{name}_", ".pt").write(state, save)
+
+
+def _write_whole(folder: Path, tag: str, model: Any, user_content: Any) -> None:
+    _make(folder)
+    if rank() == 0:
+        write_file(user_content, str(folder / f"user_content_{tag}"), is_refused=True)
+    state = model.state_dict()
+    if rank() == 0:
+        write_file(state, str(folder / tag))
+
+
+def _note(folder: Path, tag: str, partial: bool, num_kept: int | None) -> None:
+    """Say which checkpoint is the newest, once it is whole, on each machine; then remove those that are not kept."""
+    if local_rank():
+        return
+    there = _listed(folder)
+    removed: list[str] = []
+    if partial:
+        tags = [*(each for each in there["partial"] if each != tag), tag]
+        removed, there["partial"] = (tags[:-num_kept], tags[-num_kept:]) if num_kept else ([], tags)
+    else:
+        there["full"] = tag
+    write(folder / NEWEST, json.dumps(there), FORMAT)
+    for each in removed:
+        shutil.rmtree(_part_folder(folder, each), ignore_errors=True)  # another machine may share the folder
+
+
+def _listed(folder: Path) -> dict[str, Any]:
+    """The tags of the partial checkpoints, the newest last, and of the last full one, or None."""
+    path = folder / NEWEST
+    if not path.exists():
+        return {"partial": [], "full": None}
+    held: Any = read_json(path, FORMAT)
+    if not isinstance(held, dict) or not isinstance(held.get("partial"), list):
+        raise CheckpointError(
+            f"{shown(str(path))} holds {shown(held)}; it lists checkpoints: remove it, and give a tag"
+        )
+    partial, full = held["partial"], held.get("full")
+    for each in partial if full is None else [*partial, full]:
+        _check_tag(each)
+    return {"partial": partial, "full": full}
+
+
+def _newest(folder: Path, partial: bool) -> str:
+    there = _listed(folder)
+    tag = (there["partial"] or [None])[-1] if partial else there["full"]
+    if tag is None:
+        kind = "partial" if partial else "full"
+        raise CheckpointError(f"{shown(str(folder))} lists no {kind} checkpoint; {_there(folder)}")
+    return str(tag)
+
+
+def _there(folder: Path) -> str:
+    there = _listed(folder)
+    return f"it has the partial ones {shown(there['partial'])}, and the full one {shown(there['full'])}"
+
+
+def _content(path: Path) -> Any:
+    return read_weights(path, ADVICE) if path.exists() else None
+
+
+def _part_folder(folder: Path, tag: str) -> Path:
+    return folder / f"{tag}_partial"
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the folder {shown(str(folder))} cannot be made: {error.strerror}") from None
+
+
+def _check_path(path: Any) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path is {shown(path)}; give the path of a folder")
+    return os.fspath(path)
+
+
+def _check_tag(tag: Any) -> str:
+    if not isinstance(tag, str) or Path(tag).name != tag or tag in ("", "..", NEWEST):
+        raise ArgumentError(
+            f"tag is {shown(tag)}; it is a string that can name a file in the folder, such as 'steps100'"
+        )
+    return tag

@@ -1,0 +1,250 @@
+"""Checkpoints by tags: what is written, what is kept, and what is loaded again, at the same degree and at another."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError, CheckpointError
+from atorch.smp.partial_states import PARTIAL
+from atorch.smp.session import session
+from tests.pool import Pool
+
+
+class Stage(torch.nn.Module):
+    """A stage's part of a model, with the interface of a DistributedModel: a row of its own, and one that all share."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.rows = {f"layer{smp.pp_rank()}": torch.full((2,), value), "shared": torch.full((2,), value)}
+        self.loaded: Any = None
+
+    def local_state_dict(self) -> dict[str, Any]:
+        return {PARTIAL: True, **self.rows}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        parts = smp.allgather(self.rows, smp.MP_GROUP)
+        return {name: row for part in parts for name, row in part.items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.loaded = dict(state), strict
+
+
+class Optimizer:
+    """The same of an optimizer."""
+
+    def __init__(self, model: Stage) -> None:
+        self.model = model
+        self.loaded: Any = None
+
+    def local_state_dict(self) -> dict[str, Any]:
+        state = {name: {"exp_avg": row * 2} for name, row in self.model.rows.items()}
+        return {PARTIAL: True, "state": state, "param_groups": [{"lr": 0.1, "params": list(state)}]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state
+
+
+def begin(config: dict[str, Any], value: float = 1.0) -> tuple[Stage, Optimizer]:
+    """A script's model and optimizer."""
+    smp.init(config)
+    session().model = model = Stage(value)
+    session().optimizer = optimizer = Optimizer(model)
+    return model, optimizer
+
+
+def saved(
+    rank: int, size: int, path: str, config: dict[str, Any], tags: list[str], num_kept: int | None = None
+) -> None:
+    """Save partial checkpoints of several tags, each with its number as its values, and a full one."""
+    model, optimizer = begin(config)
+    for number, tag in enumerate(tags):
+        model.rows = {name: torch.full((2,), float(number)) for name in model.rows}
+        content = {"step": number}
+        smp.save_checkpoint(
+            path, tag, True, model, optimizer, user_content=content, num_kept_partial_checkpoints=num_kept
+        )
+    smp.save_checkpoint(path, "final", partial=False, model=model, user_content={"done": True})
+    smp.shutdown()
+
+
+def resumed(rank: int, size: int, path: str, config: dict[str, Any], given: dict[str, Any]) -> Any:
+    """User content, and what model and optimizer were loaded with; or the error."""
+    model, optimizer = begin(config)
+    try:
+        content = smp.resume_from_checkpoint(path, **given)
+        return content, model.loaded, optimizer.loaded
+    except (ArgumentError, CheckpointError) as error:
+        return str(error)
+    finally:
+        smp.shutdown()
+
+
+PIPELINE = {"partitions": 2}
+
+
+def test_what_was_saved_comes_back(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "made" / "for it")
+    pool.run(saved, path, PIPELINE, ["one", "two"])
+    assert sorted(os.listdir(path)) == ["final", "newest", "one_partial", "two_partial", "user_content_final"]
+    assert sorted(os.listdir(f"{path}/two_partial")) == [
+        "model_0.pt", "model_1.pt", "optimizer_0.pt", "optimizer_1.pt", "user_content.pt"
+    ]  # fmt: skip
+    for rank, (content, (state, strict), held) in enumerate(pool.run(resumed, path, PIPELINE, {})):
+        assert content == {"step": 1}
+        assert strict
+        assert state.pop(PARTIAL)
+        assert {name: row.tolist() for name, row in state.items()} == {f"layer{rank}": [1, 1], "shared": [1, 1]}
+        assert {name: each["exp_avg"].tolist() for name, each in held["state"].items()} == {
+            f"layer{rank}": [2, 2],
+            "shared": [2, 2],
+        }
+        assert held["param_groups"] == [{"lr": 0.1, "params": [f"layer{rank}", "shared"]}]
+    given = {"tag": "one", "strict": False, "load_optimizer": False}
+    for content, (state, strict), held in pool.run(resumed, path, PIPELINE, given):
+        assert content == {"step": 0}
+        assert not strict
+        assert state["shared"].tolist() == [0, 0]
+        assert held is None
+    for _, _, held in pool.run(resumed, path, PIPELINE, {"load_sharded_optimizer_state": False}):
+        assert held["state"] == {}
+        assert held["param_groups"][0]["lr"] == 0.1
+
+
+def test_another_degree_gets_whole_states(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    pool.run(saved, path, PIPELINE, ["one"])
+    for ranks, config in ((1, {}), (4, {"partitions": 4}), (2, {"ddp": True})):
+        for content, (state, _), held in pool.run(resumed, path, config, {}, ranks=ranks):
+            assert content == {"step": 0}
+            assert set(state) == set(held["state"]) == {"layer0", "layer1", "shared"}
+
+
+def test_replicas_write_once(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    pool.run(saved, path, {**PIPELINE, "ddp": True}, ["one"], ranks=4)
+    assert len(os.listdir(tmp_path / "one_partial")) == 5
+    (_, (state, _), _), *_ = pool.run(resumed, path, {**PIPELINE, "ddp": True}, {}, ranks=4)
+    assert set(state) == {PARTIAL, "layer0", "shared"}
+
+
+def doubled(state: dict[str, Any]) -> dict[str, Any]:
+    """A translation of names and values."""
+    return {f"model.{name}": row * 2 for name, row in state.items()}
+
+
+def test_a_full_checkpoint_is_a_plain_file(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    pool.run(saved, path, PIPELINE, ["one", "two"])
+    plain = torch.load(tmp_path / "final", weights_only=True)
+    assert {name: row.tolist() for name, row in plain.items()} == {
+        name: [1, 1] for name in ("layer0", "shared", "layer1")
+    }
+    for content, (state, _), held in pool.run(
+        resumed, path, PIPELINE, {"partial": False, "translate_function": doubled}
+    ):
+        assert content == {"done": True}
+        assert state["model.layer1"].tolist() == [2, 2]
+        assert held is None
+    torch.save(plain, tmp_path / "of_torch")
+    assert pool.run(resumed, path, PIPELINE, {"partial": False, "tag": "of_torch"})[0][0] is None
+
+
+def test_the_newest_partial_ones_are_kept(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    (tmp_path / "mine_partial").mkdir()
+    pool.run(saved, path, PIPELINE, ["one", "two", "three", "two"], 2)
+    kept = [name for name in sorted(os.listdir(path)) if name.endswith("_partial")]
+    assert kept == ["mine_partial", "three_partial", "two_partial"]
+    assert pool.run(resumed, path, PIPELINE, {})[0][0] == {"step": 3}
+
+
+def test_files_of_two_saves_are_told(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    pool.run(saved, path, PIPELINE, ["one", "two"])
+    os.replace(tmp_path / "one_partial" / "model_1.pt", tmp_path / "two_partial" / "model_1.pt")
+    told = pool.run(resumed, path, PIPELINE, {"load_optimizer": False})
+    assert len(set(told)) == 1
+    assert "the save that a process's file is of is" in told[0]
+    told = pool.run(resumed, path, PIPELINE, {})
+    assert all("model and optimizer in" in each and "are of different saves" in each for each in told)
+    (told,) = pool.run(resumed, path, {}, {}, ranks=1)
+    assert "are of different saves, of which one was not finished" in told
+
+
+def test_what_is_missing_is_told_on_all_processes(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    pool.run(saved, path, PIPELINE, ["one"])
+    told = pool.run(resumed, path, PIPELINE, {"tag": "two"})
+    assert told[0] == told[1]
+    assert "two_partial'; it has the partial ones ['one'], and the full one 'final'" in told[0]
+    os.remove(tmp_path / "one_partial" / "model_1.pt")
+    told = pool.run(resumed, path, PIPELINE, {})
+    assert all("model_0.pt' to 1, of which 1 are not there" in each for each in told)
+    assert "rank 1 failed" in told[0]
+
+
+@pytest.fixture
+def parts() -> Iterator[tuple[Stage, Optimizer]]:
+    """A model and its optimizer on one process."""
+    yield begin({})
+    smp.shutdown()
+
+
+def test_what_cannot_be_meant_is_told(tmp_path: Path, parts: tuple[Stage, Optimizer]) -> None:
+    model, optimizer = parts
+    for tag in ("", "a/b", "..", "newest", 100):
+        with pytest.raises(ArgumentError, match="it is a string that can name a file in the folder"):
+            smp.save_checkpoint(tmp_path, tag, model=model)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="num_kept_partial_checkpoints is 0; it is a number of at least 1"):
+        smp.save_checkpoint(tmp_path, "one", model=model, num_kept_partial_checkpoints=0)
+    with pytest.raises(ArgumentError, match="was given no model; a full checkpoint is a whole model"):
+        smp.save_checkpoint(tmp_path, "one", partial=False)
+    with pytest.raises(ArgumentError, match="path is 1; give the path of a folder"):
+        smp.resume_from_checkpoint(1)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="lists no partial checkpoint; it has the partial ones \\[\\], and"):
+        smp.resume_from_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="lists no full checkpoint"):
+        smp.resume_from_checkpoint(tmp_path, partial=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        smp.save_checkpoint(tmp_path / "file", "one", model=model)
+    smp.save_checkpoint(tmp_path, "one", model=model)
+    with pytest.raises(CheckpointError, match="there is no partial checkpoint '.*optimizer_0.pt'"):
+        smp.resume_from_checkpoint(tmp_path)
+    smp.save_checkpoint(tmp_path, "one", model=model, optimizer=optimizer)
+    session().optimizer = None
+    with pytest.raises(ArgumentError, match="make it before resuming, or give load_optimizer=False"):
+        smp.resume_from_checkpoint(tmp_path)
+    session().model = None
+    with pytest.raises(ArgumentError, match="no smp.DistributedModel has been made"):
+        smp.resume_from_checkpoint(tmp_path)
+
+
+def test_content_that_could_not_be_loaded_is_refused_when_saved(tmp_path: Path, parts: tuple[Stage, Optimizer]) -> None:
+    model, _ = parts
+    smp.save_checkpoint(tmp_path, "one", model=model, user_content={"lr": 0.1})
+    with pytest.raises(
+        CheckpointError, match=r"it holds argparse.Namespace, which is no plain data; .* give those alone"
+    ):
+        smp.save_checkpoint(tmp_path, "two", model=model, user_content={"args": argparse.Namespace(lr=0.1)})
+    assert smp.resume_from_checkpoint(tmp_path, load_optimizer=False) == {"lr": 0.1}
+
+
+def test_a_list_of_checkpoints_from_elsewhere(tmp_path: Path, parts: tuple[Stage, Optimizer]) -> None:
+    (tmp_path / "newest").write_text('{"partial": ["../elsewhere"], "full": null}')
+    with pytest.raises(ArgumentError, match="tag is '../elsewhere'"):
+        smp.resume_from_checkpoint(tmp_path)
+    (tmp_path / "newest").write_text("steps100")
+    with pytest.raises(CheckpointError, match="line 1 column 1"):
+        smp.resume_from_checkpoint(tmp_path)
+    (tmp_path / "newest").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"holds \[1\]; it lists checkpoints: remove it, and give a tag"):
+        smp.resume_from_checkpoint(tmp_path)
