@@ -19,6 +19,7 @@ from atorch.runtime.tensor_parallel.model_layout import full_name, rows_of
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 from atorch.runtime.tensor_parallel.state import whole_tensor
 from atorch.smp.activation_checkpointing import without_checkpointing
+from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.nn.distributed_module import DistributedModule
 from atorch.smp.tensor_marks import marked_parameters
 
@@ -91,7 +92,7 @@ def split_marked(
     """Split what is marked of `model`, in place, over the axis tensor of `mesh`. All processes call it together.
 
     Call it before the model is cut into stages. Parameters, buffers and random numbers that differ between processes
-    become the first one's.
+    become the first one's; parameters that were delayed have their values afterwards.
 
     Args:
         run: calls the model once on a few rows, the same on all tensor ranks.
@@ -106,6 +107,7 @@ def split_marked(
     if degree == 1:
         return TensorSplit()
     marked = marked_parameters(model, _is_distributed)
+    fill([model], torch.device("cpu"), delayed_values(model))
     synchronise([*model.parameters(), *model.buffers()])
     share_random_state(mesh.group("tensor"), next((each.device for each in model.parameters()), torch.device("cpu")))
     if not marked:
@@ -145,8 +147,8 @@ def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: An
 
 
 def is_scaled_batch(split: TensorSplit) -> bool:
-    """Whether parameters and buffers see the batch of all tensor ranks, and their gradients are averaged over RDP_GROUP,
-    the ranks that hold the same; else over DP_GROUP. It is the same for all of a model.
+    """Whether parameters and buffers see the batch of all tensor ranks, so that their gradients are averaged over
+    RDP_GROUP, the ranks that hold the same; else over DP_GROUP. It is the same for all of a model.
     """
     return split.degree > 1
 

@@ -359,6 +359,24 @@ def test_what_is_split_can_be_asked(pool: Pool) -> None:
     assert (alone["modules"], alone["scaled"]) == ([], False)
 
 
+def delayed(rank: int, size: int) -> tuple[dict[str, Tensor], int, list[float]]:
+    with smp.delay_param_initialization():
+        model = make("hand-written")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    torch.manual_seed(3 + rank)
+    done = split(model, size)
+    whole = {name: value.clone() for name, value in done.whole_state(model.state_dict()).items()}
+    return whole, len(done.cuts), train(model, size)
+
+
+def test_delayed_parameters_have_values_of_one_draw(pool: Pool) -> None:
+    (whole, num_cuts, losses), (other, _, other_losses) = pool.run(delayed)
+    assert num_cuts == 4
+    assert all(torch.equal(whole[name], other[name]) for name in whole)
+    assert whole["up.weight"].std() > 0.01
+    assert losses == pytest.approx(other_losses)
+
+
 class Odd(nn.Module):
     """Linear layers that are used in other ways than by being called, or not at all."""
 
