@@ -39,10 +39,12 @@ from atorch.smp.partitioning import (
     divided_by_hand,
     units_by_hand,
 )
+from atorch.smp.places import tell_places
 from atorch.smp.runner import Faults, Runner
 from atorch.smp.session import Session, tracing
 from atorch.smp.slicing import Arguments
 from atorch.smp.states import blank_copy
+from atorch.smp.tensor_split import TensorSplit, split_marked
 
 Function = Callable[..., Any]
 
@@ -57,6 +59,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     mesh, config, whole = owner.mesh, owner.config, model.module
     seed = from_rank_zero(torch.initial_seed())
     turn_off_caches(whole)
+    split = _tensor_split(owner, model, function, sample)
     units, route, division = together(lambda: _divided(owner, model, function, sample))
     blank = together(lambda: blank_copy(whole))
     faults = Faults()
@@ -70,6 +73,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         parts = cut(whole, units, route, division.starts, mine, owner.device, shares=True)
         for part in parts:
             part.to(owner.device)
+            tell_places(part, division.partition_of)
     averaging = _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
@@ -78,7 +82,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         engine = Engine(parts, placed, group, owner.device, reductions=reductions)
         ties = Ties(shared, parts, group, division.places)
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, faults, blank, seed)
-    model.become(runner, division)
+    model.become(runner, division, split)
     _say(owner, division)
     if averaging is not None:
         tensors = [each.detach() for part in parts for each in (*part.parameters(), *part.buffers())]
@@ -87,6 +91,13 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         owner.optimizer.follow(model)
     together(model.settle)
     return runner
+
+
+def _tensor_split(owner: Session, model: DistributedModel, function: Function, sample: Arguments) -> TensorSplit:
+    if owner.mesh.size("tensor") == 1:
+        return TensorSplit()
+    call = together(lambda: _call(model, function, sample))
+    return split_marked(model.module, lambda: model.module(*call[0], **call[1]), owner.mesh)
 
 
 def _averaging(owner: Session, model: DistributedModel, parts: tuple[nn.Module, ...]) -> Averaging | None:
@@ -129,21 +140,15 @@ def _watched(
     The model runs on fake tensors, where it can, and the function for real, on zeros for the model's output: what it
     leaves somewhere must be no fake.
     """
-    whole = model.module
-    device = next(whole.parameters()).device
-    moved = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample)
-    before = Body(function, moved, 0, None, {})
-    _look(model, before)
-    if before.call is None:
-        raise ArgumentError("the function of smp.step ended without calling the model; let it call it once")
+    whole, call = model.module, _call(model, function, sample)
     outputs: list[Any] = []
 
     def run(module: nn.Module, call: Arguments) -> Any:
         outputs.append(module(*call[0], **call[1]))
         return outputs[-1]
 
-    route = route_of(whole, units, before.call, run)
-    after = Body(function, moved, 0, _Giving(map_leaves(_zeros, outputs[-1])), {})
+    route = route_of(whole, units, call, run)
+    after = Body(function, _beside(whole, sample), 0, _Giving(map_leaves(_zeros, outputs[-1])), {})
     reads = Reads(whole)
     try:
         with reads:
@@ -152,7 +157,23 @@ def _watched(
         raise
     except Exception as error:  # the function may fail in any way on zeros; real batches show its faults
         logger.info("what the function of smp.step reads of the model is known up to where it fails: %s", error)
-    return before.call, replace(route, read_by_loss=frozenset(reads.found) - route.output_needs)
+    return call, replace(route, read_by_loss=frozenset(reads.found) - route.output_needs)
+
+
+def _call(model: DistributedModel, function: Function, sample: Arguments) -> Arguments:
+    """With what the function calls the model."""
+    body = Body(function, _beside(model.module, sample), 0, None, {})
+    _look(model, body)
+    if body.call is None:
+        raise ArgumentError("the function of smp.step ended without calling the model; let it call it once")
+    return body.call
+
+
+def _beside(whole: nn.Module, sample: Arguments) -> Arguments:
+    """A micro-batch where the whole model lies."""
+    device = next(whole.parameters()).device
+    moved: Arguments = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample)
+    return moved
 
 
 def _look(model: DistributedModel, body: Body) -> None:

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, shown
 from atorch.runtime.pipeline.stage import STAGE
-from atorch.runtime.tensor_parallel.state import whole_tensor
-from atorch.runtime.wrapper import Wrapper
+from atorch.smp.local_parts import LocalParts
 from atorch.smp.options import Options
+from atorch.smp.partial_states import CUTS, PARTIAL
 from atorch.smp.session import Session, session
-from atorch.smp.states import PARTIAL, gathered_state, merged_model_state, whole_on_host
+from atorch.smp.states import gathered_state, merged_model_state, whole_on_host
+from atorch.smp.tensor_split import TensorSplit
 
 if TYPE_CHECKING:
     from atorch.smp.averaging import CommHook
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from atorch.smp.runner import Runner
 
 
-class DistributedModel(Wrapper):
+class DistributedModel(LocalParts):
     """A model that is partitioned over the processes of a pipeline when a step first runs.
 
     Call it, and its `backward`, inside of functions that `smp.step` decorates. Names of parameters are the module's.
@@ -78,6 +79,8 @@ class DistributedModel(Wrapper):
         self.module = module
         self.division: Division | None = None
         """What is on which partition, once that is known."""
+        self.split = TensorSplit()
+        """Which parameters tensor ranks have parts of."""
         self._runner: tuple[Runner, ...] = ()  # in a tuple, or the parts would be found a second time
         self._others: tuple[nn.Module, ...] = ()
         self._body: Body | None = None
@@ -154,9 +157,9 @@ class DistributedModel(Wrapper):
         """Whether the model has been partitioned, which the first step does."""
         return bool(self._runner)
 
-    def become(self, runner: Runner, division: Division | None) -> None:
-        """Be the parts that `runner` runs: the model has been partitioned."""
-        self._runner, self.division = (runner,), division
+    def become(self, runner: Runner, division: Division, split: TensorSplit) -> None:
+        """Be the parts that `runner` runs: the model has been partitioned, and split over tensor ranks."""
+        self._runner, self.division, self.split = (runner,), division, split
         self.module, self._others = runner.parts[0], tuple(runner.parts[1:])
 
     def settle(self) -> None:
@@ -234,63 +237,11 @@ class DistributedModel(Wrapper):
         """Whether replicas may take different numbers of steps."""
         return self._joins
 
-    def train(self, mode: bool = True) -> Any:
-        """Put all parts here into training mode, or into evaluation mode."""
-        for part in (self.module, *self._others):
-            part.train(mode)
-        return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parts here."""
-        for part in (self.module, *self._others):
-            part.zero_grad(set_to_none)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        for part in (self.module, *self._others):
-            part._apply(fn)
-        return self
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules, by the names that they have in the whole one; once partitioned, those of the parts here."""
-        memo = set() if memo is None else memo
-        for part in (self.module, *self._others):
-            yield from part.named_modules(memo, prefix, remove_duplicate)
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """The modules of the partition of this process."""
-        return (module for _, module in self.local_named_modules())
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of the partition of this process, by name: those that hold something of it."""
-        self._need_partition("local_named_modules")
-        for name, module in self.named_modules():
-            if any(each._parameters or each._buffers for each in module.modules()):
-                yield name, module
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the partition of this process."""
-        return (parameter for _, parameter in self.local_named_parameters())
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the partition of this process, by name."""
-        self._need_partition("local_named_parameters")
-        yield from self.named_parameters()
-
-    def local_buffers(self) -> Iterator[Tensor]:
-        """The buffers of the partition of this process."""
-        return (buffer for _, buffer in self.local_named_buffers())
-
-    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the partition of this process, by name."""
-        self._need_partition("local_named_buffers")
-        yield from self.named_buffers()
-
     def local_state_dict(self) -> dict[str, Any]:
         """The state of the partition of this process, with the key `_smp_is_partial`. No communication."""
         self._need_partition("local_state_dict")
-        return {**self._own_state(), PARTIAL: True}
+        state = self._own_state()
+        return {**state, PARTIAL: True, CUTS: self.split.told(state)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the whole model, as the module's own: on all processes that hold parts of one replica.
@@ -300,7 +251,7 @@ class DistributedModel(Wrapper):
         """
         if not self.partitioned:
             return self.module.state_dict(*args, **kwargs)
-        return gathered_state(self._own_state(), self._names, "model.state_dict()", self._whole)
+        return gathered_state(self._own_state(), self._names, "model.state_dict()", self.split.whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take a whole state, or the partial ones of all processes, after the partition, or now where that has been.
@@ -317,13 +268,10 @@ class DistributedModel(Wrapper):
         if not self.partitioned:
             self.module.cpu()
             return self
-        state = gathered_state(self._own_state(), self._names, "model.cpu()", self._whole)
+        state = gathered_state(self._own_state(), self._names, "model.cpu()", self.split.whole)
         assert self.runner is not None
         self.module, self._others = whole_on_host(self.runner.blank, state), ()
         return self
-
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        return whole_tensor(tensor, None, None)
 
     def _own_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -341,15 +289,8 @@ class DistributedModel(Wrapper):
 
     def _load(self, state: Mapping[str, Any], strict: bool, assign: bool) -> None:
         for part in (self.module, *self._others):
-            own = {name: state[name] for name in part.state_dict() if name in state}
+            own = self.split.own_state({name: state[name] for name in part.state_dict() if name in state})
             part.load_state_dict(own, strict=strict, assign=assign)
-
-    def _need_partition(self, call: str) -> None:
-        if not self.partitioned:
-            raise ArgumentError(
-                f"{call} was called before the model was partitioned, which the first smp.step does; call it after "
-                "that, or in a hook of register_post_partition_hook"
-            )
 
 
 def _check_module(module: Any, owner: Session) -> None:

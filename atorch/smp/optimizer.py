@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import gather_objects, meet
+from atorch.distributed.collectives import meet
 from atorch.errors import ArgumentError, shown
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 from atorch.smp.model import DistributedModel
+from atorch.smp.partial_states import CUTS, MARKS, PARTIAL, merged
 from atorch.smp.session import session
-from atorch.smp.states import PARTIAL, PATIENCE
+from atorch.smp.states import PATIENCE, of_all
+from atorch.smp.tensor_split import TensorSplit
 
 if TYPE_CHECKING:
     pass
@@ -79,7 +81,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def local_state_dict(self) -> State:
         """The state of the parameters that are here, by name, with the key `_smp_is_partial`. No communication."""
-        return {**self._named_state(), PARTIAL: True}
+        named = self._named_state()
+        return {**named, PARTIAL: True, CUTS: self._model.split.told(named["state"])}
 
     def state_dict(self) -> State:
         """The state of the whole model's parameters, as the optimizer given would have it, which can load it, too.
@@ -91,7 +94,10 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         if not self._model.partitioned:
             return self.inner.state_dict()
-        named = self._merged(self._named_state(), "optimizer.state_dict()")
+        mesh = session().mesh
+        if mesh.size("pipeline", "tensor") > 1:
+            meet("optimizer.state_dict()", mesh.group("pipeline", "tensor"), longest=PATIENCE)
+        named = merged(of_all(self.local_state_dict()), "the optimizer's state")
         order = [name for group in self._names for name in group]
         number = {name: index for index, name in enumerate(order)}
         state = {number[name]: held for name, held in named["state"].items()}
@@ -107,9 +113,10 @@ class DistributedOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: it is no state of this optimizer's groups.
         """
-        named = self._by_name(dict(state_dict))
-        if named.pop(PARTIAL, False):
-            named = self._merged(named, "optimizer.load_state_dict()")
+        given = dict(state_dict)
+        if given.get(PARTIAL):
+            given = merged(of_all(given), "the optimizer's state")
+        named = self._by_name({key: value for key, value in given.items() if key not in MARKS})
         self._model.when_partitioned(lambda: self._load(named))
 
     def _named_state(self) -> State:
@@ -121,17 +128,6 @@ class DistributedOptimizer(WrappedOptimizer):
             for group, names in zip(self.param_groups, self._names, strict=True)
         ]
         return {"state": state, "param_groups": groups}
-
-    def _merged(self, named: State, call: str) -> State:
-        mesh = session().mesh
-        if mesh.size("pipeline", "tensor") == 1:
-            return named
-        group = mesh.group("pipeline", "tensor")
-        meet(call, group, longest=PATIENCE)
-        state: dict[str, Any] = {}
-        for each in gather_objects(named["state"], group):
-            state.update({name: held for name, held in each.items() if name not in state})
-        return {**named, "state": state}
 
     def _by_name(self, given: State) -> State:
         """A state of torch's form, which numbers parameters, by names."""
@@ -163,9 +159,14 @@ class DistributedOptimizer(WrappedOptimizer):
             for name in mine:
                 numbers[name] = len(numbers)
             groups.append({**group, "params": [numbers[name] for name in mine]})
-        state = {numbers[name]: held for name, held in named["state"].items() if name in numbers}
+        split = self._model.split
+        state = {numbers[name]: _own(split, name, held) for name, held in named["state"].items() if name in numbers}
         self.inner.load_state_dict({"state": state, "param_groups": groups})
         self._share()
+
+
+def _own(split: TensorSplit, name: str, held: Mapping[str, Any]) -> State:
+    return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in held.items()}
 
 
 def _name(names: Mapping[int, str], parameter: Tensor) -> str:

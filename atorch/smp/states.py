@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import gather_objects, meet
 from atorch.duplicates import duplicate
 from atorch.runtime.tensor_parallel.state import of_all_stages
+from atorch.smp.partial_states import MARKS, PARTIAL, merged
 from atorch.smp.session import session
 
-PARTIAL = "_smp_is_partial"
-"""The key that a state of one process's part has."""
 PATIENCE = timedelta(seconds=10)
 """How long a process waits, after it has said so, for others that must call together what it calls."""
 
@@ -42,14 +41,17 @@ def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, whol
 def merged_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """A whole model's state as it is; partial ones, of which every process of a replica gives its own, put together."""
     if not state.get(PARTIAL):
-        return {name: value for name, value in state.items() if name != PARTIAL}
+        return {name: value for name, value in state.items() if name not in MARKS}
+    whole: dict[str, Any] = merged(of_all(state), "the model's state")
+    return whole
+
+
+def of_all(state: Mapping[str, Any]) -> list[Any]:
+    """What all processes of a replica have given."""
     mesh = session().mesh
-    group = mesh.group("pipeline", "tensor") if mesh.size("pipeline", "tensor") > 1 else None
-    merged: dict[str, Any] = {}
-    for part in gather_objects(dict(state), group) if group is not None else [state]:
-        merged.update(part)
-    merged.pop(PARTIAL)
-    return merged
+    if mesh.size("pipeline", "tensor") == 1:
+        return [dict(state)]
+    return gather_objects(dict(state), mesh.group("pipeline", "tensor"))
 
 
 def blank_copy(model: nn.Module) -> nn.Module:

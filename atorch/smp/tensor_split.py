@@ -71,6 +71,14 @@ class TensorSplit:
             )
         return cut.rows.take(whole, self.rank).contiguous()
 
+    def told(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Which rows of the parameters of these names this rank has, in words that a file can hold."""
+        return {
+            name: {"dim": cut.rows.dim, "runs": [list(run) for run in cut.rows.by_rank[self.rank]], "shape": cut.shape}
+            for name in names
+            if (cut := self.cuts.get(name)) is not None
+        }
+
     @torch.no_grad()
     def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of this rank's parts as the whole model's; all tensor ranks call it together."""

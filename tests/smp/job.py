@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 import atorch.smp as smp
-from atorch.smp.session import session
+from tests.contract.job import distance as relative_distance
+from tests.contract.job import updates
 
 ROWS, SEQ, VOCAB, MICROBATCHES, STEPS = 8, 12, 64, 4, 3
 
@@ -67,8 +68,8 @@ def loss_of(kind: str, model: nn.Module, data: Tensor, target: Tensor, reduction
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten(), reduction=reduction)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def optimizer_of(model: nn.Module, reduction: str = "mean") -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1 if reduction == "mean" else 0.1 / (ROWS * SEQ), momentum=0.9)
 
 
 @contextmanager
@@ -93,9 +94,11 @@ def trained(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of some steps, and the whole model's state after them."""
     with begun({"microbatches": MICROBATCHES, "ddp": True, **config}):
-        model = smp.DistributedModel(made(kind), average_grads_across_microbatches=reduction == "mean")
-        optimizer = smp.DistributedOptimizer(optimizer_of(model))
-        replica = session().mesh.rank("data", "zero")
+        whole = made(kind)
+        smp.set_tensor_parallelism(whole)
+        model = smp.DistributedModel(whole, average_grads_across_microbatches=reduction == "mean")
+        optimizer = smp.DistributedOptimizer(optimizer_of(model, reduction))
+        replica = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
         losses = []
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -108,7 +111,7 @@ def trained(
 def plainly_trained(kind: str, replicas: int, reduction: str = "mean") -> tuple[list[list[float]], dict[str, Tensor]]:
     """The losses of each replica's batches, and the state."""
     model = made(kind)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, reduction)
     losses: list[list[float]] = [[] for _ in range(replicas)]
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -120,7 +123,8 @@ def plainly_trained(kind: str, replicas: int, reduction: str = "mean") -> tuple[
     return losses, model.state_dict()
 
 
-def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """How far two states are apart, and the updates that made them: the largest difference."""
-    assert list(one) == list(other)
-    return max(float((one[name].float() - value.float()).abs().max()) for name, value in other.items())
+def distance(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """How far what training changed is from what it should be: the contract's measure, on states of the model."""
+    before = made(kind).state_dict()
+    assert list(got) == list(expected)
+    return relative_distance(updates(before, dict(got)), updates(before, dict(expected)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,20 +16,40 @@ DEGREES: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2": (2, {}),
     "pipeline 2 data 2": (4, {"partitions": 2}),
     "pipeline 4": (4, {"partitions": 4}),
+    "tensor 2": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
+    "tensor 2 pipeline 2": (4, {"tensor_parallel_degree": 2, "partitions": 2, "prescaled_batch": True}),
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("schedule", ["interleaved", "simple"])
-@pytest.mark.parametrize("degrees", DEGREES)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "cnn"])
+SAMPLE = {
+    ("cnn", "alone", "simple", "sum"),
+    ("cnn", "pipeline 2", "simple", "sum"),
+    ("gpt2", "pipeline 2 data 2", "interleaved", "mean"),
+    ("llama", "pipeline 2", "interleaved", "mean"),
+    ("llama", "tensor 2 pipeline 2", "simple", "mean"),
+}
+CASES = [
+    pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.matrix, id=" ".join(case))
+    for case in product(["gpt2", "llama", "cnn"], DEGREES, ["interleaved", "simple"], ["mean", "sum"])
+]
+
+
+@pytest.mark.parametrize(("kind", "degrees", "schedule", "reduction"), CASES)
 def test_losses_and_updates_are_those_of_plain_training(
     pool: Pool, kind: str, degrees: str, schedule: str, reduction: str
 ) -> None:
     ranks, config = DEGREES[degrees]
     results = pool.run(trained, kind, {"pipeline": schedule, **config}, reduction, ranks=ranks)
-    replicas = ranks // config.get("partitions", 1)
+    replicas = ranks // (config.get("partitions", 1) * config.get("tensor_parallel_degree", 1))
     losses, state = plainly_trained(kind, replicas, reduction)
     for found, held in results:
         assert any(found == pytest.approx(each, rel=1e-4) for each in losses)
-        assert distance(held, state) < 1e-4
+        assert distance(kind, held, state) < 1e-4
+
+
+def test_batches_of_tensor_ranks_become_one(pool: Pool) -> None:
+    results = pool.run(trained, "gpt2", {"tensor_parallel_degree": 2})
+    losses, state = plainly_trained("gpt2", 2)
+    for found, held in results:
+        assert found == pytest.approx([sum(each) / 2 for each in zip(*losses, strict=True)], rel=1e-4)
+        assert distance("gpt2", held, state) < 1e-4
