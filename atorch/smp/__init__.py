@@ -6,7 +6,7 @@ changed, or with none after `import atorch.smp.alias`.
 
 from __future__ import annotations
 
-from atorch.smp import amp, nn, optimizers, patches
+from atorch.smp import amp, nn, optimizers, patches, state
 from atorch.smp.activation_checkpointing import set_activation_checkpointing
 from atorch.smp.checkpoints import resume_from_checkpoint, save_checkpoint
 from atorch.smp.communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
@@ -14,7 +14,7 @@ from atorch.smp.files import load, save
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delay_param_initialization, model_creation
 from atorch.smp.optimizer import DistributedOptimizer
-from atorch.smp.partitioning import partition
+from atorch.smp.partitioning import partition, set_partition
 from atorch.smp.ranks import (
     DP_GROUP,
     MP_GROUP,
@@ -114,9 +114,11 @@ __all__ = [
     "save_checkpoint",
     "send",
     "set_activation_checkpointing",
+    "set_partition",
     "set_tensor_parallelism",
     "shutdown",
     "size",
+    "state",
     "step",
     "tensor_marks",
     "tensor_parallelism",

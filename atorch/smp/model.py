@@ -157,6 +157,10 @@ class DistributedModel(LocalParts):
         """Whether the model has been partitioned, which the first step does."""
         return bool(self._runner)
 
+    def get_module(self) -> nn.Module:
+        """The module that was given; once partitioned, the first of the parts here, in which it has its names."""
+        return self.module
+
     def become(self, runner: Runner, division: Division, split: TensorSplit) -> None:
         """Be the parts that `runner` runs: the model has been partitioned, and split over tensor ranks."""
         self._runner, self.division, self.split = (runner,), division, split

@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from atorch.blocks import units as units_of
 from atorch.cluster import DeviceSpec
-from atorch.errors import ArgumentError, StrategyError
+from atorch.errors import ArgumentError, StrategyError, shown
 from atorch.logs import logger
 from atorch.profiler.unit_costs import unit_costs
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.partition import partition as least_largest
 from atorch.runtime.pipeline.route import Route
+from atorch.runtime.pipeline.stage import STAGE
 from atorch.runtime.still import untouched
 from atorch.smp.session import session
 from atorch.units import format_bytes
@@ -49,12 +50,7 @@ def partition(index: int) -> Iterator[None]:
     Raises:
         ArgumentError: there is no such partition, or `smp.init` has not been called.
     """
-    count = session().config.pipeline_parallel_degree
-    if type(index) is not int or not 0 <= index < count:
-        raise ArgumentError(
-            f"smp.partition was given {index!r}, and there are {count} partitions, 0 to {count - 1}; raise "
-            "pipeline_parallel_degree, or give one of these"
-        )
+    _check_index(index, "smp.partition")
 
     def mark(module: nn.Module, name: str, parameter: Any) -> None:
         if marking[-1] is mark:
@@ -69,6 +65,30 @@ def partition(index: int) -> Iterator[None]:
     finally:
         handle.remove()
         marking.remove(mark)
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Put a module that exists, with all that is in it, on partition `index`, as if it had been made in that context.
+
+    Raises:
+        ArgumentError: there is no such partition, no module is given, or the model is partitioned already.
+    """
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"smp.set_partition was given {shown(module)}; give a torch.nn.Module")
+    if any(STAGE in vars(each) for each in module.modules()):
+        raise ArgumentError("smp.set_partition was called after the first smp.step, which partitions; call it before")
+    _check_index(index, "smp.set_partition")
+    for each in module.modules():
+        vars(each)[MARK] = index
+
+
+def _check_index(index: Any, call: str) -> None:
+    count = session().config.pipeline_parallel_degree
+    if type(index) is not int or not 0 <= index < count:
+        raise ArgumentError(
+            f"{call} was given {index!r}, and there are {count} partitions, 0 to {count - 1}; raise "
+            "pipeline_parallel_degree, or give one of these"
+        )
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class StepOutput:
         self._need_tensors("stack", at_least=0)
         return torch.stack(self.outputs)
 
+    def detach(self) -> StepOutput:
+        """The same without graphs."""
+        return StepOutput([each.detach() if isinstance(each, Tensor) else each for each in self.outputs])
+
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs!r})"
 

@@ -1,0 +1,78 @@
+"""What scripts read of a session beside documented names: `smp.state`, `model.get_module`, modules placed late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError
+from tests.pool import Pool
+from tests.smp.job import begun
+from tests.smp.test_step import WIDTH, Blocks, rows, said
+
+
+def test_the_session_is_read_by_name() -> None:
+    with pytest.raises(ArgumentError, match="smp.init"):
+        smp.state.cfg  # noqa: B018
+    with begun({"prescaled_batch": True}):
+        model = Blocks()
+        wrapped = smp.DistributedModel(model)
+        assert (smp.state.cfg.prescaled_batch, smp.state.cfg.fp16) == (True, False)
+        assert smp.state.model is wrapped
+        assert smp.state.optimizer is None
+        assert wrapped.get_module() is model
+        with pytest.raises(AttributeError, match="cfg, model and optimizer, and no cfgs"):
+            smp.state.cfgs  # noqa: B018
+
+
+def placed_late(rank: int, size: int) -> Any:
+    with begun({"partitions": 2, "microbatches": 2, "auto_partition": False}):
+        model = smp.DistributedModel(Blocks())
+        layers = model.get_module().layers
+        refused = said(lambda: smp.set_partition(layers[0], 2)), said(lambda: smp.set_partition("layers", 0))
+        for number, layer in enumerate(layers.children()):
+            smp.set_partition(layer, int(number > 0))
+
+        @smp.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            loss = model(x).sum()
+            model.backward(loss)
+            return loss
+
+        train(model, rows())
+        late = said(lambda: smp.set_partition(model.get_module(), 0))
+        return sorted(name for name, _ in model.local_named_parameters()), refused, late
+
+
+def test_modules_that_exist_are_put_on_partitions(pool: Pool) -> None:
+    first, second = pool.run(placed_late)
+    assert first[0] == ["layers.0.bias", "layers.0.weight"]
+    assert len(second[0]) == 6
+    for _, refused, late in (first, second):
+        assert "2 partitions, 0 to 1" in refused[0]
+        assert "give a torch.nn.Module" in refused[1]
+        assert "after the first smp.step" in late
+
+
+def test_a_context_and_a_later_word() -> None:
+    with begun({"auto_partition": False}):
+        with smp.partition(0):
+            made = nn.Linear(WIDTH, WIDTH)
+        smp.set_partition(made, 0)
+        with (
+            pytest.raises(ArgumentError, match="smp.partition was given 1, and there are 1 partitions"),
+            smp.partition(1),
+        ):
+            pass
+
+
+def test_outputs_lose_their_graphs() -> None:
+    outputs = smp.StepOutput([torch.ones(2, requires_grad=True) * 2, "text"])
+    assert outputs.outputs[0].requires_grad
+    detached = outputs.detach()
+    assert not detached.outputs[0].requires_grad
+    assert detached.outputs[1] == "text"
