@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,25 @@ from atorch.runtime.nested import map_leaves
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class StepOutput:
+class StepOutput(Sequence[Any]):
     """What one place of a step's result was in each micro-batch: tensors, or anything else that was returned there.
 
-    The same on every process of a pipeline.
+    The same on every process of a pipeline. It is also the sequence of these: scripts take `sum` of numbers.
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:
         self.outputs = list(outputs)
         """By micro-batch."""
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.outputs[index]
 
     def reduce_mean(self) -> Any:
         """The mean over micro-batches."""

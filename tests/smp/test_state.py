@@ -76,3 +76,8 @@ def test_outputs_lose_their_graphs() -> None:
     detached = outputs.detach()
     assert not detached.outputs[0].requires_grad
     assert detached.outputs[1] == "text"
+
+
+def test_outputs_are_a_sequence() -> None:
+    outputs = smp.StepOutput([1.0, 2.0])
+    assert (sum(outputs), len(outputs), outputs[0], outputs[-1:], list(outputs)) == (3.0, 2, 1.0, [2.0], [1.0, 2.0])
