@@ -18,6 +18,7 @@ from atorch.smp.options import Options
 from atorch.smp.partial_states import CUTS, PARTIAL
 from atorch.smp.session import Session, session
 from atorch.smp.states import gathered_state, merged_model_state, whole_on_host
+from atorch.smp.tensor_replacement import replace_registered
 from atorch.smp.tensor_split import TensorSplit
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class DistributedModel(LocalParts):
         gradient_as_bucket_view: let `.grad` lie in the buckets, which saves their memory.
 
     Raises:
-        ArgumentError: `smp.init` was not called, there is a model already, or an argument does not hold.
+        ArgumentError: `smp.init` was not called, there is a model already, an argument does not hold, or a registered
+            module cannot be replaced.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class DistributedModel(LocalParts):
     ) -> None:
         owner = session()
         _check_module(module, owner)
+        module = replace_registered(module)
         super().__init__()
         self.options = Options(
             trace_device,
