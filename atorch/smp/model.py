@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,7 +93,7 @@ class DistributedModel(LocalParts):
         """Whether gradients of replicas that may run out of batches are averaged over all of them."""
         self._names = tuple(module.state_dict())
         self._waiting: list[Callable[[], None]] = []
-        self._hooks: dict[int, Callable[..., Any]] = {}
+        self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()  # torch's handles want one
         self._comm_hook: tuple[Any, CommHook] | None = None
         owner.model = self
 
@@ -278,6 +279,7 @@ class DistributedModel(LocalParts):
         state = gathered_state(self._own_state(), self._names, "model.cpu()", self.split.whole)
         assert self.runner is not None
         self.module, self._others = whole_on_host(self.runner.blank, state), ()
+        self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"
         return self
 
     def _own_state(self) -> dict[str, Any]:

@@ -112,6 +112,8 @@ class Runner:
         self.parts, self.blank, self.averaging, self.placed = tuple(parts), blank, averaging, placed
         self.model, self.engine, self.seed, self.faults = model, engine, seed, faults
         self.num_steps = 0
+        self.ended_by: str | None = None
+        """Why no more steps can be run."""
         self._owner, self._ties = owner, ties
         self._trains: dict[Kind, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
@@ -150,22 +152,22 @@ class Runner:
 
     def attend_others(self) -> None:
         """Take part in the steps of replicas that have batches left, without one; then have their parameters."""
+        parameters = [each for part in self.parts for each in part.parameters()]
         while True:
+            for each in parameters:
+                each.grad = None
             _, _, _, running = largest([0, NOBODY, NOBODY, 0])
             if not running:
                 break
             self.faults.first = None
             self._average(False)
             together(lambda: None)
-        parameters = [each for part in self.parts for each in part.parameters()]
         data = self._owner.mesh.group("data", "zero")
         if data.size() > 1:
             (most,) = largest([self.num_steps], data)
             told = first_told(True if self.num_steps == most else None, data)
             assert told is not None, "somebody has run most steps"
             broadcast([(dist.get_group_rank(data, told[0]), [each.detach() for each in parameters])], data)
-        for each in parameters:
-            each.grad = None
 
     def seed_of(self, number: int) -> int | None:
         """Of what a micro-batch draws before the model's call, which all processes of a pipeline draw alike."""

@@ -76,6 +76,8 @@ def _model(owner: Session) -> DistributedModel:
     model = owner.model
     if not isinstance(model, DistributedModel):
         raise ArgumentError("a function with @smp.step was called, and there is no model; make a smp.DistributedModel")
+    if model.runner is not None and model.runner.ended_by is not None:
+        raise ArgumentError(model.runner.ended_by)
     if model.in_a_step:
         raise ArgumentError("a function with @smp.step was called inside of another; call it beside that")
     return model

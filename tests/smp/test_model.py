@@ -1,0 +1,416 @@
+"""The distributed model: when it is partitioned, what its options do, and what its states hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError
+from tests.pool import Pool
+from tests.smp.job import begun
+from tests.smp.test_step import Blocks, model_of, rows, said
+
+
+@smp.step
+def train(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def sgd(model: nn.Module) -> Any:
+    return smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-2))
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: each.grad.clone() for name, each in model.local_named_parameters()}
+
+
+def plain_gradients(*batches: Tensor) -> dict[str, Tensor]:
+    """The mean over batches of plain gradients."""
+    torch.manual_seed(0)
+    model = Blocks()
+    for batch in batches:
+        (model(batch).square().mean() / len(batches)).backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def same(found: dict[str, Tensor], right: dict[str, Tensor], factor: float = 1.0) -> bool:
+    return all(torch.allclose(each, factor * right[name], rtol=1e-4, atol=1e-7) for name, each in found.items())
+
+
+def in_order(rank: int, size: int) -> list[str]:
+    events: list[str] = []
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of()
+        optimizer = sgd(model)
+        before = [said(call) for call in (model.local_state_dict, lambda: list(model.local_parameters()))]
+        events += ["told early" for each in before if "before the model was partitioned" in each]
+        events.append(str(model.partitioned))
+        other = {name: torch.full_like(each, 0.25) for name, each in model.state_dict().items()}
+        model.load_state_dict(other)
+        value = next(iter(model.parameters()))
+        events.append("not loaded yet" if float(value[0, 0].detach()) != 0.25 else "loaded early")
+        removed = model.register_post_partition_hook(lambda: events.append("never"))
+        removed.remove()
+
+        def hook(given: Any, its_optimizer: Any) -> None:
+            assert (given, its_optimizer) == (model, optimizer)
+            loaded = all(bool((each == 0.25).all()) for each in model.local_parameters())
+            events.append(f"hook: partitioned {model.partitioned}, loaded {loaded}")
+
+        model.register_post_partition_hook(hook)
+        model.register_post_partition_hook(lambda given: events.append(f"model {given is model}"))
+
+        @smp.step
+        def step(model: Any, x: Tensor) -> Tensor:
+            if not smp.is_tracing():
+                events.append("forward")
+            return model(x).sum()
+
+        with torch.no_grad():
+            step(model, rows())
+        events.append(said(lambda: model.register_post_partition_hook(hook))[:60])
+    return events
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_step_partitions_loads_and_calls_hooks_in_this_order(pool: Pool, ranks: int) -> None:
+    for events in pool.run(in_order, ranks=ranks):
+        assert events == [
+            "told early",
+            "told early",
+            "False",
+            "not loaded yet",
+            "hook: partitioned True, loaded True",
+            "model True",
+            "forward",
+            "forward",
+            "ArgumentError: the model is partitioned already; register ho",
+        ]
+
+
+def parts_of(rank: int, size: int) -> tuple[list[str], list[str], list[str], list[str]]:
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of()
+        train(model, rows())
+        modules = [name for name, _ in model.local_named_modules()]
+        assert len(list(model.local_modules())) == len(modules)
+        assert [id(each) for each in model.local_parameters()] == [
+            id(each) for _, each in model.local_named_parameters()
+        ]
+        names = [name for name, _ in model.local_named_parameters()]
+        assert list(model.local_buffers()) == [each for _, each in model.local_named_buffers()] == []
+        return list(names), list(model.local_state_dict()), modules, list(model.state_dict())
+
+
+def test_what_is_local_is_of_one_partition(pool: Pool) -> None:
+    first, second = pool.run(parts_of)
+    whole = list(Blocks().state_dict())
+    assert first[0] + second[0] == whole
+    for names, state, modules, gathered in (first, second):
+        assert set(state) == {*names, "_smp_is_partial", "_smp_cuts"}
+        assert {name.rpartition(".")[0] for name in names} <= set(modules)
+        assert gathered == whole
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], int, float]] = {
+    # options, steps before gradients are looked at, by how much they are the plain ones
+    "defaults": ({}, 1, 1.0),
+    "summed": ({"average_grads_across_microbatches": False}, 1, 2.0),
+    "at the end": ({"overlapping_allreduce": False}, 1, 1.0),
+    "small buckets": ({"bucket_cap_mb": 1e-4}, 1, 1.0),
+    "views": ({"gradient_as_bucket_view": True}, 1, 1.0),
+    "every second": ({"backward_passes_per_step": 2}, 2, 2.0),
+}
+
+
+def optioned(rank: int, size: int, how: str, partitions: int) -> Any:
+    options, steps, _ = OPTIONS[how]
+    with begun({"microbatches": 2, "partitions": partitions, "ddp": True}):
+        model = model_of(**options)
+        replica = smp.dp_rank()
+        for step in range(steps):
+            before = gradients(model) if step else None
+            train(model, rows() + replica)
+        averaging = model.runner.averaging
+        buckets = averaging._buckets
+        inside = all(
+            bucket.buffer().data_ptr() <= each.grad.data_ptr() < bucket.buffer().data_ptr() + bucket.buffer().nbytes
+            for bucket in buckets
+            for each in bucket.parameters()
+        )
+        return gradients(model), before, averaging.num_reduced, len(buckets), inside
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize("how", OPTIONS)
+def test_options_of_averaging(pool: Pool, how: str, partitions: int) -> None:
+    _, _, factor = OPTIONS[how]
+    right = plain_gradients(rows(), rows() + 1)
+    for found, before, overlapped, buckets, inside in pool.run(optioned, how, partitions, ranks=2 * partitions):
+        assert same(found, right, factor)
+        assert overlapped == (0 if how == "at the end" else buckets)
+        assert (buckets > 2) == (how == "small buckets")
+        assert inside == (how == "views")
+        if how == "every second":
+            assert not same(before, right), "the first of two passes is not averaged"
+
+
+class Branching(Blocks):
+    """Leaves a layer unused where it is told to."""
+
+    def forward(self, x: Tensor, unused: bool) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if not (unused and number == 2):
+                x = torch.tanh(layer(x))
+        return x
+
+
+def unused_on_one(rank: int, size: int) -> Any:
+    with begun({"microbatches": 2, "ddp": True}):
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Branching())
+
+        @smp.step
+        def step(model: Any, x: Tensor, unused: bool) -> None:
+            model.backward(model(x, unused).square().mean())
+
+        step(model, rows(), rank == 1)
+        one = gradients(model)
+        model.zero_grad()
+        step(model, rows(), True)
+        return one, [name for name, each in model.named_parameters() if each.grad is None]
+
+
+def test_parameters_that_a_replica_leaves_unused_count_as_zero_there(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain = Branching()
+    for unused in (False, True):
+        (plain(rows(), unused).square().mean() / 2).backward()
+    right = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    for one, none in pool.run(unused_on_one):
+        assert same(one, right)
+        assert none == ["layers.2.weight", "layers.2.bias"]
+
+
+class Counting(Blocks):
+    """Has a buffer that every replica changes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.seen, Tensor)
+        if self.training:
+            self.seen += x.mean().detach()
+        return super().forward(x)
+
+
+def buffers(rank: int, size: int, broadcasts: bool) -> float:
+    with begun({"microbatches": 1, "ddp": True}):
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Counting(), broadcast_buffers=broadcasts)
+        for _ in range(2):
+            train(model, torch.full((2, 8), float(rank + 1)))
+        return float(model.module.seen)
+
+
+def test_buffers_begin_a_step_as_the_first_replicas(pool: Pool) -> None:
+    assert pool.run(buffers, True) == [2.0, 3.0]
+    assert pool.run(buffers, False) == [2.0, 4.0]
+
+
+def hooked(rank: int, size: int) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    with begun({"microbatches": 2, "ddp": True}):
+        model = model_of()
+        seen: list[int] = []
+
+        def hook(state: Any, bucket: Any) -> Any:
+            seen.append(bucket.index())
+            return default_hooks.bf16_compress_hook(state, bucket)
+
+        model.register_comm_hook(None, hook)
+        twice = said(lambda: model.register_comm_hook(None, hook))
+        train(model, rows() + rank)
+        return gradients(model), seen, twice
+
+
+def test_a_communication_hook_made_for_torch_reduces(pool: Pool) -> None:
+    right = plain_gradients(rows(), rows() + 1)
+    for found, seen, twice in pool.run(hooked):
+        assert seen == [0]
+        assert "one communication hook" in twice
+        assert all(torch.allclose(each, right[name], rtol=2e-2, atol=1e-5) for name, each in found.items())
+        assert not same(found, right), "it went through bf16"
+
+
+def uneven(rank: int, size: int, divides: bool) -> Any:
+    with begun({"microbatches": 2, "ddp": True}):
+        model = model_of()
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with model.join(divide_by_initial_world_size=divides):
+            for step in range(3 if rank else 1):
+                optimizer.zero_grad()
+                train(model, rows() + step + 10 * rank)
+                optimizer.step()
+        return {name: each.clone() for name, each in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_replicas_join_with_uneven_numbers_of_batches(pool: Pool, divides: bool) -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        batches = [rows() + step + 10 * rank for rank in range(2) if rank or step < 1]
+        for batch in batches:
+            (plain(batch).square().mean() / (2 if divides else len(batches))).backward()
+        optimizer.step()
+    for state in pool.run(uneven, divides):
+        assert all(torch.allclose(state[name], each, rtol=1e-4, atol=1e-6) for name, each in plain.state_dict().items())
+
+
+def stated(rank: int, size: int) -> Any:
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of()
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            train(model, rows())
+            optimizer.step()
+            scheduler.step()
+        parts = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
+        wholes = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.zero_grad()
+        train(model, rows())
+        optimizer.step()
+        after = copy.deepcopy(model.state_dict())
+        results = []
+        for saved in (parts, copy.deepcopy(wholes)):  # an optimizer goes on with the tensors that it loads
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            optimizer.zero_grad()
+            train(model, rows())
+            optimizer.step()
+            results.append(
+                all(
+                    torch.allclose(each, again, atol=1e-6)
+                    for each, again in zip(after.values(), model.state_dict().values(), strict=True)
+                )
+            )
+        return wholes, results, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_partial_and_whole_are_loaded_and_plain_ones_are_equal(pool: Pool, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1, eps=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(rows()).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    right = optimizer.state_dict()
+    for (state, optim), results, rate in pool.run(stated, ranks=ranks):
+        assert results == [True, True]
+        assert rate == pytest.approx(0.025)
+        assert all(torch.allclose(each, state[name], atol=1e-6) for name, each in plain.state_dict().items())
+        assert list(optim["state"]) == list(right["state"])
+        for key, held in right["state"].items():
+            assert torch.allclose(held["exp_avg"], optim["state"][key]["exp_avg"], atol=1e-6)
+        assert [group["params"] for group in optim["param_groups"]] == [
+            group["params"] for group in right["param_groups"]
+        ]
+
+
+def alone_in_a_collective(rank: int, size: int) -> str:
+    import time
+
+    with begun({"microbatches": 2, "partitions": 2}):
+        model = model_of()
+        train(model, rows())
+        if rank == 0:
+            begin = time.monotonic()
+            message = said(model.state_dict)
+            assert time.monotonic() - begin < 30
+            dist.barrier()
+            return message
+        dist.barrier()
+        return ""
+
+
+def test_a_state_that_some_ranks_do_not_ask_for_names_them(pool: Pool) -> None:
+    message, _ = pool.run(alone_in_a_collective, timeout=60)
+    assert "model.state_dict()" in message
+    assert "not on 1" in message
+
+
+def on_the_host(rank: int, size: int) -> Any:
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of()
+        train(model, rows())
+        whole = model.cpu().module
+        return float(whole(rows()).mean().detach()), list(whole.state_dict()), said(lambda: train(model, rows()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_whole_model_comes_to_the_host(pool: Pool, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    for value, names, after in pool.run(on_the_host, ranks=ranks):
+        assert value == pytest.approx(float(plain(rows()).mean().detach()), rel=1e-5)
+        assert names == list(plain.state_dict())
+        assert "model.cpu()" in after
+
+
+def wrong_calls(rank: int, size: int) -> list[str]:
+    with begun({"microbatches": 2}):
+        wrong: list[Callable[[], Any]] = [
+            lambda: smp.DistributedModel(3),  # type: ignore[arg-type]
+            lambda: smp.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)),
+            lambda: train(None, rows()),
+            lambda: smp.DistributedModel(Blocks(), trace_device="tpu"),  # type: ignore[arg-type]
+            lambda: smp.DistributedModel(Blocks(), trace_device="cpu", trace_execution_times=True),
+            lambda: smp.DistributedModel(Blocks(), backward_passes_per_step=0),
+            lambda: smp.DistributedModel(Blocks(), bucket_cap_mb=0),
+        ]
+        told = [said(call) for call in wrong]
+        model = model_of()
+        stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        told += [
+            said(lambda: smp.DistributedModel(Blocks())),
+            said(lambda: model(rows())),
+            said(lambda: model.backward(rows().mean())),
+            said(lambda: smp.DistributedOptimizer(stranger)),
+            said(lambda: smp.step(3)),  # type: ignore[call-overload]
+            said(lambda: smp.step(non_split_inputs=["y"])(lambda model, x: None)),
+            said(lambda: model.register_post_partition_hook(3)),  # type: ignore[arg-type]
+        ]
+        return told
+
+
+def test_wrong_calls_are_told(pool: Pool) -> None:
+    told = pool.run(wrong_calls, ranks=1)[0]
+    expected = [
+        "torch.nn.Module", "make the smp.DistributedModel first", "make a smp.DistributedModel", '"cpu" or "gpu"',
+        "must be False", "1 or more", "MiB", "a second smp.DistributedModel", "outside of smp.step",
+        "outside of smp.step", "not the DistributedModel's", "give a function", "no such argument", "give a function",
+    ]  # fmt: skip
+    assert [part in message for part, message in zip(expected, told, strict=True)] == [True] * len(told), told
+    with pytest.raises(ArgumentError, match=r"smp\.init"):
+        smp.DistributedModel(Blocks())
