@@ -53,6 +53,6 @@ def test_in_rounds_all_forward_passes_of_a_round_come_first(size: int, active: i
 
 
 def test_a_process_goes_backward_as_soon_as_it_can() -> None:
-    first, last = turns(Placed((0, 1), 4), 4)
+    first, last = turns(Placed((0, 1), 3), 4)
     assert "".join("FB"[turn.is_backward] for turn in last) == "FBFBFBFB"
     assert "".join("FB"[turn.is_backward] for turn in first) == "FFFBFBBB"
