@@ -109,12 +109,13 @@ def split_marked(
             then all ranks have to do; else they are gathered where they are made.
 
     Raises:
-        ArgumentError: `run` does not call the model, or the tensor ranks have other models or other rows.
+        ArgumentError: `run` does not call the model, or the processes have other models, marks or rows.
     """
     degree = mesh.size("tensor")
     if degree == 1:
         return TensorSplit()
     marked = marked_parameters(model, _is_distributed)
+    agree(sorted(marked), "what is marked for tensor parallelism", ArgumentError, "as name {}".format)
     fill([model], torch.device("cpu"), delayed_values(model))
     synchronise([*model.parameters(), *model.buffers()])
     share_random_state(mesh.group("tensor"), next((each.device for each in model.parameters()), torch.device("cpu")))

@@ -237,13 +237,9 @@ def test_trains_as_the_whole_model(pool: Pool, name: str, size: int) -> None:
             assert torch.equal(value, results[0]["shared"][key]), key
         if size == 2:
             assert not seen["kept"]
-
-
-def test_says_what_the_ranks_do_not_share_out(pool: Pool) -> None:
-    """Four ranks have two heads of keys and values: each keeps these whole, and works with its rows."""
-    kept = pool.run(parity, "llama", {}, ranks=4)[0]["kept"]
-    assert set(kept.values()) == {"several ranks need the same of its rows"}
-    assert {name.split(".")[-2] for name in kept} == {"k_proj", "v_proj"}
+        elif name == "llama":  # of two heads of keys and values, which each rank has whole and works with its rows of
+            assert set(seen["kept"].values()) == {"several ranks need the same of its rows"}
+            assert {each.split(".")[-2] for each in seen["kept"]} == {"k_proj", "v_proj"}
 
 
 @pytest.mark.parametrize("options", [{"as_dtensors": True}, {"loss_parallel": True}])
@@ -419,10 +415,13 @@ def test_what_stays_whole_is_told_by_name(pool: Pool) -> None:
 def refused(rank: int, size: int, what: str) -> list[str]:
     mesh = Mesh((("tensor", size), ("pipeline", 1), ("data", 1)), None, "cpu")
     model = make("tied") if what != "unmarked" else nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB))
+    if what == "other marks" and rank:
+        smp.set_tensor_parallelism(model, False)
     runs: dict[str, Callable[[], Any]] = {
         "no call": lambda: None,
         "other rows": lambda: model(batch(rank)),
         "raises": lambda: model(batch(0)) if rank else model(torch.zeros(1)),
+        "other marks": lambda: model(batch(0)),
         "unmarked": lambda: model(batch(0)),
     }
     said: list[str] = []
@@ -445,6 +444,7 @@ def refused(rank: int, size: int, what: str) -> list[str]:
         ("no call", "the step did not call the model, a Tied; call it in the step's body"),
         ("other rows", "the ranks of the tensor axis compute other outputs"),
         ("raises", "rank 0 failed: "),
+        ("other marks", "what is marked for tensor parallelism differs between processes: rank 0 has"),
     ],
 )
 def test_all_ranks_refuse_together(pool: Pool, what: str, told: str) -> None:
