@@ -39,12 +39,13 @@ PLAIN = SCRIPT.format(first="")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def run(folder: Path, *command: str, text: str = PLAIN) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, text: str = PLAIN, cwd: str = ".") -> subprocess.CompletedProcess[str]:
     """A command in a folder that has the text as `train.py`, with a neighbour that scripts can import."""
     (folder / "train.py").write_text("import neighbour\n" + text)
     (folder / "neighbour.py").write_text("")
+    (folder / "elsewhere").mkdir()
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=folder
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=folder / cwd
     )
 
 
@@ -62,10 +63,10 @@ def test_a_module_runs_as_it_is(tmp_path: Path) -> None:
 
 def test_a_script_runs_as_it_is_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atorch.smp.alias")
-    done = run(tmp_path, *launcher, "train.py", "--lr", "1")
+    done = run(tmp_path, *launcher, "../train.py", "--lr", "1", cwd="elsewhere")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} 2 ['--lr', '1'] train.py" for rank in range(2)]
-    assert (tmp_path / "model1.pt_0").exists()
+    assert (tmp_path / "elsewhere" / "model1.pt_0").exists()
 
 
 def test_without_a_script_it_says_how_it_is_used(tmp_path: Path) -> None:

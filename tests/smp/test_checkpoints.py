@@ -13,6 +13,7 @@ import torch
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError, CheckpointError
+from atorch.smp.checkpoints import _write_parts
 from atorch.smp.partial_states import PARTIAL
 from atorch.smp.session import session
 from tests.pool import Pool
@@ -127,10 +128,20 @@ def test_another_degree_gets_whole_states(pool: Pool, tmp_path: Path) -> None:
             assert set(state) == set(held["state"]) == {"layer0", "layer1", "shared"}
 
 
+def written(rank: int, size: int, path: str) -> bool:
+    """Whether this process writes a file, in a folder of its own."""
+    model, optimizer = begin({**PIPELINE, "ddp": True})
+    own = Path(path, str(rank), "one_partial")
+    _write_parts(own, model, optimizer, None, "a save")
+    smp.shutdown()
+    return (own / f"model_{rank % 2}.pt").exists()
+
+
 def test_replicas_write_once(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path)
     pool.run(saved, path, {**PIPELINE, "ddp": True}, ["one"], ranks=4)
     assert len(os.listdir(tmp_path / "one_partial")) == 5
+    assert pool.run(written, str(tmp_path / "apart"), ranks=4) == [True, True, False, False]
     (_, (state, _), _), *_ = pool.run(resumed, path, {**PIPELINE, "ddp": True}, {}, ranks=4)
     assert set(state) == {PARTIAL, "layer0", "shared"}
 

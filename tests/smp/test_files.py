@@ -149,6 +149,32 @@ def test_parts_of_tensors_are_put_together(pool: Pool, tmp_path: Path) -> None:
     assert loaded["model"][PARTIAL] is True
 
 
+def named(rank: int, size: int, path: str, order: str, other: str) -> Any:
+    """What is loaded in one order of stages and slices of what was saved in another."""
+    config = {"partitions": 2, "tensor_parallel_degree": 2, "ddp": True}
+    smp.init({**config, "placement_strategy": order})
+    smp.save({PARTIAL: True, f"{smp.pp_rank()} {smp.tp_rank()}": torch.ones(1)}, path)
+    smp.barrier()
+    smp.shutdown()
+    smp.init({**config, "placement_strategy": other})
+    loaded = smp.load(path)
+    smp.barrier()
+    smp.shutdown()
+    return set(loaded)
+
+
+def test_another_order_of_stages_and_slices_is_another_arrangement(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    everything = {"0 0", "0 1", "1 0", "1 1"}
+    assert pool.run(named, path, "DPT", "DTP", ranks=4) == [everything] * 4
+    assert pool.run(named, path, "DPT", "PDT", ranks=4) == [
+        {PARTIAL, "0 0"},
+        {PARTIAL, "0 1"},
+        {PARTIAL, "1 0"},
+        {PARTIAL, "1 1"},
+    ]
+
+
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize(
     ("parts", "told"),
