@@ -31,6 +31,7 @@ from atorch.runtime.still import untouched
 from atorch.smp.averaging import Averaging, PartReduction
 from atorch.smp.body import Body
 from atorch.smp.model import DistributedModel
+from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.partitioning import (
     Division,
     Weighing,
@@ -61,19 +62,21 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     turn_off_caches(whole)
     split = _tensor_split(owner, model, function, sample)
     units, route, division = together(lambda: _divided(owner, model, function, sample))
+    values = together(lambda: delayed_values(whole))
     blank = together(lambda: blank_copy(whole))
     faults = Faults()
     placed = Placed(division.places, config.active_microbatches, config.pipeline == "simple")
     if len(division.places) == 1:
-        whole.to(owner.device)
         parts: tuple[nn.Module, ...] = (whole,)
     else:
         shared = holders(whole, units, route, division.starts)
         mine = [stage for stage, place in enumerate(division.places) if place == mesh.rank("pipeline")]
         parts = cut(whole, units, route, division.starts, mine, owner.device, shares=True)
         for part in parts:
-            part.to(owner.device)
             tell_places(part, division.partition_of)
+    fill(parts, owner.device, values)
+    for part in parts:
+        part.to(owner.device)
     averaging = _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
@@ -141,7 +144,7 @@ def _watched(
     leaves somewhere must be no fake.
     """
     whole, call = model.module, _call(model, function, sample)
-    outputs: list[Any] = []
+    outputs = _Outputs()
 
     def run(module: nn.Module, call: Arguments) -> Any:
         outputs.append(module(*call[0], **call[1]))
@@ -170,8 +173,10 @@ def _call(model: DistributedModel, function: Function, sample: Arguments) -> Arg
 
 
 def _beside(whole: nn.Module, sample: Arguments) -> Arguments:
-    """A micro-batch where the whole model lies."""
+    """A micro-batch where the whole model lies; on the host where parameters are delayed, as they are watched there."""
     device = next(whole.parameters()).device
+    if device.type == "meta":
+        device = torch.device("cpu")
     moved: Arguments = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample)
     return moved
 
@@ -179,6 +184,13 @@ def _beside(whole: nn.Module, sample: Arguments) -> Arguments:
 def _look(model: DistributedModel, body: Body) -> None:
     with torch.no_grad(), untouched(model.module), model.serving(body), tracing():
         body.run()
+
+
+class _Outputs(list[Any]):
+    """What a copy of the model returns, too: it is not copied with what refers to it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Outputs:
+        return self
 
 
 class _Giving(nn.Module):

@@ -10,8 +10,11 @@ from torch.optim import Optimizer
 
 from atorch.distributed.collectives import meet
 from atorch.errors import ArgumentError, shown
+from atorch.runtime.clip import Key
+from atorch.runtime.spread import Spread
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 from atorch.smp.model import DistributedModel
+from atorch.smp.optimizers.fused import Fused
 from atorch.smp.partial_states import CUTS, MARKS, PARTIAL, merged
 from atorch.smp.session import session
 from atorch.smp.states import PATIENCE, of_all
@@ -61,6 +64,8 @@ class DistributedOptimizer(WrappedOptimizer):
         own = dict(model.named_parameters())
         for group, names in zip(self.param_groups, self._names, strict=True):
             group["params"][:] = [own[name] for name in names if name in own]
+        if isinstance(self.inner, Fused):
+            self.inner.spread = _spread(model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give it one more group, of parameters of the model."""
@@ -167,6 +172,19 @@ class DistributedOptimizer(WrappedOptimizer):
 
 def _own(split: TensorSplit, name: str, held: Mapping[str, Any]) -> State:
     return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in held.items()}
+
+
+def _spread(model: DistributedModel) -> Spread:
+    """What other processes have of a partitioned model: other stages, and other parts of what tensor ranks split."""
+    runner, split = model.runner, model.split
+    own = dict(model.named_parameters(remove_duplicate=False))
+    parts: dict[Tensor, Key] = {}
+    if split.group is not None:
+        parts = {own[name]: (split.group,) for name in split.cuts if name in own}
+    if runner is None or runner.ties is None:
+        return Spread(parts=parts)
+    stages = (session().mesh.group("pipeline"),)
+    return Spread(over=stages, parts=parts, counted_elsewhere=runner.ties.counted_elsewhere)
 
 
 def _name(names: Mapping[int, str], parameter: Tensor) -> str:

@@ -27,6 +27,7 @@ from atorch.cluster import DeviceSpec
 from atorch.errors import ArgumentError, StrategyError, shown
 from atorch.logs import logger
 from atorch.profiler.unit_costs import unit_costs
+from atorch.runtime.meta_device import has_meta
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.partition import partition as least_largest
 from atorch.runtime.pipeline.route import Route
@@ -276,7 +277,10 @@ def _figures(
         seconds[each.name] += each.seconds
         held[each.name] = each.held_bytes
         kept[each.name] += each.kept_bytes
-    if weighing.times or not weighing.memory:
+    if has_meta([model]):
+        if weighing.times:
+            logger.warning("trace_execution_times: parameters are delayed, so that times are estimated, not measured")
+    elif weighing.times or not weighing.memory:
         measured, returned = _looked_at(units, model, call, weighing.times)
         seconds = measured if weighing.times else seconds
         kept = kept if weighing.memory else returned

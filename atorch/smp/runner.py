@@ -114,7 +114,7 @@ class Runner:
         self.num_steps = 0
         self.ended_by: str | None = None
         """Why no more steps can be run."""
-        self._owner, self._ties = owner, ties
+        self._owner, self.ties = owner, ties
         self._trains: dict[Kind, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
 
@@ -223,15 +223,15 @@ class Runner:
     @contextmanager
     def _apart(self, train: bool) -> Iterator[None]:
         """Gradients of this step alone, of parameters that are added up over the processes of the pipeline."""
-        if self._ties is None or not train:
+        if self.ties is None or not train:
             yield
             return
-        tied = self._ties.parameters
+        tied = self.ties.parameters
         before = [each.grad for each in tied]
         for each in tied:
             each.grad = None
         yield
-        self._ties.add_up()
+        self.ties.add_up()
         for each, gradient in zip(tied, before, strict=True):
             if gradient is not None:
                 each.grad = gradient if each.grad is None else each.grad + gradient

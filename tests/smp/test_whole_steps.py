@@ -1,0 +1,139 @@
+"""Optimizers, scaler, checkpoints and delayed parameters of smp in whole steps, against plain training of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atorch.smp as smp
+from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
+from atorch.smp.places import partition_of
+from tests.pool import Pool
+from tests.smp.job import STEPS, batch_of, begun, distance, loss_of, made, plainly_trained
+
+ROWS, WIDTH = 8, 6
+
+
+def trained(rank: int, size: int, optimizer_of: Callable[[nn.Module], Any], config: dict[str, Any]) -> Any:
+    """The whole model's state after some steps."""
+    with begun({"microbatches": 2, "partitions": size, **config}):
+        model = smp.DistributedModel(made("gpt2"))
+        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+
+        @smp.step
+        def train(model: Any, data: Tensor, target: Tensor) -> Tensor:
+            loss = loss_of("gpt2", model, data, target, "mean")
+            model.backward(loss)
+            return loss
+
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            train(model, *batch_of("gpt2", step, 0))
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def lamb(model: nn.Module) -> FusedLamb:
+    # Its norm is of the whole model. With so large an eps the update is nearly as large as the clipped gradient.
+    return FusedLamb(model.parameters(), lr=0.01, max_grad_norm=0.05, eps=0.1)
+
+
+def novograd(model: nn.Module) -> FusedNovoGrad:
+    return FusedNovoGrad(model.parameters(), lr=0.05, weight_decay=0.01)
+
+
+@pytest.mark.parametrize("optimizer_of", [lamb, novograd])
+def test_optimizers_step_stages_as_the_whole(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, optimizer_of: Callable[[nn.Module], Any]
+) -> None:
+    monkeypatch.setattr("tests.smp.job.optimizer_of", optimizer_of)
+    _, state = plainly_trained("gpt2", 1)
+    for held in pool.run(trained, optimizer_of, {}):
+        assert distance(held, state) <= 1e-5
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.backwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.backwards += torch._C._current_graph_task_id() != -1  # it runs again, in a backward pass
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    """A Sequential that lies on two partitions."""
+
+    def __init__(self, place: Callable[[int], AbstractContextManager[Any]] = smp.partition) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, WIDTH)
+        layers = []
+        for number in range(4):
+            with place(number // 2):
+                layers.append(Layer())
+        self.layers = nn.Sequential(*layers)
+        with place(1):
+            self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x)))
+
+
+def reset(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def stepped(rank: int, size: int, strategy: str, delays: bool, auto: bool) -> Any:
+    """The state after a step of a model that is filled anew, and how often layers ran again."""
+    config = {"microbatches": 2, "partitions": 2, "auto_partition": auto, "delayed_parameter_initialization": delays}
+    with begun(config):
+        torch.manual_seed(9)
+        with smp.model_creation():
+            net = Net()
+        assert net.head.weight.is_meta == delays
+        torch.manual_seed(9)
+        if not delays:
+            net.apply(reset)
+        torch.manual_seed(9)
+        model = smp.DistributedModel(net)
+        smp.set_activation_checkpointing(net.layers, strategy=strategy)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        scaler = smp.amp.GradScaler(init_scale=16.0)
+
+        @smp.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            model.backward(scaler.scale(loss))
+            return loss
+
+        x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(4))
+        train(model, x)
+        scaler.step(optimizer)
+        scaler.update()
+        again = [layer.backwards for layer in net.layers]
+        places = [partition_of(layer) for layer in net.layers]
+        return {name: value.clone() for name, value in model.state_dict().items()}, again, places
+
+
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize(("strategy", "delays"), [("contiguous", True), ("each", False)])
+def test_delayed_checkpointed_and_scaled(pool: Pool, strategy: str, delays: bool, auto: bool) -> None:
+    net = Net(lambda number: nullcontext())
+    torch.manual_seed(9)
+    net.apply(reset)
+    net(torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(4))).square().mean().backward()
+    torch.optim.SGD(net.parameters(), lr=0.5).step()
+    results = pool.run(stepped, strategy, delays, auto)
+    for rank, (state, again, places) in enumerate(results):
+        assert sorted(set(places)) == [0, 1]
+        assert auto or places == [0, 0, 1, 1]
+        assert again == [2 if place == rank else 0 for place in places]  # in each micro-batch, where they are
+        assert distance(state, net.state_dict()) <= 1e-6
