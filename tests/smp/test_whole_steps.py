@@ -14,47 +14,67 @@ import atorch.smp as smp
 from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
 from atorch.smp.places import partition_of
 from tests.pool import Pool
-from tests.smp.job import STEPS, batch_of, begun, distance, loss_of, made, plainly_trained
+from tests.smp.job import STEPS, batch_of, begun, distance, made, plainly_trained, train_step
 
 ROWS, WIDTH = 8, 6
 
 
 def trained(rank: int, size: int, optimizer_of: Callable[[nn.Module], Any], config: dict[str, Any]) -> Any:
     """The whole model's state after some steps."""
-    with begun({"microbatches": 2, "partitions": size, **config}):
-        model = smp.DistributedModel(made("gpt2"))
+    with begun({"microbatches": 2, "ddp": True, **config}):
+        whole = made("gpt2")
+        smp.set_tensor_parallelism(whole)
+        model = smp.DistributedModel(whole)
         optimizer = smp.DistributedOptimizer(optimizer_of(model))
-
-        @smp.step
-        def train(model: Any, data: Tensor, target: Tensor) -> Tensor:
-            loss = loss_of("gpt2", model, data, target, "mean")
-            model.backward(loss)
-            return loss
-
         for step in range(STEPS):
             optimizer.zero_grad()
-            train(model, *batch_of("gpt2", step, 0))
+            train_step(model, "gpt2", *batch_of("gpt2", step, 0), "mean")
             optimizer.step()
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def lamb(model: nn.Module) -> FusedLamb:
-    # Its norm is of the whole model. With so large an eps the update is nearly as large as the clipped gradient.
-    return FusedLamb(model.parameters(), lr=0.01, max_grad_norm=0.05, eps=0.1)
+    """One whose every update is as large as the clipped gradient, so that the norm of the whole model shows."""
+    return FusedLamb(model.parameters(), lr=0.1, max_grad_norm=0.05, eps=1.0, weight_decay=0.0)
+
+
+def trusting_lamb(model: nn.Module) -> FusedLamb:
+    """One whose every update is as large as its parameter, so that norms of whole parameters show."""
+    return FusedLamb(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
 def novograd(model: nn.Module) -> FusedNovoGrad:
-    return FusedNovoGrad(model.parameters(), lr=0.05, weight_decay=0.01)
+    return FusedNovoGrad(model.parameters(), lr=0.5, weight_decay=0.01)
 
 
-@pytest.mark.parametrize("optimizer_of", [lamb, novograd])
-def test_optimizers_step_stages_as_the_whole(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, optimizer_of: Callable[[nn.Module], Any]
+TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "ranks", "config"),
+    [
+        (lamb, 2, {"partitions": 2}),
+        (trusting_lamb, 2, TENSOR),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in (
+                (lamb, 2, TENSOR),
+                (novograd, 2, {"partitions": 2}),
+                (novograd, 2, TENSOR),
+                (trusting_lamb, 2, {"partitions": 2}),
+                (lamb, 4, {"partitions": 2, **TENSOR}),
+                (trusting_lamb, 4, {"partitions": 2, **TENSOR}),
+            )
+        ),
+    ],
+)
+def test_optimizers_step_parts_as_the_whole(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, optimizer_of: Callable[[nn.Module], Any], ranks: int, config: Any
 ) -> None:
-    monkeypatch.setattr("tests.smp.job.optimizer_of", optimizer_of)
+    monkeypatch.setattr("tests.smp.job.optimizer_of", lambda model, reduction: optimizer_of(model))
     _, state = plainly_trained("gpt2", 1)
-    for held in pool.run(trained, optimizer_of, {}):
-        assert distance(held, state) <= 1e-5
+    for held in pool.run(trained, optimizer_of, config, ranks=ranks):
+        assert distance("gpt2", held, state) <= 1e-4
 
 
 class Layer(nn.Module):
@@ -136,4 +156,4 @@ def test_delayed_checkpointed_and_scaled(pool: Pool, strategy: str, delays: bool
         assert sorted(set(places)) == [0, 1]
         assert auto or places == [0, 0, 1, 1]
         assert again == [2 if place == rank else 0 for place in places]  # in each micro-batch, where they are
-        assert distance(state, net.state_dict()) <= 1e-6
+        assert all(torch.allclose(state[name], each, atol=1e-6) for name, each in net.state_dict().items())
