@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,21 +21,26 @@ class Away(Tensor):
     """A tensor on the meta device that says it were on the stage's, for code that puts others beside it.
 
     What is computed of it alone is of its kind, since a stage runs the whole of a model's forward and needs part of it.
+    So is, while that code runs, what is computed of it and others.
     """
 
     path: str
     place: torch.device
+    passes_by: Callable[[], bool]
 
     @classmethod
-    def of(cls, path: str, tensor: Tensor, place: torch.device) -> Away:
-        """In place of `tensor`, which the model has under this name."""
+    def of(cls, path: str, tensor: Tensor, place: torch.device, passes_by: Callable[[], bool] = lambda: False) -> Away:
+        """In place of `tensor`, which the model has under this name.
+
+        passes_by: whether code runs whose results need have no values.
+        """
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return cls._from(empty, path, place)
+        return cls._from(empty, path, place, passes_by)
 
     @classmethod
-    def _from(cls, empty: Tensor, path: str, place: torch.device) -> Away:
+    def _from(cls, empty: Tensor, path: str, place: torch.device, passes_by: Callable[[], bool]) -> Away:
         made = Tensor._make_subclass(cls, empty)
-        made.path, made.place = path, place
+        made.path, made.place, made.passes_by = path, place, passes_by
         return made
 
     @classmethod
@@ -56,14 +62,17 @@ class Away(Tensor):
                     return func(shown, *args[1:], **kwargs)
                 return result
             try:
+                if read.passes_by():
+                    args, kwargs = tree_map(_without_values, (args, kwargs))
                 result = func(*args, **kwargs)
             except RuntimeError as error:
-                raise read._fault() from error
+                raise read.fault() from error
             if any(isinstance(each, Tensor) and not each.is_meta for each in tree_leaves(result)):
-                raise read._fault()  # torch multiplies a matrix by one without values
+                raise read.fault()  # torch multiplies a matrix by one without values
             return tree_map(read._like, result)
 
-    def _fault(self) -> ArgumentError:
+    def fault(self) -> ArgumentError:
+        """What is raised where its values are asked for."""
         return ArgumentError(
             f"{self.path} is of another stage of the pipeline than the one that reads it: the loss function, or code "
             "between modules, uses it outside of the module that holds it. Return what is to be computed of it from "
@@ -72,7 +81,20 @@ class Away(Tensor):
 
     def _like(self, value: Any) -> Any:
         is_made = isinstance(value, Tensor) and value.is_meta and not isinstance(value, Away)
-        return self._from(value, self.path, self.place) if is_made else value
+        return self._from(value, self.path, self.place, self.passes_by) if is_made else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Away:
         return self.of(self.path, self, self.place)
+
+
+def need_values(data: Any) -> None:
+    """Raise the fault of the first tensor in `data` that is of another stage."""
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, Away):
+            raise leaf.fault()
+
+
+def _without_values(leaf: Any) -> Any:
+    if isinstance(leaf, Away) or not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

@@ -24,7 +24,7 @@ from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.override import override
-from atorch.runtime.pipeline.away import Away
+from atorch.runtime.pipeline.away import Away, need_values
 from atorch.runtime.pipeline.route import Route, Slot, Value
 from atorch.runtime.pipeline.shapes import Shape, shape_of
 
@@ -64,6 +64,10 @@ class Stage:
         """What this stage hands over, the next one's `incoming`."""
         return () if self.is_last else self.route.wires(self.stop)
 
+    def passes_by(self) -> bool:
+        """Whether the model's code between units runs, of which a stage needs part."""
+        return self._visit is not None and self._visit.passes_by
+
     @property
     def current(self) -> _Visit | None:
         """The forward pass that runs."""
@@ -89,6 +93,7 @@ class _Visit:
     shapes: Sequence[Sequence[Shape]]
     made: list[list[Shape]] = field(default_factory=list)  # what the stage's own calls returned
     count: int = 0
+    passes_by: bool = False  # the model's code between units runs
 
     def call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What unit `name` returns to this stage."""
@@ -105,8 +110,11 @@ class _Visit:
             raise _Done
         if number < stage.start:
             return self._sent(number)
+        need_values((args, kwargs))
+        self.passes_by = False
         output = run(*args, **kwargs)
         self._keep(number, output)
+        self.passes_by = True
         return output
 
     def handed_over(self) -> tuple[Tensor, ...]:
@@ -178,7 +186,7 @@ def cut(
     parts = [model, *(_structure(model, before[place], held[place]) for place in range(1, len(mine)))]
     for index, part in zip(mine, parts, strict=True):
         stage = Stage(route, index, starts[index], ends[index], len(starts), device)
-        _hollow(part, keeping[index], device)
+        _hollow(part, keeping[index], stage)
         for name in units:
             unit = part.get_submodule(name)
             vars(unit)[STAGE] = (stage, name)
@@ -253,14 +261,15 @@ def _names_inside(model: nn.Module, unit: nn.Module) -> set[str]:
     }
 
 
-def _hollow(part: nn.Module, kept: set[str], device: torch.device) -> None:
+def _hollow(part: nn.Module, kept: set[str], stage: Stage) -> None:
     """Let go of parameters and buffers that are not `kept`: attributes without values take their places."""
     for path, module in list(part.named_modules()):
         for held in (module._parameters, module._buffers):
             for name, tensor in list(held.items()):
                 if tensor is not None and (f"{path}.{name}" if path else name) not in kept:
                     del held[name]
-                    vars(module)[name] = Away.of(f"{path}.{name}" if path else name, tensor, device)
+                    its_path = f"{path}.{name}" if path else name
+                    vars(module)[name] = Away.of(its_path, tensor, stage.device, stage.passes_by)
 
 
 def _structure(model: nn.Module, before: set[str], own: set[str]) -> nn.Module:
@@ -289,10 +298,16 @@ def _until_done(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stage, _ = vars(self)[STAGE]
         visit = stage._visit
+        if visit is not None:
+            visit.passes_by = True
         try:
             output = forward(self, *args, **kwargs)
         except _Done:
             return visit.handed_over()
+        finally:
+            if visit is not None:
+                visit.passes_by = False
+        need_values(output)
         if visit is None or visit.count == len(stage.route.calls):
             return output
         raise StrategyError(

@@ -35,6 +35,23 @@ class TwiceUsed(nn.Module):
         return {"logits": self.head(hidden)}
 
 
+class Rooted(nn.Module):
+    """Parameters of its own before, between and behind its blocks, each used in code that several stages run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCAB, WIDTH), nn.Parameter(torch.randn(SEQ, WIDTH) / 10)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(4))
+        self.gains = nn.ParameterList(torch.rand(WIDTH) + 0.5 for _ in range(5))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids) + self.position
+        for layer, gain in zip(self.layers, self.gains, strict=False):
+            hidden = layer(hidden) * gain
+        return {"logits": self.head(hidden) + (hidden * self.gains[4]).mean()}
+
+
 class Adding(nn.Module):
     """A residual block that changes what it is given."""
 
@@ -120,7 +137,9 @@ def make_model(name: str) -> nn.Module:
     return _language(name)
 
 
-OWN: dict[str, Callable[[], nn.Module]] = {"twice": TwiceUsed, "frozen": Frozen, "inplace": InPlace, **UNMODULAR}
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "twice": TwiceUsed, "frozen": Frozen, "inplace": InPlace, "rooted": Rooted, **UNMODULAR,
+}  # fmt: skip
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):

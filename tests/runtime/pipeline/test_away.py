@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.pipeline.away import Away
+from atorch.runtime.pipeline.away import Away, need_values
 
 CPU = torch.device("cpu")
 
@@ -34,3 +34,17 @@ def test_who_asks_for_values_is_told_whose() -> None:
     for ask in (lambda: torch.ones(2, 3) @ away().t(), lambda: float(1.0 + 0.1 * away().norm())):
         with pytest.raises(ArgumentError, match="blocks.0.fc.weight is of another stage of the pipeline"):
             ask()
+
+
+def test_code_between_units_may_compute_of_it_and_others() -> None:
+    passing = [True]
+    weight = Away.of("pos", torch.ones(4, 3), CPU, lambda: passing[0])
+    made = torch.ones(2, 3) @ weight.t() + 1
+    assert (made.shape, made.device) == ((2, 4), CPU)
+    with pytest.raises(ArgumentError, match="pos is of another stage"):
+        float(made.sum())
+    with pytest.raises(ArgumentError, match="pos is of another stage"):
+        need_values({"logits": [made]})
+    passing[0] = False
+    with pytest.raises(ArgumentError, match="pos is of another stage"):
+        torch.ones(2, 3) + weight

@@ -16,7 +16,7 @@ from atorch.runtime.pipeline.schedules import make_schedule
 from tests.pool import Pool, RankFailure
 from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, loss_func, make_model, train
 
-KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen", "inplace")
+KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen", "inplace", "rooted")
 
 
 def stages(number: int = 2, data: int = 1, **knobs: Any) -> list[Any]:
