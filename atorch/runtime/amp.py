@@ -61,6 +61,7 @@ class LossScale:
     init: the first scale. growth: factor after `interval` good steps in a row. backoff: factor after a skipped step.
     hysteresis: skipped steps after which it backs off; they are counted anew once it has grown.
     smallest: it never falls below.
+    consecutive: a good step lets skipped ones be counted anew, too.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class LossScale:
         interval: int = 2000,
         hysteresis: int = 1,
         smallest: float = 0.0,
+        consecutive: bool = False,
     ) -> None:
         self.value = init
         self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.hysteresis, self.smallest = hysteresis, smallest
+        self.hysteresis, self.smallest, self.consecutive = hysteresis, smallest, consecutive
         self.good_steps, self.patience = 0, hysteresis
 
     def __call__(self) -> float:
@@ -91,6 +93,8 @@ class LossScale:
                 self._back_off()
             return
         self.good_steps += 1
+        if self.consecutive:
+            self.patience = self.hysteresis
         if self.good_steps == self.interval:
             self.value, self.good_steps = min(self.value * self.growth, _LARGEST), 0
             self.patience = self.hysteresis
@@ -171,17 +175,21 @@ class ScaledOptimizer(WrappedOptimizer):
             ArgumentError: a closure was given.
         """
         self._refuse(closure)
-        self.step_was_skipped = self._unscaled_overflow()
+        self.step_was_skipped = self._unscaled_overflow(self._unscale)
         result = None if self.step_was_skipped else self.inner.step()
         self.scale.update(self.step_was_skipped)
         return result
 
+    def overflows(self) -> bool:
+        """Whether a gradient of any process is infinite or no number, which skips the next step; all processes ask."""
+        return self._unscaled_overflow(unscales=False)
+
     @torch.no_grad()
-    def _unscaled_overflow(self) -> bool:
-        """Un-scale all gradients in place; whether one of any process is infinite or no number."""
+    def _unscaled_overflow(self, unscales: bool) -> bool:
+        """Un-scale all gradients in place, if so; whether one of any process is infinite or no number."""
         gradients = list(self.gradients())
         device = self._device or next((each.device for each in gradients), torch.device("cpu"))
-        factor = torch.full((), 1.0 / self.scale() if self._unscale else 1.0, device=device)
+        factor = torch.full((), 1.0 / self.scale() if unscales else 1.0, device=device)
         overflow = unscale(gradients, factor, device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=everyone())

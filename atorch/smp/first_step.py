@@ -41,6 +41,7 @@ from atorch.smp.partitioning import (
     units_by_hand,
 )
 from atorch.smp.places import tell_places
+from atorch.smp.precision import half_of, halve, widen_output
 from atorch.smp.runner import Faults, Runner
 from atorch.smp.session import Session, tracing
 from atorch.smp.slicing import Arguments
@@ -77,6 +78,12 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     fill(parts, owner.device, values)
     for part in parts:
         part.to(owner.device)
+    replicas = mesh.group("data", "zero")
+    broadcast([(0, [each.detach() for part in parts for each in (*part.parameters(), *part.buffers())])], replicas)
+    half = half_of(config)
+    unrounded = None if half is None else halve(parts, half)
+    for part in parts if half is not None else ():
+        widen_output(part)
     averaging = _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
@@ -87,11 +94,8 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, faults, blank, seed)
     model.become(runner, division, split)
     _say(owner, division)
-    if averaging is not None:
-        tensors = [each.detach() for part in parts for each in (*part.parameters(), *part.buffers())]
-        broadcast([(0, tensors)], averaging.group)
     if owner.optimizer is not None:
-        owner.optimizer.follow(model)
+        owner.optimizer.follow(model, unrounded)
     together(model.settle)
     return runner
 

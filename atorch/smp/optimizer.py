@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.distributed.collectives import meet
 from atorch.errors import ArgumentError, shown
-from atorch.runtime.clip import Key
-from atorch.runtime.spread import Spread
+from atorch.logs import logger
+from atorch.runtime.amp import ScaledOptimizer
+from atorch.runtime.clip import clip_grads
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
+from atorch.smp.inner_optimizer import stepping
 from atorch.smp.model import DistributedModel
-from atorch.smp.optimizers.fused import Fused
+from atorch.smp.norms import spread_of
 from atorch.smp.partial_states import CUTS, MARKS, PARTIAL, merged
+from atorch.smp.precision import half_of, loss_scale_of
 from atorch.smp.session import session
+from atorch.smp.shards import meet_replicas, shards_like, whole_over_shards
 from atorch.smp.states import PATIENCE, of_all
 from atorch.smp.tensor_split import TensorSplit
 
@@ -32,14 +37,28 @@ class DistributedOptimizer(WrappedOptimizer):
     Its states are known by the names of parameters: of one process's part, or of the whole model, whatever the number
     of processes. Learning-rate schedulers take it for the optimizer that it is given.
 
+    Under `fp16` and `bf16` it steps fp32 masters; under `fp16` the loss that `model.backward` is given is multiplied by
+    a scale, and a step is skipped, on all processes, where a gradient is not finite.
+
     Args:
         optimizer: any of torch's kind, over parameters of the `DistributedModel`.
+        static_loss_scale: under `fp16`, what the loss is multiplied by; None is 1.
+        dynamic_loss_scale: under `fp16`, let the scale fall where a step is skipped, and grow after many good ones.
+        dynamic_loss_args: how: `init_scale`, `scale_factor`, `scale_window`, `min_scale`, `delayed_shift` and
+            `consecutive_hysteresis`, as `precision.DynamicScale` says; also one by one.
 
     Raises:
-        ArgumentError: it is none, or has parameters that are not the model's.
+        ArgumentError: it is none, or has parameters that are not the model's; a setting that does not hold.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         owner = session()
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(f"smp.DistributedOptimizer was given {shown(optimizer)}; give a torch.optim.Optimizer")
@@ -51,21 +70,77 @@ class DistributedOptimizer(WrappedOptimizer):
             raise ArgumentError(
                 "a second smp.DistributedOptimizer was made; a script has one, with a group for each kind"
             )
+        scale = loss_scale_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, settings)
         super().__init__(optimizer)
-        self._model = owner.model
+        self._given, self._model = optimizer, owner.model
+        self._scale = scale if owner.config.fp16 else None
+        if self._scale is None and (dynamic_loss_scale or static_loss_scale not in (None, 1.0)):
+            logger.info("the loss is not scaled: fp16 is not set in the configuration")
         names = {id(each): name for name, each in self._model.named_parameters()}
         self._names = [[_name(names, each) for each in group["params"]] for group in self.param_groups]
         owner.optimizer = self
         if self._model.partitioned:
             self.follow(self._model)
 
-    def follow(self, model: DistributedModel) -> None:
-        """Step the parameters that the partitioned model has here."""
-        own = dict(model.named_parameters())
+    def follow(self, model: DistributedModel, values: WeakTensorKeyDictionary | None = None) -> None:
+        """Step the parameters that the partitioned model has here. All processes call this together.
+
+        values: what those in 16 bits were before they were rounded, by parameter.
+
+        Raises:
+            StrategyError: the optimizer does not bear that what it steps is spread over processes.
+        """
+        owner, own = session(), dict(model.named_parameters())
         for group, names in zip(self.param_groups, self._names, strict=True):
             group["params"][:] = [own[name] for name in names if name in own]
-        if isinstance(self.inner, Fused):
-            self.inner.spread = _spread(model)
+        replicas = owner.mesh.group("data", "zero")
+        self.inner = stepping(
+            self._given,
+            halves=half_of(owner.config) is not None,
+            values=values,
+            scale=self._scale,
+            sharing=replicas if owner.config.shard_optimizer_state and replicas.size() > 1 else None,
+            device=owner.device,
+            spread=spread_of(model),
+        )
+        self._share()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by, and gradients until they are stepped; 1 but under `fp16`."""
+        return 1.0 if self._scale is None else self._scale()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, or `update_master_grads` found that the next one has to be."""
+        return isinstance(self.inner, ScaledOptimizer) and self.inner.step_was_skipped
+
+    def update_master_grads(self) -> None:
+        """Find, with all processes, whether all gradients are finite: `overflow`. `step` does so in any case."""
+        self._need_partition("update_master_grads")
+        if isinstance(self.inner, ScaledOptimizer):
+            self.inner.step_was_skipped = self.inner.overflows()
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down where the norm of all of the model's exceeds `max_norm`; returns the norm before.
+
+        The norm is the one that plain training would see, without the loss scale. All processes of a model call it
+        together, after a training step.
+
+        Raises:
+            ArgumentError: the model is not partitioned yet, or `max_norm` is not above 0.
+        """
+        self._need_partition("clip_master_grads")
+        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
+            raise ArgumentError(f"clip_master_grads was given {shown(max_norm)} as max_norm; give a number above 0")
+        spread, scale = spread_of(self._model), self.loss_scale
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        norm = clip_grads(parameters, max_norm * scale, norm_type, spread.over, spread.parts, spread.counted_elsewhere)
+        return norm / scale
+
+    def _need_partition(self, call: str) -> None:
+        if not self._model.partitioned:
+            raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give it one more group, of parameters of the model."""
@@ -85,9 +160,16 @@ class DistributedOptimizer(WrappedOptimizer):
         return self.inner.step()
 
     def local_state_dict(self) -> State:
-        """The state of the parameters that are here, by name, with the key `_smp_is_partial`. No communication."""
-        named = self._named_state()
-        return {**named, PARTIAL: True, CUTS: self._model.split.told(named["state"])}
+        """The state of the parameters that are here, by name, with the key `_smp_is_partial`.
+
+        No communication, but for what replicas share out: then all of these call it together, and each has the whole.
+
+        Raises:
+            ArgumentError: some of these did not call it, and are named.
+        """
+        if self._model.partitioned:
+            meet_replicas("optimizer.local_state_dict()")
+        return self._partial_state()
 
     def state_dict(self) -> State:
         """The state of the whole model's parameters, as the optimizer given would have it, which can load it, too.
@@ -100,9 +182,9 @@ class DistributedOptimizer(WrappedOptimizer):
         if not self._model.partitioned:
             return self.inner.state_dict()
         mesh = session().mesh
-        if mesh.size("pipeline", "tensor") > 1:
+        if not meet_replicas("optimizer.state_dict()") and mesh.size("pipeline", "tensor") > 1:
             meet("optimizer.state_dict()", mesh.group("pipeline", "tensor"), longest=PATIENCE)
-        named = merged(of_all(self.local_state_dict()), "the optimizer's state")
+        named = merged(of_all(self._partial_state()), "the optimizer's state")
         order = [name for group in self._names for name in group]
         number = {name: index for index, name in enumerate(order)}
         state = {number[name]: held for name, held in named["state"].items()}
@@ -110,7 +192,7 @@ class DistributedOptimizer(WrappedOptimizer):
             {**group, "params": [number[name] for name in names]}
             for group, names in zip(named["param_groups"], self._names, strict=True)
         ]
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {**named, "state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a whole state, or the partial ones of all processes, after the partition, or now where that has been.
@@ -124,15 +206,21 @@ class DistributedOptimizer(WrappedOptimizer):
         named = self._by_name({key: value for key, value in given.items() if key not in MARKS})
         self._model.when_partitioned(lambda: self._load(named))
 
+    def _partial_state(self) -> State:
+        named = self._named_state()
+        return {**named, PARTIAL: True, CUTS: self._model.split.told(named["state"])}
+
     def _named_state(self) -> State:
         """What is here, by the names of parameters."""
-        own = {id(each): name for name, each in self._model.named_parameters()}
-        state = {own[id(each)]: dict(held) for each, held in self.state.items() if id(each) in own}
+        own = dict(self._model.named_parameters())
+        here = [name for names in self._names for name in names if name in own]
+        saved = self.inner.state_dict()
+        state = {here[number]: whole_over_shards(held) for number, held in saved["state"].items()}
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
-            for group, names in zip(self.param_groups, self._names, strict=True)
+            for group, names in zip(saved["param_groups"], self._names, strict=True)
         ]
-        return {"state": state, "param_groups": groups}
+        return {**saved, "state": state, "param_groups": groups}
 
     def _by_name(self, given: State) -> State:
         """A state of torch's form, which numbers parameters, by names."""
@@ -165,26 +253,18 @@ class DistributedOptimizer(WrappedOptimizer):
                 numbers[name] = len(numbers)
             groups.append({**group, "params": [numbers[name] for name in mine]})
         split = self._model.split
-        state = {numbers[name]: _own(split, name, held) for name, held in named["state"].items() if name in numbers}
-        self.inner.load_state_dict({"state": state, "param_groups": groups})
+        state = {
+            numbers[name]: shards_like(own[name], _own(split, name, held))
+            for name, held in named["state"].items()
+            if name in numbers
+        }
+        self.inner.load_state_dict({**named, "state": state, "param_groups": groups})
         self._share()
+        self._given.param_groups = self.param_groups  # a scheduler may have been made of it
 
 
 def _own(split: TensorSplit, name: str, held: Mapping[str, Any]) -> State:
     return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in held.items()}
-
-
-def _spread(model: DistributedModel) -> Spread:
-    """What other processes have of a partitioned model: other stages, and other parts of what tensor ranks split."""
-    runner, split = model.runner, model.split
-    own = dict(model.named_parameters(remove_duplicate=False))
-    parts: dict[Tensor, Key] = {}
-    if split.group is not None:
-        parts = {own[name]: (split.group,) for name in split.cuts if name in own}
-    if runner is None or runner.ties is None:
-        return Spread(parts=parts)
-    stages = (session().mesh.group("pipeline"),)
-    return Spread(over=stages, parts=parts, counted_elsewhere=runner.ties.counted_elsewhere)
 
 
 def _name(names: Mapping[int, str], parameter: Tensor) -> str:

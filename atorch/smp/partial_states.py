@@ -89,7 +89,8 @@ def _whole_optimizer(parts: Sequence[State], place: str) -> dict[str, Any]:
         options = [{key: value for key, value in group.items() if key != "params"} for group in each]
         listed = dict.fromkeys(name for group in each for name in group["params"])
         groups.append({**merged(options, f"{place}['param_groups'][{index}]"), "params": list(listed)})
-    return {"state": state, "param_groups": groups}
+    others = [{key: part[key] for key in part if key not in MARKS | {"state", "param_groups"}} for part in parts]
+    return {**merged(others, place), "state": state, "param_groups": groups}
 
 
 def _whole(parts: Sequence[tuple[Any, Mapping[str, Any] | None]], place: str) -> Any:

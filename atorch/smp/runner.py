@@ -119,6 +119,11 @@ class Runner:
         self._num_passes = 0  # backward passes since gradients were averaged
 
     @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before they go backward."""
+        return 1.0 if self._owner.optimizer is None else float(self._owner.optimizer.loss_scale)
+
+    @property
     def device(self) -> torch.device:
         """Where the parts are."""
         return self._owner.device
@@ -256,7 +261,7 @@ class _Work:
         self._runner, self._function, self._detach = runner, function, detach
         self._owners: Owners = {}
         options = runner.model.options
-        self._scale = 1.0 / len(pieces) if options.average_grads_across_microbatches else 1.0
+        self._scale = runner.loss_scale / (len(pieces) if options.average_grads_across_microbatches else 1)
 
     @property
     def count(self) -> int:
@@ -318,7 +323,8 @@ class _Work:
         self.returned[body.number] = map_leaves(_detached, body.returned) if self._detach else body.returned
         total = torch.zeros((), device=self._runner.device)
         for loss in body.losses:
-            total = total + loss * self._scale
+            wide = torch.promote_types(loss.dtype, torch.float32)  # 16 bits hold no large scale
+            total = total + loss.to(wide) * self._scale
         return total
 
     def _nothing(self, part: nn.Module) -> Any:

@@ -1,0 +1,157 @@
+"""Optimizer states that replicas share out: training, what each process keeps, and what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import atorch.smp as smp
+from atorch.distributed import collectives
+from atorch.errors import ArgumentError, StrategyError
+from atorch.runtime.zero import ShardedOptimizer
+from atorch.smp import shards
+from atorch.smp.session import session
+from tests.pool import Pool
+from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, optimizer_of, train_step
+
+
+def shared(rank: int, size: int, config: Mapping[str, Any]) -> Any:
+    """The model and its optimizer's state after training, whole and of this partition; the elements kept here."""
+    with begun({"microbatches": MICROBATCHES, "ddp": True, "shard_optimizer_state": True, **config}):
+        model = smp.DistributedModel(made("gpt2"))
+        given = optimizer_of(model)
+        optimizer = smp.DistributedOptimizer(given)
+        replica = session().mesh.rank("data", "zero")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            train_step(model, "gpt2", *batch_of("gpt2", step, replica), "mean")
+            optimizer.step()
+            given.param_groups[0]["lr"] *= 0.5  # as a scheduler of the optimizer that was given does
+        kept = sum(each.numel() for held in optimizer.inner.state.values() for each in held.values() if each.dim())
+        own = sum(each.numel() for each in model.local_parameters())
+        partial, whole = optimizer.local_state_dict(), optimizer.state_dict()
+        assert partial["state"].keys() == dict(model.local_named_parameters()).keys()
+        return model.state_dict(), whole, kept / own
+
+
+def plain(replicas: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = made("gpt2")
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            (loss_of("gpt2", model, *batch_of("gpt2", step, replica), "mean") / replicas).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(2, {}), (4, {"partitions": 2})], ids=str)
+def test_training_and_states_are_those_of_plain_training(pool: Pool, ranks: int, config: dict[str, Any]) -> None:
+    model, optimizer = plain(2)
+    wanted = optimizer.state_dict()
+    for state, saved, kept in pool.run(shared, config, ranks=ranks):
+        assert distance(state, model.state_dict()) < 1e-4
+        assert 0.9 < kept < 1.1, "Adam's two states, of half of the parameters"
+        assert saved["state"].keys() == wanted["state"].keys()
+        for number, held in wanted["state"].items():
+            for key, value in held.items():
+                assert (saved["state"][number][key] - value).abs().max() < 1e-4
+        assert saved["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"]
+        optimizer.load_state_dict(saved)
+
+
+def resumed(rank: int, size: int, config: Mapping[str, Any], is_partial: bool) -> float:
+    """How far a run that goes on from a saved state is from the one that went on by itself."""
+    models = []
+    for is_second in (False, True):
+        with begun({"microbatches": MICROBATCHES, "ddp": True, "shard_optimizer_state": True, **config}):
+            model = smp.DistributedModel(made("gpt2"))
+            optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            if is_second:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            for step in range(2 if is_second else 0, 3):
+                if step == 2 and not is_second:
+                    if is_partial:
+                        states = model.local_state_dict(), optimizer.local_state_dict()
+                    else:
+                        states = model.state_dict(), optimizer.state_dict()
+                    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, states)
+                optimizer.zero_grad()
+                train_step(model, "gpt2", *batch_of("gpt2", step, session().mesh.rank("data", "zero")), "mean")
+                optimizer.step()
+            models.append({name: each.clone() for name, each in model.state_dict().items()})
+    return distance(*models)
+
+
+@pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
+def test_training_goes_on_from_a_saved_state(pool: Pool, is_partial: bool) -> None:
+    assert pool.run(resumed, {}, is_partial) == [0.0, 0.0]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
+@pytest.mark.parametrize("half", [{}, {"bf16": True}, {"fp16": True}], ids=str)
+def test_in_every_precision_and_beside_a_pipeline(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:
+    assert pool.run(resumed, {"partitions": 2, **half}, is_partial, ranks=4) == [0.0] * 4
+
+
+def with_masters(rank: int, size: int) -> tuple[bool, float]:
+    with begun({"ddp": True, "shard_optimizer_state": True, "fp16": True}):
+        model = smp.DistributedModel(made("cnn"))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=256.0)
+        train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
+        optimizer.step()
+        inner: Any = optimizer.inner
+        masters = sum(each.numel() for each in inner.inner.inner.stand_ins.values())
+        return isinstance(inner.inner, ShardedOptimizer), masters / sum(each.numel() for each in model.parameters())
+
+
+def test_masters_are_shared_out_too(pool: Pool) -> None:
+    for is_shared, share in pool.run(with_masters):
+        assert is_shared
+        assert 0.4 < share < 0.6
+
+
+def alone(rank: int, size: int) -> str:
+    with begun({"ddp": True, "shard_optimizer_state": True}):
+        model = smp.DistributedModel(made("cnn"))
+        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+        train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
+        optimizer.step()
+        soon = timedelta(seconds=0.1)
+        with mock.patch.object(shards, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
+            if rank == 0:
+                try:
+                    optimizer.state_dict()
+                except ArgumentError as error:
+                    return str(error)
+    return ""
+
+
+def test_who_does_not_save_is_named(pool: Pool) -> None:
+    assert "on rank 0 but not on 1" in pool.run(alone)[0]
+
+
+def lamb(rank: int, size: int) -> str:
+    with begun({"ddp": True, "shard_optimizer_state": True}):
+        model = smp.DistributedModel(made("cnn"))
+        smp.DistributedOptimizer(smp.optimizers.FusedLamb(model.parameters(), lr=1e-3))
+        try:
+            train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
+        except StrategyError as error:
+            return str(error)
+    return ""
+
+
+def test_an_optimizer_that_needs_all_parameters_is_refused(pool: Pool) -> None:
+    for told in pool.run(lamb):
+        assert "shard_optimizer_state" in told
+        assert "FusedLamb" in told
