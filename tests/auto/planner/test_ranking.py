@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.planner import explore
 from atorch.auto.planner import ranking as rankings
+from atorch.auto.planner.bounds import Bounds
 from atorch.auto.planner.candidate import Feed
+from atorch.auto.planner.clock import Clock
+from atorch.auto.planner.columns import Columns
+from atorch.auto.planner.explore import MAX_RUNS, Explorer, Job
+from atorch.auto.planner.guard import Crew
 from atorch.auto.planner.guide import Guide
+from atorch.auto.planner.order import Order
+from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.ranking import RUNNABLE, Told, Wanted, best_level, methods_of, ranked
 from atorch.cluster import ClusterSpec
@@ -30,31 +45,97 @@ LARGE = TransformerShape(
 )  # 70B parameters
 
 
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """What a ranking does inside: branches looked at, compositions scored among them, and estimates of what is kept."""
+    work: Counter[str] = Counter()
+
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work[name] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    looks, scores = counting("branches", Bounds.fitting), counting("scores", Columns.add)
+    estimates = counting("estimates", rankings.estimate_of)
+    with (
+        mock.patch.object(Bounds, "fitting", looks),
+        mock.patch.object(Columns, "add", scores),
+        mock.patch.object(rankings, "estimate_of", estimates),
+    ):
+        yield work
+
+
 @pytest.mark.parametrize(
-    ("shape", "devices"),
+    ("shape", "devices", "is_whole"),
     [
-        (SMALL, "1xH100-80GB"),
-        pytest.param(SMALL, "8xH100-80GB", marks=pytest.mark.matrix),
-        pytest.param(LARGE, "8x8xH100-80GB", marks=pytest.mark.matrix),
-        (LARGE, "64x8xH100-80GB"),
+        (SMALL, "1xH100-80GB", True),
+        pytest.param(SMALL, "8xH100-80GB", True, marks=pytest.mark.matrix),
+        pytest.param(LARGE, "8x8xH100-80GB", True, marks=pytest.mark.matrix),
+        (LARGE, "64x8xH100-80GB", False),
+        pytest.param(LARGE, "64x8xH100-80GB", True, marks=pytest.mark.matrix),
     ],
-    ids=["1", "8", "64", "512"],
+    ids=["1", "8", "64", "512, a part", "512"],
 )
 def test_some_hundreds_are_kept_whatever_the_cluster(
-    shape: TransformerShape, devices: str, monkeypatch: pytest.MonkeyPatch
+    shape: TransformerShape, devices: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if devices.startswith("64"):  # of the largest the default sample looks at fewer
+    if not is_whole:  # of the largest the default sample looks at fewer
         monkeypatch.setattr(rankings, "MOST_SCORED", 1_000)
         monkeypatch.setattr(rankings, "ALL_SCORED", 500)
     there = ClusterSpec.load(devices)
     profile = transformer_profile(shape, 1, Implementation(itemsize=4.0))
     start = plain_cost(profile, 4 * there.world_size, there.device.memory_bytes)
-    found = best_level(profile, start, there, Wanted())
+    with counted() as work:
+        found = best_level(profile, start, there, Wanted())
+    assert work["branches"] <= rankings.MOST_LOOKS
+    assert work["scores"] <= 1.25 * rankings.MOST_SCORED, "of the last branch all is scored"
+    assert work["estimates"] <= RUNNABLE * 5 // 4
     assert 100 < len(found.fitting) <= RUNNABLE * 5 // 4
     assert found.num_compositions <= rankings.ALL_SCORED
     told = Told.of(found)
     assert len(pickle.dumps(told)) < 2_000 * found.num_compositions
     assert told.ranking(methods_of(Wanted().space(profile, there, "half"))) == found
+
+
+@pytest.mark.matrix
+def test_a_ranking_of_512_devices_holds_a_small_part_of_a_gibibyte() -> None:
+    there = ClusterSpec.load("64x8xH100-80GB")
+    profile = transformer_profile(LARGE, 1, Implementation(itemsize=4.0))
+    start = plain_cost(profile, 4 * there.world_size, there.device.memory_bytes)
+    tracemalloc.start()
+    try:
+        best_level(profile, start, there, Wanted())
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most <= 2**27
+
+
+def test_of_hundreds_that_promise_something_twelve_are_run() -> None:
+    """Each that runs is a tenth faster than all before, so that there is always reason to try one more."""
+    there = ClusterSpec.load("1xH100-80GB")
+    profile = transformer_profile(SMALL, 1, Implementation(itemsize=4.0))
+    fitting = best_level(profile, plain_cost(profile, 4, there.device.memory_bytes), there, Wanted()).fitting
+    ran: list[Any] = []
+
+    def measured(trial: Any, *_: Any) -> Measurement:
+        ran.append(trial.strategy)
+        return Measurement(step_s=0.9 ** len(ran), num_steps=5, startup_s=0.1, peak_bytes=1.0, memory_kind="none")
+
+    def trial(self: Explorer, index: int, limit_s: float) -> Any:
+        return SimpleNamespace(strategy=fitting[index].strategy, startup_s=0.1, elapsed_s=0.1, close=lambda: None)
+
+    ctx = context()
+    order = Order(fitting, None, one_node=True)
+    job = Job(
+        ctx=ctx, feed=Feed(ctx), crew=Crew(ctx.world), candidates=fitting, order=order, clock=Clock(math.inf)
+    )  # fmt: skip
+    with mock.patch.object(explore, "measure", measured), mock.patch.object(Explorer, "_trial", trial):
+        Explorer(job).explore()
+    assert len(fitting) > 200
+    assert len(set(ran)) == len(ran) == MAX_RUNS == 12
 
 
 def test_a_guide_holds_no_more_than_candidates_times_what_was_seen() -> None:

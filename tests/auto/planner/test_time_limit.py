@@ -147,3 +147,21 @@ def test_plain_trainings_first_pass_is_run_once(caplog: pytest.LogCaptureFixture
     ):
         assert auto_accelerate(by_road("ByLambda"), **job())[0]
     assert "the search said so" in caplog.text
+
+
+@pytest.mark.parametrize(("limit", "is_told"), [(None, True), (60.0, False)])
+def test_the_limit_is_told_where_the_user_gave_none(
+    limit: float | None, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mock.patch.object(planner, "_traced", return_value=None), caplog.at_level(logging.INFO, "atorch"):
+        planner.search(context(), time_limit=limit, progress=lambda _: None)
+    told = "the search takes at most 1 min 54 s, or 60 steps of the baseline where these take longer; give time_limit"
+    assert (told in caplog.text) == is_told
+
+
+def test_a_default_limit_grows_with_the_baseline_s_steps() -> None:
+    clock = Clock()
+    clock.saw_step(0.5)
+    assert clock.whole == pytest.approx(0.95 * 120)
+    clock.saw_step(10.0)
+    assert clock.whole == pytest.approx(0.95 * 600)

@@ -225,7 +225,7 @@ def test_a_fault_of_the_loss_is_everybodys_before_the_first_step(pool: Pool) -> 
     assert first == "ArgumentError: rank 1 failed: KeyError: 'no such entry'"
 
 
-def of_other_lengths(rank: int, size: int, beside: list[Any]) -> tuple[list[float], int]:
+def of_other_lengths(rank: int, size: int, schedule: str, beside: list[Any]) -> tuple[list[float], int]:
     """How far losses are from plain training's where replicas have sequences of other lengths, of which one is new.
 
     And for how many of the four batches torch was asked for an order of passes.
@@ -239,7 +239,7 @@ def of_other_lengths(rank: int, size: int, beside: list[Any]) -> tuple[list[floa
     _, result, _ = auto_accelerate(
         make_model("gpt2"), torch.optim.SGD, loss_func=loss_func, model_input_format="unpack_dict",
         optim_args={"lr": 0.0}, sample_batch=Samples("gpt2", 4, 8, even=True).data,
-        load_strategy=[*stages(data=2, micro_batches=2), *beside],
+        load_strategy=[*stages(data=2, micro_batches=2, schedule=schedule), *beside],
     )  # fmt: skip
     assert result is not None
     errors = []
@@ -252,8 +252,8 @@ def of_other_lengths(rank: int, size: int, beside: list[Any]) -> tuple[list[floa
     return errors, len(made)
 
 
-@pytest.mark.parametrize("beside", [["ddp"], ["fsdp"]], ids=str)
-def test_batches_of_replicas_may_differ_in_length(pool: Pool, beside: list[Any]) -> None:
-    for errors, num_made in pool.run(of_other_lengths, beside, ranks=4, timeout=30):
+@pytest.mark.parametrize(("schedule", "beside"), [("1f1b", ["ddp"]), ("1f1b", ["fsdp"]), ("zero_bubble", ["ddp"])])
+def test_batches_of_replicas_may_differ_in_length(pool: Pool, schedule: str, beside: list[Any]) -> None:
+    for errors, num_made in pool.run(of_other_lengths, schedule, beside, ranks=4, timeout=30):
         assert max(errors) <= 1e-5
         assert num_made == 1, "the order of passes does not depend on shapes"
