@@ -1,8 +1,11 @@
-"""What an optimizer steps on: pieces of the flat masters, a few caches long.
+"""What an optimizer steps on: pieces of the flat masters; on the host a few caches long, on a device much longer.
 
 torch's element-wise optimizers make a dozen passes over a parameter unless they are fused. Cut into pieces that stay
 in the cache they are several times as fast, and not a bit different: each element is computed by itself. (Only fused
 ones treat the last few elements of a tensor differently; so a piece is a multiple of any vector.)
+
+A device's kernels go through its memory whatever the size, and Python takes 26 µs for each piece: so pieces there are
+as long as what needs room beside them may be.
 
 A call of an optimizer costs about a millisecond of Python where the kernels have emptied the caches, so pieces are
 stepped together, all at once where nothing else needs room. Gradients that are widened to fp32 do, for the pieces that
@@ -23,8 +26,9 @@ if TYPE_CHECKING:
     from atorch.runtime.chunk.memory import ChunkMemory, Form
     from atorch.runtime.chunk.tier import Tier
 
-NUMEL = 2**18  # elements of a piece: 1 MiB each of parameter, gradient and every state
-FUSED_NUMEL = 2**19  # of a piece for a fused optimizer, which makes one pass
+NUMEL = 2**18  # elements of a piece on the host: 1 MiB each of parameter, gradient and every state
+FUSED_NUMEL = 2**19  # of one for a fused optimizer, which makes one pass
+DEVICE_NUMEL = 2**24  # of one on a device
 RUN_NUMEL = 2**24  # at most, of what needs room beside it
 
 
@@ -118,7 +122,8 @@ def uncut(chunk: ChunkMemory, slot: Slot, group: int, view: nn.Parameter) -> Pie
 
 def cut(chunk: ChunkMemory, slot: Slot, group: int, fused: bool) -> list[Piece]:
     """What lies here of a parameter, in 1-D pieces; a parameter without dimensions stays as it is."""
-    numel = FUSED_NUMEL if fused else NUMEL
+    on_host = FUSED_NUMEL if fused else NUMEL
+    numel = on_host if chunk.master.device.type == "cpu" else DEVICE_NUMEL
     held, shift, form = chunk.within(slot), slot.offset - chunk.share.start, chunk.forms[slot.name]
     kept = None if form.shape else form  # a state of one number is told from a number of steps by its shape alone
     pieces = []

@@ -196,11 +196,12 @@ class Residency:
         """Begin to fill a buffer: with what the host has, and with what other processes have."""
         if self.chunks.group is None:
             return self._transfer.start(buffer, memory.compute)
-        mine = memory.compute
-        if buffer.device != mine.device:
+        if buffer.device == memory.compute.device:
+            work: Any = all_gather_single(buffer, memory.compute, group=self.chunks.group, async_op=True)
+        else:
             mine = buffer[memory.share]
-            self._transfer.start(mine, memory.compute)()
-        work: Any = all_gather_single(buffer, mine, group=self.chunks.group, async_op=True)
+            with self._transfer.ahead(mine, memory.compute):
+                work = all_gather_single(buffer, mine, group=self.chunks.group, async_op=True)
         wait: Wait = work.wait
         return wait
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -20,6 +21,10 @@ class Transfer(Protocol):
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
         """Begin to copy `source` into `target`; the function that comes back waits until computation may read it."""
+        ...
+
+    def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
+        """Copy `source` into `target` before what is queued inside, and computation waits for neither."""
         ...
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait | None:
@@ -47,6 +52,11 @@ class AtOnce:
         target.copy_(source)
         return _nothing
 
+    def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
+        """Copy."""
+        target.copy_(source)
+        return nullcontext()
+
     def keep(self, target: Tensor, source: Tensor, add: bool) -> None:
         """Copy or add."""
         put(target, source, add)
@@ -71,6 +81,14 @@ class OnStream:
             target.copy_(source, non_blocking=True)
         arrived = self._stream.record_event()
         return lambda: torch.cuda.current_stream(target.device).wait_event(arrived)
+
+    @contextmanager
+    def ahead(self, target: Tensor, source: Tensor) -> Iterator[None]:
+        """Copy as `start` does; what is queued inside, a collective on a stream of its own, comes after the copy."""
+        self._stream.wait_stream(torch.cuda.current_stream(target.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            yield
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
         """Copy after what is queued now, which computes `source`; of a sum the copy, and then the thread adds it."""
@@ -104,6 +122,11 @@ class Paced:
         """Copy, not sooner than the link could, and after what was started before."""
         copying: Future[None] = self._there.submit(self._copy, target, source)
         return copying.result
+
+    def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
+        """Copy, and wait for it: what a process sends to others it has to have."""
+        self.start(target, source)()
+        return nullcontext()
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
         """Copy or add, not sooner than the link could."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from atorch import auto_accelerate
-from atorch.auto.opt_lib.chunk import Chunk
+from atorch.auto.opt_lib.chunk import Chunk, kept_by_products
 from atorch.cost import peak_memory, plain_cost
 from atorch.errors import OutOfBudgetError, StrategyError
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated, deviation
@@ -44,6 +45,28 @@ def test_states_and_gradients_make_way_and_then_parameters():
     assert memory.parameters == pytest.approx(WHOLE.parameters * 3 / 4)
     assert memory.total == pytest.approx(WHOLE.total - STEPPED - WHOLE.parameters / 4)
     assert memory.on_host == pytest.approx(STEPPED + WHOLE.parameters)
+
+
+def test_what_products_keep_is_taken_off_a_share_of_the_device(monkeypatch):
+    """A stand-in for cuBLAS, which keeps a workspace for each thread that multiplies, until it is told to let go."""
+    kept, real = {"another thread": 2**20}, torch.ones
+
+    def ones(*sizes, device, **how):
+        weight = real(*sizes, **how)
+        kept["forward"] = 2**23
+        weight.register_hook(lambda gradient: kept.update(backward=2**23))
+        return weight
+
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", kept.clear, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30 + sum(kept.values()))
+    monkeypatch.setattr(torch, "ones", ones)
+    device = torch.device("cuda", 0)
+    assert kept_by_products(device) == 2**24
+    assert kept_by_products(torch.device("cpu")) == 0
+    ctx = SimpleNamespace(device=device, cluster=cluster(), root=None)
+    memory = ctx.cluster.device.memory_bytes
+    assert Chunk(budget_fraction=0.5)._budget(ctx) == int(0.5 * memory) - 2**24
+    assert Chunk(budget_bytes=1000)._budget(ctx) == 1000
 
 
 def test_activations_do_not_make_way():
