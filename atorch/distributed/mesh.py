@@ -216,6 +216,10 @@ class Mesh:
             group = dist.new_group(ranks, timeout=self.timeout)
             mine = group if _my_rank() in ranks else mine
         assert mine is not None, "every rank is in one of the groups"
+        if self.device_type == "cuda" and everyone() is not dist.group.WORLD:
+            # What is done here may fail on one rank. Over nccl the first collective connects, and nothing can wake who
+            # waits in that for a rank that failed before: so they connect now, while all are here.
+            dist.all_reduce(torch.zeros((), device=self.device_type), group=mine)
         return mine
 
     def device_mesh(self, *names: str) -> DeviceMesh:

@@ -1,9 +1,9 @@
 """Work that may fail on any rank, which all do together: each says how it went before any goes on.
 
-They tell each other over a group of the crew's, which the work never uses. The work's own collectives run on a group
-of its own. A rank that fails closes it, which wakes peers that wait for it there (over gloo at once; over nccl a
-watcher on each rank aborts it); failing that, its timeout does. What takes longer than it may is given up on all ranks
-(`deadline`). What is not survived: a process that dies, and work that waits for its peers on another group.
+They tell each other over a group of the crew's, which the work never uses. The work's own collectives run on groups
+of its own: one of all ranks, and those that it makes along axes. A rank that fails closes them, which wakes peers that
+wait for it there (over gloo at once; over nccl a watch on each rank aborts them); failing that, their timeout does.
+What takes longer than it may is given up on all ranks (`deadline`). What is not survived: a process that dies.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import gc
 import math
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.auto.planner.deadline import Overdue, deadline, running
+from atorch.auto.planner.watch import LATE_S, Watch
 from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
 from atorch.distributed.mesh import Mesh, current, use_mesh
 from atorch.distributed.world import World
@@ -109,7 +109,13 @@ class Guard:
         self._crew, self._let_go, self._device = crew, let_go, world.device
         self._limit_s, self._before, self._began = limit_s, running(), time.monotonic()
         self._group = None
+        self._made: dict[dist.ProcessGroup, None] = {}  # the groups that its phases have made
+        self._others: Set[dist.ProcessGroup] = frozenset()  # those that were there when this phase began
         if world.size > 1:
+            if (
+                self._is_watched and limit_s < math.inf
+            ):  # torch ends a process whose group times out, the watch does not
+                timeout_s = max(timeout_s, limit_s + 2 * LATE_S)
             self._group = dist.new_group(timeout=timedelta(seconds=max(timeout_s, 1.0)))
 
     def connect(self) -> None:
@@ -121,8 +127,9 @@ class Guard:
     def together(self, work: Callable[[], Any]) -> list[Any] | None:
         """What `work` returns on each rank; None, and everything closed, where it raised on any."""
         value, failed, left_s = None, None, self._limit_s - (time.monotonic() - self._began)
+        watch = self._watch(left_s)
         try:
-            around = (stand_on(self._group), use_mesh(self.mesh), _Watcher(self._group, self._device), _same_modes())
+            around = (stand_on(self._group), use_mesh(self.mesh), watch or nullcontext(), _same_modes())
             with ExitStack() as stack:
                 for each in (*around, deadline(left_s, self._before)):
                     stack.enter_context(each)
@@ -130,8 +137,13 @@ class Guard:
                     value = work()
                 finally:
                     self.mesh = current()  # also where it raised: peers may be waiting in the mesh's groups
+                    if watch is not None:
+                        self._own_groups()
+            if watch is not None and watch.is_overdue:  # collectives that were aborted need not raise
+                raise Overdue
         except (Exception, Overdue) as error:  # users' modules and third parties' methods may raise anything
-            failed = (time.time(), described(error), isinstance(error, Overdue))
+            is_late = isinstance(error, Overdue) or (watch is not None and watch.is_overdue)
+            failed = (time.time(), described(Overdue() if is_late else error), is_late)
             traceback.clear_frames(error.__traceback__)  # they hold what was made, and that its group
         if failed is not None:
             self.close()
@@ -146,10 +158,30 @@ class Guard:
             self.close()
         return None
 
+    @property
+    def _is_watched(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _watch(self, left_s: float) -> Watch | None:
+        """Over the next phase; None where closing a group wakes who waits in it."""
+        if self._group is None or not self._is_watched:
+            return None
+        self._others = {each for each in _groups() if each not in self._made}
+        key = f"atorch/given_up/{self._group.group_name}"
+        return Watch(self._own_groups, dist.distributed_c10d._get_default_store(), key, left_s)
+
+    def _own_groups(self) -> list[dist.ProcessGroup]:
+        """Those that the phases have made by now, this one with them, and the one of all ranks."""
+        now = _groups()
+        self._made.update((each, None) for each in now if each not in self._others)
+        return [each for each in now if each in self._made or each is self._group]
+
     def close(self) -> None:
         """Let go of everything that was made, and of the groups that it communicates over."""
         self._let_go()
         mesh, self.mesh, group, self._group = self.mesh, None, self._group, None
+        self._made.clear()
+        self._others = frozenset()
         gc.collect()  # models that hook into themselves are cycles, and hold the group
         if mesh is not None:
             with stand_on(group):
@@ -162,35 +194,9 @@ class Guard:
             torch.cuda.empty_cache()
 
 
-class _Watcher:
-    """Aborts a group over nccl on this rank once a peer has given it up: its kernels would wait for ever."""
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group if group is not None and device.type == "cuda" else None
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> None:
-        if self._group is not None:
-            self._key = f"atorch/given_up/{self._group.group_name}"
-            self._store = dist.distributed_c10d._get_default_store()
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._thread is None or self._group is None:
-            return
-        if kind is not None:
-            self._store.set(self._key, "")
-            self._group.abort()
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.25):
-            if self._group is not None and self._store.check([self._key]):
-                self._group.abort()
-                return
+def _groups() -> list[dist.ProcessGroup]:
+    """All that this process has, but for the default one."""
+    return [each for each in dist.distributed_c10d._world.pg_map.copy() if each is not dist.group.WORLD]
 
 
 @contextmanager
