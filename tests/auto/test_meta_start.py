@@ -241,7 +241,8 @@ def started_by_search(rank: int, size: int, among: tuple[str, ...]) -> tuple[lis
 @pytest.mark.parametrize(
     ("among", "least"),
     [
-        (("ddp", "fsdp"), 2),
+        (("ddp",), 1),
+        pytest.param(("ddp", "fsdp"), 2, marks=pytest.mark.matrix),
         pytest.param(("chunk", "ddp"), 1, marks=pytest.mark.matrix),
         pytest.param(("ddp", "zero1", "zero2", "tensor_parallel"), 3, marks=pytest.mark.matrix),
         pytest.param(("ddp", "pipeline_parallel", "micro_batch", "offload"), 3, marks=pytest.mark.matrix),

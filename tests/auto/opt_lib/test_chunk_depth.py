@@ -340,7 +340,8 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[int] | None]] = {  # dep
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.matrix] if index > 0 else []) for index, kind in enumerate(FAMILIES)]
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "transformer encoder" else pytest.mark.matrix) for kind in FAMILIES],
 )
 def test_families(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, depths = FAMILIES[kind]
