@@ -25,6 +25,7 @@ CLAIMS = (
     "pipeline_cut",
     "tensor_parallel_step",
     "pipeline_step",
+    "smp_step",
     "ring_attention",
     "chunk_adam",
     "chunk_layout",

@@ -11,6 +11,7 @@ from atorch.smp.activation_checkpointing import set_activation_checkpointing
 from atorch.smp.checkpoints import resume_from_checkpoint, save_checkpoint
 from atorch.smp.communication import allgather, barrier, broadcast, dp_barrier, mp_barrier, recv_from, send
 from atorch.smp.files import load, save
+from atorch.smp.migration import strategy_of
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delay_param_initialization, model_creation
 from atorch.smp.optimizer import DistributedOptimizer
@@ -120,6 +121,7 @@ __all__ = [
     "size",
     "state",
     "step",
+    "strategy_of",
     "tensor_marks",
     "tensor_parallelism",
     "tp_rank",

@@ -103,6 +103,19 @@ def test_patrickstar_gpt2_learns_and_records_where_its_memory_goes(tmp_path: Pat
 
 
 @pytest.mark.matrix
+def test_smp_gpt2_learns_and_goes_on_at_another_degree(tmp_path: Path) -> None:
+    sizes = ("--layers", "2", "--width", "64", "--seq", "32", "--folder", str(tmp_path))
+    printed = run("smp_gpt2.py", "--steps", "20", *sizes, processes=4)
+    assert "2 replicas in 2 stages, from step 0" in printed
+    before, after = before_and_after(printed)
+    assert after < before - 0.5
+    again = run("smp_gpt2.py", "--steps", "30", "--resume", "--stages", "1", *sizes, processes=2)
+    assert "2 replicas in 1 stages, from step 20" in again
+    assert before_and_after(again)[0] == pytest.approx(after, abs=0.02)
+    assert before_and_after(again)[1] < after
+
+
+@pytest.mark.matrix
 def test_digits_cnn_reads_digits() -> None:
     printed = run("digits_cnn.py", "--epochs", "3", "--time-limit", "5")
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)%", printed)]
