@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world
-from atorch.distributed.collectives import from_rank_zero, together
+from atorch.distributed.collectives import agreed, from_rank_zero, together
+from atorch.distributed.description import Facts, described_call, described_optimizer
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
@@ -59,6 +60,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
             the model as it was.
     """
     mesh, config, whole = owner.mesh, owner.config, model.module
+    agreed("smp.DistributedModel", lambda: _described(owner, model), lambda: None)
     seed = from_rank_zero(torch.initial_seed())
     turn_off_caches(whole)
     split = _tensor_split(owner, model, function, sample)
@@ -98,6 +100,12 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         owner.optimizer.follow(model, unrounded)
     together(model.settle)
     return runner
+
+
+def _described(owner: Session, model: DistributedModel) -> Mapping[str, Facts]:
+    """What must be equal on all processes."""
+    facts = dict(described_call(model.module, **vars(model.options)))
+    return facts | ({} if owner.optimizer is None else {"optimizer": described_optimizer(owner.optimizer)})
 
 
 def _tensor_split(owner: Session, model: DistributedModel, function: Function, sample: Arguments) -> TensorSplit:

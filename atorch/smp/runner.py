@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import first_told, largest, together
 from atorch.errors import ArgumentError, StrategyError
+from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.engine import Engine
@@ -40,6 +41,10 @@ class Kind(NamedTuple):
     told: Hashable  # what else may differ, in words that all processes have alike
 
 
+LOOKS = 3
+"""Steps whose batches are compared over the processes of a pipeline."""
+FEW = 16
+"""Numbers of a tensor that are."""
 NOBODY = -(2**62)  # what a process without a batch says of its step
 T = TypeVar("T")
 
@@ -142,16 +147,19 @@ class Runner:
         work = _Work(self, function, kind, pieces, detach)
         train = torch.is_grad_enabled()
         try:
-            train = work.train = self._goes_back(work)
-            self._begin(train)
-            with self._apart(train):
-                if self.engine is None:
-                    work.run_alone(self.parts[0])
-                else:
-                    self.engine.run_work(work, train=train)
-        except Exception as error:  # the others wait for what comes now
+            train = self._goes_back(work)
+        except Exception as error:  # other replicas average gradients now
+            self.faults.note(error)
+        self._begin(train)
+        try:
+            if self.faults.first is None:
+                with self._apart(train):
+                    work.run_all(train)
+        except Exception as error:  # the same
             self.faults.note(error)
         self._average(train)
+        if work.went_back:
+            self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
         together(partial(_raise, self.faults.first))
         return self._shared(work.returned)
 
@@ -193,6 +201,8 @@ class Runner:
                 "processes of one pipeline were given batches of different sizes; they work on one batch together: "
                 "shard the data by smp.dp_rank() and smp.dp_size(), not by smp.rank()"
             )
+        if self.num_steps <= LOOKS:
+            self._compare(work.pieces, group)
         if work.kind not in self._trains:
             with self.engine.working_on(work):
                 pass
@@ -200,15 +210,21 @@ class Runner:
             self._trains[work.kind] = bool(goes_back) and torch.is_grad_enabled()
         return self._trains[work.kind]
 
+    def _compare(self, pieces: Sequence[Arguments], group: dist.ProcessGroup) -> None:
+        """Say so where the processes of a pipeline have batches of their own: inputs and labels would not match."""
+        told = zlib.crc32(repr(_beginnings(pieces)).encode())
+        high, low = largest([told, -told], group)
+        if high != -low:
+            logger.warning(
+                "processes of one pipeline were given different batches: inputs are taken of the first one's, and what "
+                "the loss reads of the last one's. Shard the data by smp.dp_rank() and smp.dp_size(), and shuffle alike"
+            )
+
     def _begin(self, train: bool) -> None:
         model, averaging = self.model, self.averaging
         if averaging is None:
             return
-        if train:
-            self._num_passes += 1
-        reduces = train and self._num_passes % model.options.backward_passes_per_step == 0
-        if reduces:
-            self._num_passes = 0
+        reduces = train and self._num_passes + 1 == model.options.backward_passes_per_step
         if train and model.options.broadcast_buffers and not model.joins:
             broadcast([(0, [each for part in self.parts for each in part.buffers()])], averaging.group)
         averaging.begin(reduces=reduces, overlaps=model.options.overlapping_allreduce and not model.joins)
@@ -258,6 +274,8 @@ class _Work:
         self.returned: list[Any] = [None] * len(pieces)
         self.looked = False
         """Whether the function has called `model.backward`, where it was looked at."""
+        self.went_back = False
+        """Whether gradients were computed."""
         self._runner, self._function, self._detach = runner, function, detach
         self._owners: Owners = {}
         options = runner.model.options
@@ -289,8 +307,17 @@ class _Work:
                 faults.note(error)
         return self._nothing(part)
 
-    def run_alone(self, part: nn.Module) -> None:
-        """Run all micro-batches through a whole model."""
+    def run_all(self, train: bool) -> None:
+        """Run all micro-batches, through a whole model or the stages of a pipeline."""
+        self.train = train
+        engine = self._runner.engine
+        if engine is None:
+            self._run_alone(self._runner.parts[0])
+        else:
+            engine.run_work(self, train=train)
+            self.went_back = train
+
+    def _run_alone(self, part: nn.Module) -> None:
         losses: dict[int, Tensor] = {}
         averaging, faults = self._runner.averaging, self._runner.faults
         for is_backward, _, number in turns(self._runner.placed, self.count)[0]:
@@ -299,6 +326,7 @@ class _Work:
             if not is_backward:
                 losses[number] = self._concluded(self._body(number, part))
             elif losses[number].requires_grad:
+                self.went_back = True
                 last = number == self.count - 1
                 with nullcontext() if averaging is None else averaging.backward(last=last):
                     losses.pop(number).backward()
@@ -345,6 +373,19 @@ class _Work:
             empty = engine.job.shapes[value.call][value.number].stand_in(engine.device).clone()
             made.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
         return tuple(made)
+
+
+def _beginnings(pieces: Sequence[Arguments]) -> list[Any]:
+    """The first few numbers of every tensor."""
+    found: list[Any] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append((place, leaf.detach().reshape(-1)[:FEW].tolist()))
+        return leaf
+
+    map_leaves(note, list(pieces))
+    return found
 
 
 def _detached(leaf: Any, place: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -414,3 +415,47 @@ def test_wrong_calls_are_told(pool: Pool) -> None:
     assert [part in message for part, message in zip(expected, told, strict=True)] == [True] * len(told), told
     with pytest.raises(ArgumentError, match=r"smp\.init"):
         smp.DistributedModel(Blocks())
+
+
+def differing(rank: int, size: int, how: str) -> str:
+    with begun({"microbatches": 2, "partitions": 2, "ddp": True}):
+        torch.manual_seed(0)
+        model = smp.DistributedModel(
+            Blocks(5 if how == "model" and rank == 3 else 4), bucket_cap_mb=1 if how == "options" and rank == 2 else 25
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if how == "optimizer" and rank == 1 else 0.1)
+        smp.DistributedOptimizer(optimizer)
+        return said(lambda: train(model, rows(6 if how == "batch" and rank == 1 else 8)))
+
+
+DIFFERENCES = {
+    "model": "layers.4",
+    "options": "bucket_cap_mb",
+    "optimizer": "lr",
+    "batch": "different sizes",
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_a_process_that_differs_is_told_on_all(pool: Pool, how: str) -> None:
+    for message in pool.run(differing, how, ranks=4, timeout=40):
+        assert DIFFERENCES[how] in message
+
+
+def own_batches(rank: int, size: int, differ: bool) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("atorch").addHandler(handler)
+    try:
+        with begun({"microbatches": 2, "partitions": 2}):
+            train(model_of(), rows() + rank * differ)
+    finally:
+        logging.getLogger("atorch").removeHandler(handler)
+    return told
+
+
+def test_processes_of_a_pipeline_with_batches_of_their_own_are_warned(pool: Pool) -> None:
+    for differ in (False, True):
+        found = pool.run(own_batches, differ)
+        assert any("different batches" in each for each in found[0]) == differ
