@@ -77,7 +77,9 @@ class Config(Section):
     prescaled_batch: bool = Field(False, description="the ranks of a tensor group are given the same batch")
     skip_tracing: bool = Field(False, description="partition by parameters alone, without a traced pass")
     offload_activations: bool = Field(False, description="checkpointed activations wait in host memory")
-    activation_loading_horizon: int = Field(4, ge=1, description="how many passes ahead they come back")
+    activation_loading_horizon: Annotated[int, NoEffect("kept inputs come back when they are needed")] = Field(
+        4, ge=1, description="how many passes ahead they came back"
+    )
     deterministic_server: Annotated[bool, NoEffect("every run executes the same schedule")] = Field(
         False, description="executed requests in one order on all ranks"
     )

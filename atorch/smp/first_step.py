@@ -45,6 +45,7 @@ from atorch.smp.places import tell_places
 from atorch.smp.precision import half_of, halve, widen_output
 from atorch.smp.runner import Faults, Runner
 from atorch.smp.session import Session, tracing
+from atorch.smp.sharding import check_degrees, sharded
 from atorch.smp.slicing import Arguments
 from atorch.smp.states import blank_copy
 from atorch.smp.tensor_split import TensorSplit, split_marked
@@ -61,6 +62,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     """
     mesh, config, whole = owner.mesh, owner.config, model.module
     agreed("smp.DistributedModel", lambda: _described(owner, model), lambda: None)
+    check_degrees(config)
     seed = from_rank_zero(torch.initial_seed())
     turn_off_caches(whole)
     split = _tensor_split(owner, model, function, sample)
@@ -86,14 +88,15 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     unrounded = None if half is None else halve(parts, half)
     for part in parts if half is not None else ():
         widen_output(part)
-    averaging = _averaging(owner, model, parts)
+    passes = sharded(whole, mesh, half) if config.sharded_data_parallel_degree > 1 else None
+    averaging = None if passes is not None else _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
         reductions = [PartReduction(part, averaging, faults.note) for part in parts]
         group = mesh.group("pipeline")
         engine = Engine(parts, placed, group, owner.device, reductions=reductions)
         ties = Ties(shared, parts, group, division.places)
-    runner = Runner(model, owner, parts, placed, engine, ties, averaging, faults, blank, seed)
+    runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
     model.become(runner, division, split)
     _say(owner, division)
     if owner.optimizer is not None:

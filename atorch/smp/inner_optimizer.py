@@ -22,6 +22,7 @@ from atorch.errors import StrategyError
 from atorch.runtime.amp import LossScale, ScaledOptimizer
 from atorch.runtime.master_weights import MasterWeights, with_master_weights
 from atorch.runtime.optimizer_probe import Split, difference, small
+from atorch.runtime.outside_forward import step_as_ordinary
 from atorch.runtime.spread import Spread
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.zero import ShardedOptimizer
@@ -37,6 +38,7 @@ def stepping(
     values: WeakTensorKeyDictionary | None,
     scale: LossScale | None,
     sharing: dist.ProcessGroup | None,
+    sharded: dist.ProcessGroup | None,
     device: torch.device,
     spread: Spread,
 ) -> Optimizer:
@@ -49,6 +51,7 @@ def stepping(
         values: what these were before they were rounded, by parameter.
         scale: of the loss; steps are skipped where a gradient is not finite. None: no loss is scaled.
         sharing: the replicas that share out the states.
+        sharded: the replicas that share out the parameters.
         spread: what other processes have of the model, for optimizers that need norms of all of it.
 
     Raises:
@@ -56,6 +59,8 @@ def stepping(
     """
     make: Callable[[Any], Optimizer] = partial(_another, optimizer)
     made = optimizer
+    if sharded is not None:
+        check_split(optimizer, "sharded", "sharded_data_parallel_degree", sharded)
     if halves or sharing is not None:
         groups = [dict(group) for group in optimizer.param_groups]
         make = with_master_weights(make, scale or LossScale(1.0), values) if halves else make
@@ -68,6 +73,7 @@ def stepping(
             own.update(theirs)
         made.param_groups[:] = optimizer.param_groups
     _tell(made, spread)
+    made = made if sharded is None else step_as_ordinary(made)
     return made if scale is None else ScaledOptimizer(made, scale, unscale=not halves, device=device)
 
 

@@ -18,6 +18,7 @@ from atorch.smp.local_parts import LocalParts
 from atorch.smp.options import Options
 from atorch.smp.partial_states import CUTS, PARTIAL
 from atorch.smp.session import Session, session
+from atorch.smp.shards import meet_replicas, shards_like, whole_over_shards
 from atorch.smp.states import gathered_state, merged_model_state, whole_on_host
 from atorch.smp.tensor_replacement import replace_registered
 from atorch.smp.tensor_split import TensorSplit
@@ -228,8 +229,13 @@ class DistributedModel(LocalParts):
             divide_by_initial_world_size: average over all replicas, not over those that still have batches.
 
         Raises:
-            ArgumentError: inside of another.
+            ArgumentError: inside of another, or under sharded data parallelism.
         """
+        if enable and session().config.sharded_data_parallel_degree > 1:
+            raise ArgumentError(
+                "model.join() lets replicas take different numbers of steps, and with sharded_data_parallel_degree "
+                "above 1 every step is one of all replicas; give all of them as many batches"
+            )
         if self._joins:
             raise ArgumentError("model.join() was entered inside of another; once is enough")
         self._joins, self.divides_by_all = enable, divide_by_initial_world_size
@@ -246,9 +252,16 @@ class DistributedModel(LocalParts):
         return self._joins
 
     def local_state_dict(self) -> dict[str, Any]:
-        """The state of the partition of this process, with the key `_smp_is_partial`. No communication."""
+        """The state of the partition of this process, with the key `_smp_is_partial`.
+
+        No communication, but under sharded data parallelism: then all processes call it together.
+
+        Raises:
+            ArgumentError: some of these did not call it, and are named; the model is not partitioned yet.
+        """
         self._need_partition("local_state_dict")
-        state = self._own_state()
+        meet_replicas("model.local_state_dict()", states=False)
+        state = whole_over_shards(self._own_state())
         return {**state, PARTIAL: True, CUTS: self.split.told(state)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,6 +272,7 @@ class DistributedModel(LocalParts):
         """
         if not self.partitioned:
             return self.module.state_dict(*args, **kwargs)
+        meet_replicas("model.state_dict()", states=False)
         return gathered_state(self._own_state(), self._names, "model.state_dict()", self.split.whole)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -276,6 +290,7 @@ class DistributedModel(LocalParts):
         if not self.partitioned:
             self.module.cpu()
             return self
+        meet_replicas("model.cpu()", states=False)
         state = gathered_state(self._own_state(), self._names, "model.cpu()", self.split.whole)
         assert self.runner is not None
         self.module, self._others = whole_on_host(self.runner.blank, state), ()
@@ -298,7 +313,9 @@ class DistributedModel(LocalParts):
 
     def _load(self, state: Mapping[str, Any], strict: bool, assign: bool) -> None:
         for part in (self.module, *self._others):
-            own = self.split.own_state({name: state[name] for name in part.state_dict() if name in state})
+            now = part.state_dict()
+            own = self.split.own_state({name: state[name] for name in now if name in state})
+            own = {name: shards_like(now[name], {name: value})[name] for name, value in own.items()}
             part.load_state_dict(own, strict=strict, assign=assign)
 
 

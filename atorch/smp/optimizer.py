@@ -100,6 +100,7 @@ class DistributedOptimizer(WrappedOptimizer):
             values=values,
             scale=self._scale,
             sharing=replicas if owner.config.shard_optimizer_state and replicas.size() > 1 else None,
+            sharded=replicas if owner.config.sharded_data_parallel_degree > 1 else None,
             device=owner.device,
             spread=spread_of(model),
         )
@@ -157,6 +158,9 @@ class DistributedOptimizer(WrappedOptimizer):
             ArgumentError: a closure is given, which could not run the parts of the model on other processes.
         """
         self._refuse(closure)
+        config = session().config
+        if config.sharded_data_parallel_degree > 1 and config.sdp_gradient_clipping:
+            self.clip_master_grads(config.sdp_gradient_clipping)
         return self.inner.step()
 
     def local_state_dict(self) -> State:

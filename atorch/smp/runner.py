@@ -31,6 +31,7 @@ from atorch.smp.averaging import Averaging
 from atorch.smp.body import Body, Owners
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
+from atorch.smp.sharding import Passes
 from atorch.smp.slicing import Arguments
 
 
@@ -97,6 +98,7 @@ class Runner:
         parts: the stages of this process, or the whole model.
         engine: what runs stages of several processes together; None for a whole model.
         averaging: None where there is one replica, or the parts average by themselves.
+        passes: of a model whose parameters are spread over replicas.
         blank: the whole model without values.
         seed: equal on all processes.
     """
@@ -110,18 +112,22 @@ class Runner:
         engine: Engine | None,
         ties: Ties | None,
         averaging: Averaging | None,
+        passes: Passes | None,
         faults: Faults,
         blank: nn.Module,
         seed: int,
     ) -> None:
         self.parts, self.blank, self.averaging, self.placed = tuple(parts), blank, averaging, placed
         self.model, self.engine, self.seed, self.faults = model, engine, seed, faults
+        self.passes = passes
         self.num_steps = 0
         self.ended_by: str | None = None
         """Why no more steps can be run."""
         self._owner, self.ties = owner, ties
         self._trains: dict[Kind, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
+        self.reduces = False
+        """Whether gradients are averaged at the end of the step."""
 
     @property
     def loss_scale(self) -> float:
@@ -156,6 +162,8 @@ class Runner:
                 with self._apart(train):
                     work.run_all(train)
         except Exception as error:  # the same
+            if self.passes is not None and self.passes.is_inside:  # but not where they wait inside of a pass
+                raise
             self.faults.note(error)
         self._average(train)
         if work.went_back:
@@ -222,9 +230,9 @@ class Runner:
 
     def _begin(self, train: bool) -> None:
         model, averaging = self.model, self.averaging
+        self.reduces = reduces = train and self._num_passes + 1 == model.options.backward_passes_per_step
         if averaging is None:
             return
-        reduces = train and self._num_passes + 1 == model.options.backward_passes_per_step
         if train and model.options.broadcast_buffers and not model.joins:
             broadcast([(0, [each for part in self.parts for each in part.buffers()])], averaging.group)
         averaging.begin(reduces=reduces, overlaps=model.options.overlapping_allreduce and not model.joins)
@@ -319,17 +327,19 @@ class _Work:
 
     def _run_alone(self, part: nn.Module) -> None:
         losses: dict[int, Tensor] = {}
-        averaging, faults = self._runner.averaging, self._runner.faults
-        for is_backward, _, number in turns(self._runner.placed, self.count)[0]:
-            if faults.first is not None:
-                return
-            if not is_backward:
-                losses[number] = self._concluded(self._body(number, part))
-            elif losses[number].requires_grad:
-                self.went_back = True
-                last = number == self.count - 1
-                with nullcontext() if averaging is None else averaging.backward(last=last):
-                    losses.pop(number).backward()
+        passes, faults = self._runner.passes, self._runner.faults
+        reduction = passes or self._runner.averaging
+        with nullcontext() if passes is None else passes.step():
+            for is_backward, _, number in turns(self._runner.placed, self.count)[0]:
+                if faults.first is not None:
+                    return
+                if not is_backward:
+                    losses[number] = self._concluded(self._body(number, part))
+                elif losses[number].requires_grad:
+                    last = number == self.count - 1 and (passes is None or self._runner.reduces)
+                    with nullcontext() if reduction is None else reduction.backward(last=last):
+                        self.went_back = True
+                        losses.pop(number).backward()
 
     def _body(self, number: int, part: nn.Module) -> Body:
         body = Body(self._function, self.pieces[number], number, part, self._owners)

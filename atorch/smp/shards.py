@@ -12,8 +12,10 @@ from atorch.smp.session import session
 from atorch.smp.states import PATIENCE
 
 
-def meet_replicas(call: str) -> bool:
+def meet_replicas(call: str, *, states: bool = True) -> bool:
     """Where replicas share something out, wait until all processes make this call, which puts it together.
+
+    states: of the optimizer, which they may share alone.
 
     Returns whether they do.
 
@@ -21,7 +23,7 @@ def meet_replicas(call: str) -> bool:
         ArgumentError: some did not come, and are named.
     """
     owner = session()
-    if not (owner.config.shard_optimizer_state or owner.config.sharded_data_parallel_degree > 1):
+    if not ((states and owner.config.shard_optimizer_state) or owner.config.sharded_data_parallel_degree > 1):
         return False
     meet(call, owner.mesh.group("data", "zero", "pipeline", "tensor"), longest=PATIENCE)
     return True

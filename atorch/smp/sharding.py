@@ -1,0 +1,100 @@
+"""Sharded data parallelism: parameters, gradients and optimizer states spread over replicas, gathered block by block.
+
+A pass of the model is then one of all replicas together. Who fails outside of it says so before the next one, and all
+stop; who fails inside of it raises at once, since the others wait in the pass, which its end of the connection ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch.distributed.collectives import largest
+from atorch.distributed.mesh import Mesh
+from atorch.errors import StrategyError
+from atorch.runtime.fsdp import shard
+from atorch.runtime.fsdp_groups import arrange, by_block
+from atorch.runtime.reduction import Reduction
+from atorch.smp.config import Config
+
+
+class OthersFailedError(Exception):
+    """Another process has failed, and will say how."""
+
+
+class Passes:
+    """The passes of a model whose parameters are spread over processes, and their reduction."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._reduction = Reduction(part)
+        self.is_inside = False
+        part.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
+        part.register_forward_hook(lambda *_: self._leave())
+
+    def meet(self, failed: bool = False) -> None:
+        """Learn whether all processes go on.
+
+        Raises:
+            OthersFailedError: another one does not.
+        """
+        (anybody,) = largest([int(failed)])
+        if anybody and not failed:
+            raise OthersFailedError
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the passes of a step: inside, who fails between them lets the others stop."""
+        self.is_inside = False
+        try:
+            yield
+            self.meet()
+        except OthersFailedError:
+            return
+        except Exception:
+            if not self.is_inside:
+                self.meet(failed=True)
+            raise
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """A backward pass; gradients are reduced with the last one."""
+        self._enter()
+        with self._reduction.backward(last=last):
+            yield
+        self._leave()
+
+    def _enter(self) -> None:
+        self.meet()
+        self.is_inside = True
+
+    def _leave(self) -> None:
+        self.is_inside = False
+
+
+def check_degrees(config: Config) -> None:
+    """Raise StrategyError where what is sharded is to be cut otherwise, too."""
+    for key in ("pipeline_parallel_degree", "tensor_parallel_degree"):
+        degree = getattr(config, key)
+        if config.sharded_data_parallel_degree > 1 and degree > 1:
+            raise StrategyError(
+                f"sharded_data_parallel_degree is {config.sharded_data_parallel_degree} and {key} is {degree}; "
+                "parameters that are sharded over replicas are not split over a model's own processes as well. Leave "
+                "one of the two out; auto_accelerate has both together, by fsdp beside parallel_mode"
+            )
+
+
+def sharded(part: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> Passes:
+    """Spread a model's parameters over the axis zero, in place. All processes call this together.
+
+    dtype: that passes compute in; None for the parameters' own.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy: Any = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    axes = (("data",), ("zero",)) if mesh.size("data") > 1 else (("zero",),)
+    shard(part, mesh.joined_mesh(*axes), arrange(part, by_block(part)), mp_policy=policy, sync_module_states=False)
+    return Passes(part)

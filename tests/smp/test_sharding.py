@@ -1,0 +1,138 @@
+"""Sharded data parallelism: training, what each process keeps, clipping, states, and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError, AtorchError, StrategyError
+from tests.pool import Pool
+from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, train_step
+from tests.smp.resuming import resumed
+
+SHARDED = {"sharded_data_parallel_degree": 2, "ddp": True}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trained(rank: int, size: int, kind: str, config: Mapping[str, Any], passes: int) -> tuple[dict[str, Tensor], float]:
+    """The whole model after some steps, and the share of its elements that are kept here."""
+    with begun({"microbatches": MICROBATCHES, **SHARDED, **config}):
+        model = smp.DistributedModel(made(kind), backward_passes_per_step=passes)
+        optimizer = smp.DistributedOptimizer(sgd(model))
+        for step in range(STEPS):
+            for number in range(passes):
+                train_step(model, kind, *batch_of(kind, passes * step + number, rank), "mean")
+            optimizer.step()
+            optimizer.zero_grad()
+        held: list[Any] = list(model.local_parameters())
+        share = sum(each.to_local().numel() for each in held) / sum(each.numel() for each in held)
+        return {name: value.clone() for name, value in model.state_dict().items()}, share
+
+
+def plainly_trained(kind: str, replicas: int, passes: int, clip: float) -> dict[str, Tensor]:
+    model = made(kind)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            for number in range(passes):
+                batch = batch_of(kind, passes * step + number, replica)
+                (loss_of(kind, model, *batch, "mean") / replicas).backward()
+        if clip:
+            assert float(nn.utils.clip_grad_norm_(model.parameters(), clip)) > clip, "or nothing is clipped"
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "config", "passes"),
+    [
+        ("gpt2", 2, {"sdp_gradient_clipping": 0.0}, 1),
+        ("gpt2", 4, {"sdp_gradient_clipping": 0.5, "pipeline": "simple"}, 1),
+        ("cnn", 2, {"sdp_gradient_clipping": 0.0}, 2),
+    ],
+)
+def test_training_is_plain_training(pool: Pool, kind: str, ranks: int, config: dict[str, Any], passes: int) -> None:
+    expected = plainly_trained(kind, ranks, passes, config["sdp_gradient_clipping"])
+    for state, share in pool.run(trained, kind, config, passes, ranks=ranks):
+        assert distance(kind, state, expected) < 1e-4
+        assert 0.4 < share < 0.6
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_in_16_bits(pool: Pool, dtype: str) -> None:
+    expected = plainly_trained("gpt2", 2, 1, 0.0)
+    for state, _ in pool.run(trained, "gpt2", {dtype: True, "sdp_gradient_clipping": 0.0}, 1):
+        assert {each.dtype for each in state.values()} == {torch.bfloat16 if dtype == "bf16" else torch.float16}
+        assert distance("gpt2", {name: each.float() for name, each in state.items()}, expected) < 5e-2
+
+
+@pytest.mark.parametrize("half", [{}, {"fp16": True}], ids=str)
+@pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
+def test_training_goes_on_from_a_saved_state(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:
+    assert pool.run(resumed, {**SHARDED, **half}, is_partial) == [0.0, 0.0]
+
+
+@smp.step
+def failing_step(model: Any, data: Tensor, target: Tensor, place: str) -> Tensor:
+    if place == "before":
+        raise ValueError("before the model")
+    loss = nn.functional.nll_loss(model(data), target)
+    if place == "behind":
+        raise ValueError("behind the model")
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def look(model: Any, data: Tensor) -> Tensor:
+    return model(data).sum()
+
+
+def failing(rank: int, size: int, place: str) -> tuple[str, float]:
+    with begun({"microbatches": 2, **SHARDED}):
+        model = smp.DistributedModel(made("cnn"))
+        smp.DistributedOptimizer(sgd(model))
+        data, target = batch_of("cnn", 0, rank)
+        told = ""
+        with pytest.raises(ArgumentError, match="every step is one of all replicas"), model.join():
+            pass
+        try:
+            failing_step(model, data, target, place if rank else "")
+        except (AtorchError, ValueError) as error:
+            told = str(error)
+        with torch.no_grad():
+            looked = float(look(model, data).reduce_sum())
+        return told, looked
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_where_one_fails_all_do(pool: Pool, place: str) -> None:
+    (first, one), (second, other) = pool.run(failing, place)
+    model, (data, again) = made("cnn"), (batch_of("cnn", 0, rank)[0] for rank in range(2))
+    assert [one, other] == pytest.approx([float(model(each).sum().detach()) for each in (data, again)], rel=1e-4)
+    assert first == f"rank 1 failed: ValueError: {place} the model"
+    assert second == f"{place} the model"
+
+
+def refused(rank: int, size: int) -> str:
+    with begun({**SHARDED, "partitions": 2}):
+        model = smp.DistributedModel(made("cnn"))
+        try:
+            failing_step(model, *batch_of("cnn", 0, rank), "")
+        except StrategyError as error:
+            return str(error)
+    return ""
+
+
+def test_a_pipeline_beside_it_is_refused(pool: Pool) -> None:
+    for told in pool.run(refused, ranks=4):
+        assert "sharded_data_parallel_degree is 2 and pipeline_parallel_degree is 2" in told
