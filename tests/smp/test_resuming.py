@@ -52,8 +52,8 @@ def first_half(rank: int, size: int, path: str, config: dict[str, Any]) -> list[
         losses = trained(model, optimizer, range(2))
         smp.save_checkpoint(path, "two", model=model, optimizer=optimizer, user_content={"step": 2})
         smp.save_checkpoint(path, "whole", partial=False, model=model)
+        state = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
         if smp.rdp_rank() == 0:
-            state = {"model": model.local_state_dict(), "optimizer": optimizer.local_state_dict()}
             smp.save(state, f"{path}/by_hand.pt")
         smp.barrier()
         return losses + trained(model, optimizer, range(2, STEPS))
