@@ -119,15 +119,13 @@ class Runner:
     ) -> None:
         self.parts, self.blank, self.averaging, self.placed = tuple(parts), blank, averaging, placed
         self.model, self.engine, self.seed, self.faults = model, engine, seed, faults
-        self.passes = passes
-        self.num_steps = 0
+        self.passes, self.num_steps = passes, 0
         self.ended_by: str | None = None
         """Why no more steps can be run."""
         self._owner, self.ties = owner, ties
         self._trains: dict[Kind, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
-        self.reduces = False
-        """Whether gradients are averaged at the end of the step."""
+        self.reduces = False  # whether gradients are averaged at the end of the step
 
     @property
     def loss_scale(self) -> float:
