@@ -39,7 +39,7 @@ def offloaded(rank: int, size: int, config: dict[str, Any]) -> tuple[dict[str, T
 
 @pytest.mark.parametrize(
     ("ranks", "config"),
-    [(1, {}), (2, {"partitions": 2}), (2, {}), (2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0})],
+    [(2, {"partitions": 2}), (2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0})],
     ids=str,
 )
 def test_training_is_plain_training(pool: Pool, ranks: int, config: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,8 +78,18 @@ def deviation(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tenso
     return float(wrong / torch.stack([(expected[name] - before[name]).norm() for name in expected]).norm())
 
 
-@pytest.mark.parametrize("degrees", DEGREES)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "degrees"),
+    [
+        ("bf16", "pipeline 2"),
+        ("fp16", "pipeline 2 data 2"),
+        *(
+            pytest.param(dtype, degrees, marks=pytest.mark.matrix)
+            for dtype, degrees in itertools.product(("bf16", "fp16"), DEGREES)
+            if (dtype, degrees) not in (("bf16", "pipeline 2"), ("fp16", "pipeline 2 data 2"))
+        ),
+    ],
+)
 def test_sixteen_bits_follow_plain_training(pool: Pool, dtype: str, degrees: str) -> None:
     ranks, config = DEGREES[degrees]
     scaling = {"static_loss_scale": 1024.0} if dtype == "fp16" else {}
@@ -94,7 +105,7 @@ def _halves(rank: int, size: int, kind: str, config: Any, scaling: Any, clip: fl
     return in_halves(rank, size, kind, config, clip, **scaling)
 
 
-@pytest.mark.parametrize("degrees", ["alone", "pipeline 2", "pipeline 2 data 2"])
+@pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("pipeline 2 data 2", marks=pytest.mark.matrix)])
 def test_gradients_are_clipped_by_the_norm_that_plain_training_sees(pool: Pool, degrees: str) -> None:
     ranks, config = DEGREES[degrees]
     expected, norms = plainly("gpt2", ranks // config.get("partitions", 1), clip=0.5)
@@ -163,7 +174,9 @@ def test_all_processes_skip_a_step_together(pool: Pool, ranks: int, partitions: 
 
 
 @pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
-@pytest.mark.parametrize("config", [{"fp16": True}, {"bf16": True, "partitions": 2}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"fp16": True}, pytest.param({"bf16": True, "partitions": 2}, marks=pytest.mark.matrix)], ids=str
+)
 def test_training_goes_on_from_a_saved_state(pool: Pool, config: dict[str, Any], is_partial: bool) -> None:
     assert pool.run(resumed, config, is_partial) == [0.0, 0.0]
 

@@ -67,7 +67,7 @@ def test_training_is_plain_training(pool: Pool, kind: str, ranks: int, config: d
         assert 0.4 < share < 0.6
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.matrix), "fp16"])
 def test_in_16_bits(pool: Pool, dtype: str) -> None:
     expected = plainly_trained("gpt2", 2, 1, 0.0)
     for state, _ in pool.run(trained, "gpt2", {dtype: True, "sdp_gradient_clipping": 0.0}, 1):
@@ -75,7 +75,7 @@ def test_in_16_bits(pool: Pool, dtype: str) -> None:
         assert distance("gpt2", {name: each.float() for name, each in state.items()}, expected) < 5e-2
 
 
-@pytest.mark.parametrize("half", [{}, {"fp16": True}], ids=str)
+@pytest.mark.parametrize("half", [{"fp16": True}, pytest.param({}, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
 def test_training_goes_on_from_a_saved_state(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:
     assert pool.run(resumed, {**SHARDED, **half}, is_partial) == [0.0, 0.0]
