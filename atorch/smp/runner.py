@@ -30,9 +30,10 @@ from atorch.runtime.pipeline.ties import Ties
 from atorch.smp.averaging import Averaging
 from atorch.smp.body import Body, Owners
 from atorch.smp.model import DistributedModel
+from atorch.smp.returned import Returned
 from atorch.smp.session import Session, tracing
 from atorch.smp.sharding import Passes
-from atorch.smp.slicing import Arguments
+from atorch.smp.slicing import Arguments, beginnings
 
 
 class Kind(NamedTuple):
@@ -44,8 +45,6 @@ class Kind(NamedTuple):
 
 LOOKS = 3
 """Steps whose batches are compared over the processes of a pipeline."""
-FEW = 16
-"""Numbers of a tensor that are."""
 NOBODY = -(2**62)  # what a process without a batch says of its step
 T = TypeVar("T")
 
@@ -123,6 +122,7 @@ class Runner:
         self.ended_by: str | None = None
         """Why no more steps can be run."""
         self._owner, self.ties = owner, ties
+        self._returned = None if engine is None else Returned(engine.last_place, engine.group, engine.device)
         self._trains: dict[Kind, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
         self.reduces = False  # whether gradients are averaged at the end of the step
@@ -166,8 +166,8 @@ class Runner:
         self._average(train)
         if work.went_back:
             self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
-        together(partial(_raise, self.faults.first))
-        return self._shared(work.returned)
+        is_new = self._ends_together(self._returned is not None and self._returned.is_new(kind, work.returned))
+        return work.returned if self._returned is None else self._returned.give(kind, work.returned, is_new=is_new)
 
     def attend_others(self) -> None:
         """Take part in the steps of replicas that have batches left, without one; then have their parameters."""
@@ -180,7 +180,7 @@ class Runner:
                 break
             self.faults.first = None
             self._average(False)
-            together(lambda: None)
+            self._ends_together(False)
         data = self._owner.mesh.group("data", "zero")
         if data.size() > 1:
             (most,) = largest([self.num_steps], data)
@@ -218,7 +218,7 @@ class Runner:
 
     def _compare(self, pieces: Sequence[Arguments], group: dist.ProcessGroup) -> None:
         """Say so where the processes of a pipeline have batches of their own: inputs and labels would not match."""
-        told = zlib.crc32(repr(_beginnings(pieces)).encode())
+        told = zlib.crc32(repr(beginnings(pieces)).encode())
         high, low = largest([told, -told], group)
         if high != -low:
             logger.warning(
@@ -263,11 +263,12 @@ class Runner:
             if gradient is not None:
                 each.grad = gradient if each.grad is None else each.grad + gradient
 
-    def _shared(self, returned: Sequence[Any]) -> list[Any]:
-        if self.engine is None:
-            return list(returned)
-        found = from_place(list(returned), self.engine.last_place, self.engine.group, self.engine.device)
-        return list(returned) if self.engine.has_last else found
+    def _ends_together(self, is_new: bool) -> bool:
+        """Whether any process gives something of a new form. Raises what any raised: the exchange at the end."""
+        failed, some_new = largest([self.faults.first is not None, is_new])
+        if failed:
+            together(partial(_raise, self.faults.first))
+        return bool(some_new)
 
 
 class _Work:
@@ -381,19 +382,6 @@ class _Work:
             empty = engine.job.shapes[value.call][value.number].stand_in(engine.device).clone()
             made.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
         return tuple(made)
-
-
-def _beginnings(pieces: Sequence[Arguments]) -> list[Any]:
-    """The first few numbers of every tensor."""
-    found: list[Any] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append((place, leaf.detach().reshape(-1)[:FEW].tolist()))
-        return leaf
-
-    map_leaves(note, list(pieces))
-    return found
 
 
 def _detached(leaf: Any, place: str) -> Any:

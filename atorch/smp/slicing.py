@@ -14,6 +14,8 @@ from atorch.errors import ArgumentError, near_miss
 from atorch.runtime.nested import map_leaves
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+FEW = 16
+"""Numbers of a tensor by which batches are told apart."""
 
 
 class StepOutput(Sequence[Any]):
@@ -215,3 +217,16 @@ def _length(leaf: Tensor, axis: int, place: str) -> int:
 
 def _named(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
+
+
+def beginnings(pieces: Sequence[Arguments]) -> list[Any]:
+    """The first few numbers of every tensor."""
+    found: list[Any] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append((place, leaf.detach().reshape(-1)[:FEW].tolist()))
+        return leaf
+
+    map_leaves(note, list(pieces))
+    return found
