@@ -33,7 +33,8 @@ assert session.session() is atorch.smp.session.session()
 smp.barrier()
 smp.save({{"rank": smp.rank()}}, f"model{{smp.rank()}}.pt")
 if __name__ == "__main__":
-    print(smp.rank(), smp.size(), sys.argv[1:], __file__.rpartition("/")[2])
+    # In one piece: two processes write.
+    sys.stdout.write(f"{{smp.rank()}} {{smp.size()}} {{sys.argv[1:]}} {{__file__.rpartition('/')[2]}}\\n")
 """
 PLAIN = SCRIPT.format(first="")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

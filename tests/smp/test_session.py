@@ -113,12 +113,13 @@ def test_ranks_begin_together_or_not_at_all(pool: Pool) -> None:
 
 
 SCRIPT = """
+import sys
 import atorch.smp as smp
 from atorch.smp.session import session
 smp.init()
 smp.shutdown()
 smp.init({"partitions": 1, "ddp": True})
-print(session().mesh.rank("data"), session().mesh.slices)
+sys.stdout.write(f"{session().mesh.rank('data')} {session().mesh.slices}\\n")  # in one piece: two processes write
 """
 
 
