@@ -200,12 +200,12 @@ def agreed(
     return made[0]
 
 
-def meet(call: str, group: dist.ProcessGroup, place: str | None = None, longest: timedelta = TIMEOUT) -> None:
+def meet(call: str, group: dist.ProcessGroup, place: str | None = None, longest: timedelta | None = None) -> None:
     """Wait until all processes of a group make this `call`; who is missing is named, in a warning and then an error.
 
     Args:
         place: where calls meet that may be told differently by the processes; by default those of one wording.
-        longest: how long after the warning this process goes on waiting.
+        longest: how long after the warning this process goes on waiting; by default a group's time-out.
 
     Raises:
         ArgumentError: some did not come until then.
@@ -218,7 +218,7 @@ def meet(call: str, group: dist.ProcessGroup, place: str | None = None, longest:
         here.store.set(all_here, "")
         for each in ("here", "all"):  # all have left the last meeting; a store that kept them all would grow
             here.store.delete_key(f"{here.place}/{each}/{here.number - 1}")
-    for patience in (MEETING, longest):
+    for patience in (MEETING, longest or TIMEOUT):
         try:
             here.store.wait([all_here], patience)
             return

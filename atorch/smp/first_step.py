@@ -18,7 +18,7 @@ from atorch.distributed import world
 from atorch.distributed.collectives import agreed, from_rank_zero, together
 from atorch.distributed.description import Facts, described_call, described_optimizer
 from atorch.errors import ArgumentError, AtorchError
-from atorch.logs import logger
+from atorch.logs import logger, speaking
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.nested import map_leaves
@@ -67,6 +67,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     turn_off_caches(whole)
     split = _tensor_split(owner, model, function, sample)
     units, route, division = together(lambda: _divided(owner, model, function, sample))
+    division = from_rank_zero(division)  # each has measured times of its own, where it was to
     values = together(lambda: delayed_values(whole))
     blank = together(lambda: blank_copy(whole))
     faults = Faults()
@@ -225,4 +226,5 @@ def _zeros(leaf: Any, place: str) -> Any:
 
 def _say(owner: Session, division: Division) -> None:
     if owner.mesh.size("pipeline") > 1:
-        logger.info("the model was partitioned:\n%s", division)
+        with speaking(True):
+            logger.info("the model was partitioned:\n%s", division)

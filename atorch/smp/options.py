@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from atorch.errors import ArgumentError
-from atorch.logs import logger
+from atorch.logs import logger, speaking
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,6 @@ class Options:
         if not self.bucket_cap_mb > 0:
             raise ArgumentError(f"bucket_cap_mb is {self.bucket_cap_mb!r}; give a size in MiB")
         if self.trace_device == "gpu" and not torch.cuda.is_available():
-            logger.info('trace_device is "gpu", and there is none here: the model is traced on the CPU')
+            with speaking(True):
+                logger.info('trace_device is "gpu", and there is none here: the model is traced on the CPU')
         return self

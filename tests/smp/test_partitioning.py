@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -126,6 +127,28 @@ def test_modules_that_share_a_parameter_are_together(pool: Pool) -> None:
     found, _ = pool.run(divided, gpt2(), {}, {}, tokens())[0]
     assert found["lm_head"] == found["transformer.wte"]
     assert sorted(set(found.values())) == [0, 1]
+
+
+def told(rank: int, size: int) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("atorch").addHandler(handler)
+    try:
+        with begun({"microbatches": 2, "partitions": size}):
+            train(smp.DistributedModel(Blocks(2)), rows())
+    finally:
+        logging.getLogger("atorch").removeHandler(handler)
+    return messages
+
+
+def test_what_is_where_is_told_by_the_first_process(pool: Pool) -> None:
+    first, second = pool.run(told)
+    whole = "\n".join(first)
+    assert "traced on the CPU" in whole or torch.cuda.is_available()
+    assert "the model was partitioned:\npartition 0: layers.0" in whole
+    assert "partition 1: layers.1" in whole
+    assert not any("partition 1" in each for each in second)
 
 
 def contexts(rank: int, size: int, how: str) -> Any:
