@@ -1,9 +1,14 @@
 """How right the planner is about published runs: memory, what fits, step time, and the order of strategies.
 
+    python benchmarks/planner_accuracy.py TABLE.csv … --leave-one-out [--residuals time|memory] [--json FILE]
     python benchmarks/planner_accuracy.py TABLE.csv … [--calibrate none|shipped|5] [--json FILE]
 
-A table has the columns that `benchmarks/published/table.py` names. `none` takes speeds from data sheets alone, with one
-set of typical efficiencies for every device; `shipped` takes the constants of atorch/clusters; `5` refits those of each
+A table has the columns that `benchmarks/published/table.py` names. With `--leave-one-out` each source's runs are
+estimated by what the other sources tell, as `published/leave_out.py` says. Beside the planner stand a rule of thumb and
+a short formula (`published/rules.py`), and the planner without the runs that stalled (`published/stalls.py`).
+
+Without it: `none` takes speeds from data sheets alone, with one set of typical efficiencies for every device; `shipped`
+takes the constants of atorch/clusters, some of which were fitted on rows of these tables; `5` refits those of each
 cluster on five rows, chosen by a hash of their names, which are then left out.
 """
 
@@ -12,20 +17,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from atorch.errors import ArgumentError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.published.evaluate import CALIBRATIONS, Calibration, evaluate
-from benchmarks.published.metrics import Result, doomed_in_first, quantile, summary
+from benchmarks.published.evaluate import CALIBRATIONS, Calibration, calibrated, results_of
+from benchmarks.published.leave_out import Source, by_source, leave_one_out
+from benchmarks.published.metrics import Result, mean, quantile, summary
+from benchmarks.published.residuals import residuals
+from benchmarks.published.rules import rule_of_thumb, short_formula
 from benchmarks.published.table import read_rows
 from benchmarks.published.transfer import LARGE, SMALL, transfer
 
 COLUMNS = {
     "rows": "rows",
     "refused": "refused",
+    "allocated_median_err": "alloc med",
+    "allocated_p95_err": "alloc p95",
     "memory_median_err": "mem med",
     "memory_p95_err": "mem p95",
     "fits_precision": "fits prec",
@@ -36,46 +46,99 @@ COLUMNS = {
     "regret_top1_mean": "top-1",
     "regret_top1_p95": "top-1 p95",
     "regret_top3_mean": "top-3",
+    "cells_with_oom_in_first_three": "OOM in 3",
+    "cells_with_labels": "of cells",
 }
+COUNTS = ("rows", "cells_with_labels")
+Figures = Mapping[str, float | int | None]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE.csv")
-    parser.add_argument("--calibrate", choices=CALIBRATIONS, default="shipped")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--calibrate", choices=CALIBRATIONS, default="shipped")
+    how.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--residuals", choices=("time", "memory"))
+    parser.add_argument("--rows", type=int, default=20, help="of each framework and device that --residuals shows")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     try:
-        tables = tables_of(arguments.tables, arguments.calibrate)
+        if arguments.leave_one_out:
+            rows = by_source(row for path in arguments.tables for row in read_rows(path))
+            sources, typical = leave_one_out(rows), leave_one_out(rows, fits=False)
+        else:
+            sources, typical = tables_of(arguments.tables, arguments.calibrate), None
     except ArgumentError as error:
         parser.error(str(error))
-    together = [result for results in tables.values() for result in results]
-    report(tables, together)
-    report_transfer(arguments.tables)
+    data = report(sources, typical)
+    if not arguments.leave_one_out:
+        report_transfer(arguments.tables)
+    if arguments.residuals:
+        pairs = [pair for source in sources.values() for pair in source]
+        print("\n".join(residuals(pairs, arguments.residuals, arguments.rows)))
     if arguments.json:
-        data = {"tables": {name: summary(results) for name, results in tables.items()}, "all": summary(together)}
         arguments.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def tables_of(paths: Sequence[Path], calibration: Calibration) -> dict[str, list[Result]]:
+def tables_of(paths: Sequence[Path], calibration: Calibration) -> dict[str, Source]:
     """The results of every table, by the file's name, or its path where two have one name."""
     stems = [path.stem for path in paths]
     names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in paths]
-    return {name: evaluate(read_rows(path), calibration) for name, path in zip(names, paths, strict=True)}
+    found = {}
+    for name, path in zip(names, paths, strict=True):
+        rows = read_rows(path)
+        cases = calibrated(rows, calibration)
+        found[name] = list(zip(cases, results_of(cases, rows), strict=True))
+    return found
 
 
-def report(tables: dict[str, list[Result]], together: list[Result]) -> None:
-    """Print what the JSON has, then models not fitted on, nvidia-smi's figures, bad proposals, and what was refused."""
-    width = max(map(len, [*tables, "models not fitted on"]))
+def report(sources: Mapping[str, Source], typical: Mapping[str, Source] | None) -> dict[str, object]:
+    """Print the table, nvidia-smi's figures, and what was refused; what the JSON has.
+
+    `typical` is what is estimated with constants that are fitted to nothing, where sources are left out.
+    """
+    planner = {name: [result for _, result in source] for name, source in sources.items()}
+    together = _together(sources)
+    flowing = [each for each in together if not each.stalled]
+    lines = {
+        **{name: summary(results) for name, results in planner.items()},
+        "all": summary(together),
+        "all but stalled": summary(flowing),
+        "mean of sources": _mean_of([summary(results) for results in planner.values()]),
+    }
+    if typical is None:
+        lines["models not fitted on"] = summary([each for each in together if not each.fitted_model])
+    else:
+        lines["all, nothing fitted"] = summary(_together(typical))
+        lines["all but stalled, nothing fitted"] = summary([each for each in _together(typical) if not each.stalled])
+    rules = {"rule of thumb": rule_of_thumb, "short formula": short_formula}
+    beside = {rule: {name: rank(source) for name, source in sources.items()} for rule, rank in rules.items()}
+    for rule, by_name in beside.items():
+        lines |= {f"{rule}: {name}": summary(results) for name, results in by_name.items()}
+        lines[f"{rule}: all"] = summary([result for results in by_name.values() for result in results])
+    width = max(map(len, lines))
     print(" " * width, *(f"{title:>9}" for title in COLUMNS.values()))
-    for name, results in [*tables.items(), ("all", together)]:
-        _line(name, width, results)
-    _line("models not fitted on", width, [each for each in together if not each.fitted_model])
-    driver = quantile([each.memory_error for each in together if each.seen_by_driver], 0.5)
+    for name, figures in lines.items():
+        print(f"{name:<{width}}", *(f"{_shown(key, figures[key]):>9}" for key in COLUMNS))
+    _report_rest(together)
+    return {"tables": {name: lines[name] for name in sources}, "all": lines["all"], "lines": lines}
+
+
+def _together(sources: Mapping[str, Source]) -> list[Result]:
+    return [result for source in sources.values() for _, result in source]
+
+
+def _mean_of(summaries: Sequence[Figures]) -> Figures:
+    known = {key: [float(value) for each in summaries if (value := each[key]) is not None] for key in summaries[0]}
+    return {key: int(sum(values)) if key in COUNTS else mean(values) for key, values in known.items()}
+
+
+def _report_rest(together: Iterable[Result]) -> None:
+    driver = quantile([each.memory_error for each in together if each.memory_kind == "driver"], 0.5)
     if driver is not None:
         print(f"memory beside nvidia-smi's figures: median error {driver:.1%}")
-    doomed, ranked = doomed_in_first(together)
-    print(f"a run labelled out of memory is among the first three of {doomed} of {ranked} cells")
+    print(f"{sum(each.stalled for each in together)} runs stalled")
     for each in together:
         if each.refused:
             print(f"refused {each.row_id}: {each.refused}")
@@ -94,15 +157,14 @@ def report_transfer(paths: Sequence[Path]) -> None:
             )
 
 
-def _line(name: str, width: int, results: list[Result]) -> None:
-    figures = summary(results)
-    print(f"{name:<{width}}", *(f"{_shown(key, figures[key]):>9}" for key in COLUMNS))
-
-
 def _shown(key: str, value: float | int | None) -> str:
     if value is None:
         return "–"
-    return f"{value}" if key == "rows" else f"{value:.3f}" if key.startswith("spearman") else f"{100 * value:.1f} %"
+    if key in COUNTS:
+        return f"{value}"
+    if key in ("spearman_median", "cells_with_oom_in_first_three"):
+        return f"{value:.3f}" if key.startswith("spearman") else f"{value:.2g}"
+    return f"{100 * value:.1f} %"
 
 
 if __name__ == "__main__":

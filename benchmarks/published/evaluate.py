@@ -16,6 +16,7 @@ from benchmarks.published.fit import Run, drawn, fitted, is_fitted, with_constan
 from benchmarks.published.memory import comparable_bytes, fits, metric_of
 from benchmarks.published.metrics import Result, runs_out_of_memory
 from benchmarks.published.rows import cluster_of, cost_of
+from benchmarks.published.stalls import stalled
 from benchmarks.published.table import GIVEN, Row
 
 Calibration = Literal["none", "shipped", "5"]
@@ -75,18 +76,23 @@ class Case:
 
 def evaluate(rows: Sequence[Row], calibration: Calibration = "shipped") -> list[Result]:
     """The results of a table's rows, in order, without those that constants were refitted on."""
+    return results_of(calibrated(rows, calibration), rows)
+
+
+def calibrated(rows: Sequence[Row], calibration: Calibration) -> list[Case]:
+    """The rows' cases with such constants, without those that constants were refitted on."""
     cases = [Case.of(row) for row in rows]
     if calibration == "none":
-        cases = [by_data_sheet(case) for case in cases]
-    if calibration == "5":
-        cases = _refitted(cases)
-    return results_of(cases, rows)
+        return [by_data_sheet(case) for case in cases]
+    return _refitted(cases) if calibration == "5" else cases
 
 
 def results_of(cases: Sequence[Case], rows: Sequence[Row]) -> list[Result]:
-    """The cases' results, which are labelled by what else ran of the table's rows."""
+    """The cases' results, labelled by what else ran of the table's rows."""
     ran = _by_all_but_size(rows)
-    return [_result(case, ran) for case in cases]
+    timed = {case.row.row_id: seconds for case in cases if (seconds := case.measured_s) and case.row.status == "ok"}
+    slow = stalled([case.row for case in cases], timed)
+    return [_result(case, ran, stalled=case.row.row_id in slow) for case in cases]
 
 
 def by_data_sheet(case: Case) -> Case:
@@ -143,7 +149,7 @@ def label_of(row: Row, ran: Sizes) -> Literal["fits", "oom"] | None:
     return "oom" if runs_out_of_memory(size, ran.get(_but_size(row), ()), device * GiB) else None
 
 
-def _result(case: Case, ran: Sizes) -> Result:
+def _result(case: Case, ran: Sizes, *, stalled: bool) -> Result:
     row, held = case.row, case.row.result("peak_mem_gib")
     seconds, estimated, said_to_fit = None, None, False
     if case.cost is not None and case.cluster is not None:
@@ -159,9 +165,10 @@ def _result(case: Case, ran: Sizes) -> Result:
         estimated_s=seconds,
         measured_bytes=held * GiB if held is not None and ended_well else None,
         estimated_bytes=estimated,
-        seen_by_driver=metric_of(row) == "driver",
+        memory_kind=metric_of(row),
         label=label_of(row, ran),
         said_to_fit=said_to_fit,
         fitted_model=is_fitted(row.text("model")),
         refused=case.refused,
+        stalled=stalled,
     )

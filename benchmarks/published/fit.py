@@ -64,7 +64,9 @@ def drawn(runs: Sequence[Run], count: int) -> list[Run]:
     return sorted(runs, key=lambda run: hashlib.sha256(run.name.encode()).hexdigest())[:count]
 
 
-def fitted(runs: Sequence[Run], spread: Mapping[str, float] = SPREAD) -> dict[str, float]:
+def fitted(
+    runs: Sequence[Run], spread: Mapping[str, float] = SPREAD, noise: float | Sequence[float] = NOISE
+) -> dict[str, float]:
     """The factors on constants, by their place in the cluster, that the runs make most probable; none of no runs."""
     if not runs:
         return {}
@@ -74,7 +76,7 @@ def fitted(runs: Sequence[Run], spread: Mapping[str, float] = SPREAD) -> dict[st
     def residuals(offsets: Vector) -> Vector:
         factors = dict(zip(names, np.exp(offsets), strict=True))
         estimated = np.log([step_seconds(run.cost, with_constants(run.cluster, factors)) for run in runs])
-        return np.concatenate([_robust((estimated - measured) / NOISE), offsets / widths])
+        return np.concatenate([_robust((estimated - measured) / np.asarray(noise)), offsets / widths])
 
     return dict(zip(names, np.exp(gauss_newton(residuals, len(names))).tolist(), strict=True))
 

@@ -6,7 +6,7 @@ A framework that is not known is taken to work as most do now: 16-bit parameters
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from atorch.cost.transformer import Implementation
 from atorch.units import MiB
@@ -41,6 +41,7 @@ class Framework:
     hop_wait_s: float = 0.0  # of a collective in a pipeline over nodes, while sends and receives keep the device busy
     send_wait_s: float = 0.0  # of every send and receipt of a stage, on 64 nodes and where tensor ranks are on four
     scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
+    cuts_by_stages: bool = False  # a batch is cut into as many micro-batches as a pipeline has stages unless told
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
 
 
@@ -103,12 +104,29 @@ _KNOWN: Mapping[str, Framework] = {
     ),
     # Its buckets of 5e8 elements, one to reduce and one to gather.
     "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1, buffer_bytes=2e9),
-    "torchtitan": Framework(keeps_masters=False, grads_persist=False),
+    # In `parallelisms/pipelining_utils.py` of 2024; newer ones have to be told.
+    "torchtitan": Framework(keeps_masters=False, grads_persist=False, cuts_by_stages=True),
     "transformers": Framework(implementation=_HUGGING_FACE, keeps_masters=False, grads_persist=False),
 }
 
 
-def framework_of(name: str, *, is_split: bool = False) -> Framework:
-    """The framework that a table names, or what does its work where the model `is_split` over devices."""
-    found = next((known for part, known in _KNOWN.items() if part in name.lower()), Framework())
-    return _KNOWN[found.split_by] if is_split and found.split_by else found
+READ_OFF: Mapping[str, tuple[str, ...]] = {
+    # Traits that were read off published runs, not off sources: a held-out source is estimated without its own.
+    "nanotron": ("hop_wait_s", "send_wait_s", "launches", "held_gathers", "held_in_pipelines"),
+    "atorch": ("whole_casts",),
+}
+
+
+def framework_of(name: str, *, is_split: bool = False, knows_runs: bool = True) -> Framework:
+    """The framework that a table names, or what does its work where the model `is_split` over devices.
+
+    Unless it `knows_runs`, what was read off published runs of it is as it would be of one that is not known.
+    """
+    found = next((part for part in _KNOWN if part in name.lower()), "")
+    if is_split and found and _KNOWN[found].split_by:
+        found = _KNOWN[found].split_by
+    framework = _KNOWN.get(found, Framework())
+    if knows_runs:
+        return framework
+    usual = {each.name: each.default for each in fields(Framework)}
+    return replace(framework, **{trait: usual[trait] for trait in READ_OFF.get(found, ())})

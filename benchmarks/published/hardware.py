@@ -1,7 +1,8 @@
 """The cluster that a table's text of a hardware describes: its devices, and how they are joined.
 
-Devices without a file of their own are the nearest one that has, with the figures of their data sheets; a text that
-names none is taken for what has as much memory. "4x100Gb RoCE/node" is a network of four ports of 100 Gbit/s.
+Devices without a file of their own are the nearest one that has, with the figures of their data sheets. Where there is
+no text, what has as much memory stands for it; a text that names no device that is known is refused. "4x100Gb
+RoCE/node" is a network of four ports of 100 Gbit/s.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from atorch.cluster import ClusterSpec
+from atorch.errors import ArgumentError
+from benchmarks.published.table import UNKNOWN
 
 NODE = 8  # devices of a node that says nothing
 
@@ -24,10 +27,15 @@ class _Device(NamedTuple):
     flops: float | None = None  # of 16-bit products, dense
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None  # inside a node
+    fp8_flops: float | None = None
 
 
 _DEVICES = (
-    _Device(r"b[23]00", "B200"),
+    # Of NVIDIA's data sheets of GB200 NVL72, GB300 NVL72 and HGX B300, a GPU's share; memory is 0.95 of what they say.
+    _Device(r"gb300", "B200", memory_gib=265.0, flops=2.5e15, fp8_flops=5e15),
+    _Device(r"b300", "B200", memory_gib=255.0, flops=2.25e15, fp8_flops=4.5e15),
+    _Device(r"gb200", "B200", memory_gib=176.0, flops=2.5e15, fp8_flops=5e15),
+    _Device(r"b200", "B200"),
     _Device(r"gh200", "H100-80GB", memory_gib=94.5, memory_bandwidth=4e12),
     _Device(r"h200", "H200"),
     _Device(r"h800", "H100-80GB", link_bandwidth=2e11),
@@ -62,18 +70,31 @@ _BY_MEMORY: Mapping[str, float] = {
 _PCIE = 3.15e10  # bytes/s of 16 lanes of the fourth generation, one direction
 _PORTS = re.compile(
     r"(?:(?P<count>\d+)\s*x\s*)?(?P<rate>\d+)\s*g(?:bps|b/s|bit/s|b)\s*(?:edr|hdr|ndr|fdr)?\s*"
-    r"(?:ib|infiniband|roce|rdma|ethernet|efa)\b"
+    r"(?:ib|infiniband|roce|rdma|ethernet|efa|omni-?path|cx-?\d+|connectx-?\d*)\b"
+    r"(?P<each>\s*(?:/|per) ?(?:gpu|device))?"
 )
+_OMNI_PATH = re.compile(r"(?P<count>\d+)\s*x\s*omni-?path (?P<rate>\d+)")
 _NETWORKS: Mapping[str, Mapping[str, float]] = {
     # Fitted by fit.py on runs without pipelines: of a hop from node to node, and of the line rate.
     "efa": {"inter_node.latency_s": 5.2e-4, "inter_node.efficiency": 0.32},
 }
 
 
-def cluster_described(hardware: str, memory_gb: float | None, num_devices: int, per_node: int | None) -> ClusterSpec:
-    """The cluster of so many devices, by a table's text, a device's memory and the devices of a node."""
-    words, per_node = hardware.lower(), min(per_node or NODE, num_devices)
+def cluster_described(
+    hardware: str, memory_gb: float | None, num_devices: int, per_node: int | None, *, knows_runs: bool = True
+) -> ClusterSpec:
+    """The cluster of so many devices, by a table's text, a device's memory and the devices of a node.
+
+    Unless it `knows_runs`, its network is what the text says alone.
+
+    Raises:
+        ArgumentError: the text names no device that is known.
+    """
+    words = hardware.lower()
+    per_node = min(per_node or (72 if "nvl72" in words else NODE), num_devices)
     device = next((each for each in _DEVICES if re.search(each.pattern, words)), None)
+    if device is None and words.strip() not in UNKNOWN:
+        raise ArgumentError(f"hardware is {hardware!r}, which names no device that is known; such as 'H100-80GB'")
     if device is None:
         file, figures = _nearest(memory_gb), {"device.memory_gib": 0.95 * memory_gb} if memory_gb else {}
     else:
@@ -82,7 +103,9 @@ def cluster_described(hardware: str, memory_gb: float | None, num_devices: int, 
         file = "A100-40GB"
     if file == "V100-16GB" and memory_gb and memory_gb > 24:
         file = "V100-32GB"
-    return ClusterSpec.load(file, -(-num_devices // per_node), per_node, {**figures, **network_of(words, NODE)})
+    return ClusterSpec.load(
+        file, -(-num_devices // per_node), per_node, {**figures, **network_of(words, NODE, knows_runs)}
+    )
 
 
 def _nearest(memory_gb: float | None) -> str:
@@ -95,19 +118,22 @@ def _figures(device: _Device, words: str) -> dict[str, float]:
         "device.memory_gib": device.memory_gib,
         "device.peak_flops.bfloat16": device.flops,
         "device.peak_flops.float16": device.flops,
+        "device.peak_flops.float8": device.fp8_flops,
         "device.memory_bandwidth": device.memory_bandwidth,
         "intra_node.bandwidth": link,
     }
     return {place: value for place, value in figures.items() if value is not None}
 
 
-def network_of(words: str, per_node: int) -> dict[str, float]:
+def network_of(words: str, per_node: int, knows_runs: bool = True) -> dict[str, float]:
     """Figures of `inter_node`, by their place in a cluster, that a hardware's text tells; none of others.
 
-    Where a rate is written it is of a node; what a rank has of it is its share.
+    Where a rate is written it is of a node, of which a rank has its share, unless it says "per GPU".
     """
-    figures = {place: value for word, known in _NETWORKS.items() if word in words for place, value in known.items()}
-    ports = _PORTS.search(words)
+    networks = _NETWORKS if knows_runs else {}
+    figures = {place: value for word, known in networks.items() if word in words for place, value in known.items()}
+    ports = _PORTS.search(words) or _OMNI_PATH.search(words)
     if ports is not None:
-        figures["inter_node.bandwidth"] = int(ports["count"] or 1) * int(ports["rate"]) * 1e9 / 8 / per_node
+        shared_by = 1 if ports.groupdict().get("each") else per_node
+        figures["inter_node.bandwidth"] = int(ports["count"] or 1) * int(ports["rate"]) * 1e9 / 8 / shared_by
     return figures

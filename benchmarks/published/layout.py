@@ -44,9 +44,9 @@ def layout_of(row: Row) -> Layout:
     """
     tensor, pipeline, context = (_count(row, name) for name in ("tp", "pp", "cp"))
     devices, data = _devices(row, tensor * pipeline * context)
-    micro, times = _batch(row, data, pipeline)
-    level, keeps = _sharding(row)
     framework = framework_for(row)
+    micro, times = _batch(row, data, pipeline, framework)
+    level, keeps = _sharding(row)
     if not level and tensor * pipeline > 1 and row.text("zero") == "" and row.text("fsdp") in BLANK:
         level = framework.zero_when_split
     return Layout(
@@ -69,7 +69,7 @@ def layout_of(row: Row) -> Layout:
 def framework_for(row: Row) -> Framework:
     """What trains the run."""
     is_split = _count(row, "tp") > 1 or _count(row, "pp") > 1
-    return framework_of(row.text("framework"), is_split=is_split)
+    return framework_of(row.text("framework"), is_split=is_split, knows_runs=row.knows_runs)
 
 
 def _count(row: Row, column: str) -> int:
@@ -92,9 +92,13 @@ def _devices(row: Row, split: int) -> tuple[int, int]:
     return int(devices), int(data)
 
 
-def _batch(row: Row, data: int, pipeline: int) -> tuple[float, float]:
+def _batch(row: Row, data: int, pipeline: int, framework: Framework) -> tuple[float, float]:
     """Sequences of a micro-batch, and micro-batches of a step. Without a pipeline one is enough."""
     micro, accumulated, whole = (row.number(name) or None for name in ("micro_batch", "grad_accum", "global_batch"))
+    if not micro and pipeline > 1 and not accumulated:
+        if not framework.cuts_by_stages:
+            raise ArgumentError("of a pipeline's micro_batch and grad_accum one is needed beside global_batch")
+        accumulated = float(pipeline)
     if not micro:
         micro = whole / data / (accumulated or 1) if whole else None
     if not accumulated and not whole and pipeline == 1:
@@ -120,6 +124,10 @@ def _sharding(row: Row) -> tuple[int, bool]:
         return 1, False
     if "zero2" in name and "fsdp" not in name and "hybrid" not in name:
         return 2, False
+    if not re.search(r"fsdp|hsdp|full|hybrid|grad_op|zero-?[23]|^\d+$|^(true|yes|on)$", name):
+        raise ArgumentError(
+            f"fsdp is {name!r}; known are FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD, FSDP2, zero1, …"
+        )
     return 3, "grad_op" in name or "zero2" in name
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from atorch.cost import Cost, Memory, peak_memory
 from atorch.cost.memory import stage_memory
 from atorch.cost.stages import stages_of
 from atorch.units import GiB
 from benchmarks.published.layout import framework_for
+from benchmarks.published.metrics import Metric
 from benchmarks.published.rows import cost_of
 from benchmarks.published.table import Row
-
-Metric = Literal["allocated", "reserved", "driver"]
 
 CONTEXT = 1.5 * GiB
 """What the driver's figure has beside the allocator's: CUDA's context, kernels, and buffers of NCCL."""

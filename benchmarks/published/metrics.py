@@ -1,8 +1,11 @@
 """How right estimates are: of memory, of what fits, of time, and of the order of a cell's runs.
 
-A refused row is a miss wherever the row has a measurement: an error of 100 %, said not to fit, ranked last. Errors are
-|estimate / measured - 1|. Within a cell runs are ranked by seconds per token; regret is what the choice loses against
-the best run that was measured. Figures without a row to stand on are None.
+A refused row is a miss wherever the row has a measurement: an error of 100 %, said not to fit. Errors are
+|estimate / measured - 1|. Within a cell runs are ranked by seconds per token; what is refused, or said not to fit, is
+not ranked, for nobody would be told to run it. Of runs that are ranked alike, one at random comes first: figures are
+expected values over their orders, worked out and not drawn. Regret is what the choice loses against the best run of the
+cell that was measured; where nothing of a cell is ranked, it is that of its slowest run. Figures without a row to stand
+on are None.
 """
 
 from __future__ import annotations
@@ -11,11 +14,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
 
 LEAST_IN_CELL = 5  # runs; an order of fewer says little
+DIGITS = 9  # of an estimate; two that agree in them are a tie
+
+Metric = Literal["allocated", "reserved", "driver"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +37,28 @@ class Result:
     estimated_s: float | None = None
     measured_bytes: float | None = None
     estimated_bytes: float | None = None
-    seen_by_driver: bool = False  # the measured bytes are nvidia-smi's: the context of CUDA and other processes' too
+    memory_kind: Metric = "reserved"  # "driver" is nvidia-smi's: the context of CUDA and other processes' too
     label: Literal["fits", "oom"] | None = None
     said_to_fit: bool = False
     fitted_model: bool = False  # constants that are shipped were fitted on rows of this model
     refused: str = ""  # the reason
+    stalled: bool = False  # it lost time that nothing in its columns explains: stalls.py
+    place: float | None = None  # in the order of a rule that estimates nothing: the least comes first
 
     @property
     def time_error(self) -> float | None:
-        """Signed and relative; None where no time was published."""
-        return _error(self.estimated_s, self.measured_s)
+        """Signed and relative; None where no time was published, or none is estimated."""
+        return None if self.place is not None else _error(self.estimated_s, self.measured_s)
 
     @property
     def memory_error(self) -> float | None:
-        """Signed and relative; None where no memory was published."""
-        return _error(self.estimated_bytes, self.measured_bytes)
+        """Signed and relative; None where no memory was published, or none is estimated."""
+        return None if self.place is not None else _error(self.estimated_bytes, self.measured_bytes)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether anyone would be told to run it."""
+        return self.said_to_fit and (self.place is not None or self.estimated_s is not None)
 
 
 def _error(estimated: float | None, measured: float | None) -> float | None:
@@ -55,23 +69,31 @@ def _error(estimated: float | None, measured: float | None) -> float | None:
 
 def summary(results: Sequence[Result]) -> dict[str, float | int | None]:
     """Every figure of a table's results, as fractions."""
-    memory = [each.memory_error for each in results if not each.seen_by_driver]
+    by_torch = [each.memory_error for each in results if each.memory_kind != "driver"]
+    allocated = [each.memory_error for each in results if each.memory_kind == "allocated"]
     times = [each.time_error for each in results]
+    judged = [each for each in results if each.label and each.place is None]
     ranked = [cell for cell in cells(results) if len(cell) >= LEAST_IN_CELL]
     first = [regret(cell, 1) for cell in ranked]
+    doomed, proposed = doomed_in_first(results)
     return {
         "rows": len(results),
         "refused": sum(bool(each.refused) for each in results) / len(results) if results else None,
-        "memory_median_err": quantile(memory, 0.5),
-        "memory_p95_err": quantile(memory, 0.95),
-        "fits_precision": _share([each.label == "fits" for each in results if each.label and each.said_to_fit]),
-        "fits_recall": _share([each.said_to_fit for each in results if each.label == "fits"]),
+        "memory_median_err": quantile(by_torch, 0.5),
+        "memory_p95_err": quantile(by_torch, 0.95),
+        "fits_precision": _share([each.label == "fits" for each in judged if each.said_to_fit]),
+        "fits_recall": _share([each.said_to_fit for each in judged if each.label == "fits"]),
         "time_mape": mean([abs(error) for error in times if error is not None]),
         "time_median_err": quantile(times, 0.5),
         "spearman_median": quantile([_order(cell) for cell in ranked], 0.5, signed=True),
         "regret_top1_mean": mean(first),
         "regret_top1_p95": quantile(first, 0.95),
         "regret_top3_mean": mean([regret(cell, 3) for cell in ranked]),
+        "allocated_median_err": quantile(allocated, 0.5),
+        "allocated_p95_err": quantile(allocated, 0.95),
+        "ranked_cells": len(ranked),
+        "cells_with_oom_in_first_three": doomed,
+        "cells_with_labels": proposed,
     }
 
 
@@ -90,12 +112,42 @@ def cells(results: Iterable[Result]) -> list[list[Result]]:
 
 
 def regret(cell: Sequence[Result], tries: int) -> float:
-    """What the best of the `tries` runs ranked first takes over the best of all, - 1."""
-    ranked = sorted(cell, key=lambda each: (_estimated(each), each.row_id))
-    return min(map(_measured, ranked[:tries])) / min(map(_measured, cell)) - 1.0
+    """What the best of the `tries` runs ranked first takes over the best of all, - 1: expected over orders of ties."""
+    best = min(map(_measured, cell))
+    found, left = math.inf, tries
+    for tied in in_order(cell):
+        times = [_measured(run) for run in tied]
+        if len(tied) > left:
+            return _least_of_drawn([min(found, seconds) for seconds in times], left) / best - 1.0
+        found, left = min([found, *times]), left - len(tied)
+        if not left:
+            break
+    return (found if found < math.inf else max(map(_measured, cell))) / best - 1.0
+
+
+def in_order(runs: Iterable[Result]) -> list[list[Result]]:
+    """The runs that are ranked, best first, those ranked alike together."""
+    ranked = sorted((run for run in runs if run.is_ranked), key=_place)
+    return [list(tied) for _, tied in groupby(ranked, _place)]
+
+
+def _least_of_drawn(values: Sequence[float], count: int) -> float:
+    """The expected least of `count` > 0 of the values, drawn at random.
+
+    The i-th smallest is the least drawn where all others drawn are among those behind it.
+    """
+    ways = math.comb(len(values), count)
+    behind = range(len(values) - 1, -1, -1)
+    return sum(value * math.comb(rest, count - 1) / ways for value, rest in zip(sorted(values), behind, strict=True))
+
+
+def _place(run: Result) -> float:
+    return float(f"{_estimated(run):.{DIGITS}g}")
 
 
 def _estimated(run: Result) -> float:
+    if run.place is not None:
+        return run.place
     return math.inf if run.estimated_s is None else run.estimated_s / run.tokens
 
 
@@ -105,7 +157,10 @@ def _measured(run: Result) -> float:
 
 
 def _order(cell: Sequence[Result]) -> float | None:
-    return spearman([_estimated(each) for each in cell], [_measured(each) for each in cell])
+    ranked = [run for run in cell if run.is_ranked]
+    if len(ranked) < LEAST_IN_CELL:
+        return None
+    return spearman([_place(each) for each in ranked], [_measured(each) for each in ranked])
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
@@ -124,17 +179,27 @@ def ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.asarray(below + (equal + 1) / 2, dtype=np.float64)
 
 
-def doomed_in_first(results: Sequence[Result], tries: int = 3) -> tuple[int, int]:
+def doomed_in_first(results: Sequence[Result], tries: int = 3) -> tuple[float, int]:
     """In how many cells one of the `tries` runs ranked first is labelled out of memory, and of how many cells.
 
-    Ranked are the runs that were timed and those labelled; what is said not to fit is never proposed.
+    Ranked are the runs that were timed and those labelled. Ties count by the share of their orders that has one.
     """
     candidates: dict[tuple[tuple[str, ...], float], list[Result]] = defaultdict(list)
     for each in results:
-        if each.label is not None and each.estimated_s is not None and each.said_to_fit:
+        if each.label is not None and each.is_ranked:
             candidates[each.cell, each.global_batch].append(each)
-    proposed = [sorted(cell, key=_estimated)[:tries] for cell in candidates.values()]
-    return sum(any(each.label == "oom" for each in first) for first in proposed), len(proposed)
+    return sum(_chance_of_doom(cell, tries) for cell in candidates.values()), len(candidates)
+
+
+def _chance_of_doom(cell: Sequence[Result], tries: int) -> float:
+    spared, left = 1.0, tries
+    for tied in in_order(cell):
+        drawn, well = min(left, len(tied)), sum(run.label != "oom" for run in tied)
+        spared *= math.comb(well, drawn) / math.comb(len(tied), drawn)
+        left -= drawn
+        if not left:
+            break
+    return 1.0 - spared
 
 
 def quantile(values: Sequence[float | None], share: float, *, signed: bool = False) -> float | None:

@@ -87,6 +87,27 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
     r"qwen3-235b-a22b": _model(
         94, 4096, 64, 4, 12288, 151936, 4096, head_dim=128, experts=Experts(count=128, top_k=8, ffn=1536)
     ),
+    r"qwen2-57b-a14b": _model(
+        28, 3584, 28, 4, 18944, 151936, 4096, experts=Experts(count=64, top_k=8, ffn=2560, shared_ffn=20480)
+    ),
+    r"dbrx": _model(40, 6144, 48, 8, 10752, 100352, 4096, experts=Experts(count=16, top_k=4, ffn=10752)),
+    r"llama-?4-scout": _model(
+        48,
+        5120,
+        40,
+        8,
+        16384,
+        202048,
+        8192,
+        head_dim=128,
+        experts=Experts(count=16, top_k=1, ffn=8192, shared_ffn=8192),
+    ),
+    r"gpt-?oss-20b": _model(
+        24, 2880, 64, 8, 2880, 201088, 4096, head_dim=64, experts=Experts(count=32, top_k=4, ffn=2880)
+    ),
+    r"gpt-?oss-120b": _model(
+        36, 2880, 64, 8, 2880, 201088, 4096, head_dim=64, experts=Experts(count=128, top_k=4, ffn=2880)
+    ),
     r"codellama-34b": _model(48, 8192, 64, 8, 22016, 32000, 16384),
     r"yi-6b": _model(32, 4096, 32, 4, 11008, 64000, 4096),
     r"yi-34b": _model(60, 7168, 56, 8, 20480, 64000, 4096),

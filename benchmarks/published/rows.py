@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
 
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
@@ -27,7 +25,16 @@ from benchmarks.published.frameworks import Framework
 from benchmarks.published.hardware import NODE, cluster_described
 from benchmarks.published.layout import Layout, framework_for, layout_of
 from benchmarks.published.shapes import shape_of
-from benchmarks.published.table import BLANK, UNKNOWN, Row
+from benchmarks.published.table import BLANK, Row
+from benchmarks.published.words import (
+    WRITES_SCORES,
+    Precision,
+    Recomputation,
+    adapter_of,
+    attention_of,
+    precision_of,
+    recomputation_of,
+)
 
 
 def profile_of(row: Row) -> ModelProfile:
@@ -42,42 +49,22 @@ def _profile(shape: TransformerShape, implementation: Implementation) -> ModelPr
 
 def _implementation(row: Row, framework: Framework) -> Implementation:
     """The framework's, with the attention that the row names and the width of what is computed in."""
-    itemsize = 4.0 if dtype_of(row) in _WHOLE else 2.0
-    found = replace(framework.implementation, flash_attention=not _writes_scores(row), itemsize=itemsize)
+    found = replace(
+        framework.implementation,
+        flash_attention=attention_of(row) not in WRITES_SCORES,
+        itemsize=2.0 if precision_of(row).is_mixed else 4.0,
+    )
     if any(word in f"{row.text('arch')} {row.text('model')}" for word in ("bert", "vit", "bidirectional")):
         found = replace(found, causal=False)
     return replace(found, fused_norm=True, fused_activation=True) if is_compiled(row) else found
 
 
-def _writes_scores(row: Row) -> bool:
-    """Whether attention writes its scores out, as it does unless told otherwise where no flash attention runs."""
-    words = row.text("attn")
-    if words in UNKNOWN:
-        return any(device in row.text("hardware") for device in ("v100", "p100", "t4"))
-    return words == "notchosen" or any(word in words for word in ("unfused", "softmax", "eager", "math", "naive"))
-
-
 def is_compiled(row: Row) -> bool:
     """Whether a compiler fuses what lies between products."""
-    return row.text("compile") not in BLANK
+    return row.text("compile") not in (*BLANK, "eager")
 
 
 COMPILED = 3.0  # launches for each operation of a closed form where Python's modules are compiled away
-_WHOLE = ("float32", "tfloat32")  # nothing is mixed
-
-
-def dtype_of(row: Row) -> Literal["float32", "tfloat32", "float16", "bfloat16", "float8"]:
-    """What matrices are multiplied in; a mix that is not named is of 16 bits."""
-    words = row.text("precision")
-    if "fp8" in words or "float8" in words:
-        return "float8"
-    if "bf16" in words or "bfloat16" in words:
-        return "bfloat16"
-    if "fp16" in words or "float16" in words or "half" in words:
-        return "float16"
-    if words in ("none", "no", "notchosen", "false") or "32" in words:
-        return "tfloat32" if "tf32" in words or "tfloat32" in words else "float32"
-    return "float16" if "v100" in row.text("hardware") else "bfloat16"
 
 
 def cost_of(row: Row) -> Cost:
@@ -86,12 +73,14 @@ def cost_of(row: Row) -> Cost:
     Raises:
         ArgumentError: the row cannot be understood; its text is the reason.
     """
+    if adapter := adapter_of(row):
+        raise ArgumentError(f"{adapter} trains a part of the model, which is not estimated; all parameters are")
     layout, framework, shape = layout_of(row), framework_for(row), shape_of(row)
     _agree(layout, shape)
-    profile, dtype = profile_of(row), dtype_of(row)
+    profile, precision = profile_of(row), precision_of(row)
     cost = arrange(plain_cost(profile, int(layout.global_batch)), _axes(layout))
     cost = replace(
-        _precision(cost, framework, dtype),
+        _mix(cost, framework, precision),
         ops_scale=min(framework.launches, COMPILED) if is_compiled(row) else framework.launches,
         attention_scale=framework.attention_scale,
         hop_wait_s=framework.hop_wait_s,
@@ -104,8 +93,8 @@ def cost_of(row: Row) -> Cost:
         schedule="interleaved" if layout.interleave > 1 else "1f1b",
         interleave=layout.interleave,
     )
-    cost = _recompute(accumulate(cost, layout.num_micro_batches), row.text("ckpt"))
-    return _data_parallel(cost, layout, framework)
+    cost = _recompute(accumulate(cost, layout.num_micro_batches), recomputation_of(row))
+    return _data_parallel(cost, layout, framework, precision)
 
 
 def _agree(layout: Layout, shape: TransformerShape) -> None:
@@ -141,11 +130,11 @@ def _waiting_seconds(layout: Layout, framework: Framework) -> float:
     return framework.send_wait_s * ((4 if inner else 2) * layout.num_micro_batches + 2 * inner)
 
 
-def _precision(cost: Cost, framework: Framework, dtype: str) -> Cost:
+def _mix(cost: Cost, framework: Framework, precision: Precision) -> Cost:
     """Bytes an element, as the framework mixes precisions; in fp32 nothing is mixed."""
     cost = replace(
         cost,
-        dtype=dtype,
+        dtype=precision.dtype,
         grads_persist=framework.grads_persist,
         fresh_itemsize=framework.fresh_itemsize,
         placeholder_itemsize=framework.placeholder_itemsize,
@@ -155,33 +144,32 @@ def _precision(cost: Cost, framework: Framework, dtype: str) -> Cost:
         balances_flops=framework.balances_flops,
         optim_itemsize=8.0,
     )
-    if dtype in _WHOLE:
+    if not precision.is_mixed:
         return replace(cost, param_itemsize=4.0, grad_itemsize=4.0)
     if framework.keeps_masters:
         return replace(cost, param_itemsize=2.0, grad_itemsize=framework.grad_itemsize, master_itemsize=4.0)
     return replace(cost, param_itemsize=4.0, grad_itemsize=4.0, cast_itemsize=2.0, cast_traffic_bytes=6.0)
 
 
-def _recompute(cost: Cost, words: str) -> Cost:
-    """Checkpointing: of whole blocks, of every so many, or only of what is cheap to compute again."""
-    if words in BLANK:
+def _recompute(cost: Cost, recomputation: Recomputation) -> Cost:
+    """Checkpointing: of whole blocks, of a share of them, or only of what is cheap to compute again."""
+    if recomputation.what == "nothing":
         return cost
-    every = re.search(r"every (\d+)|1 of (\d+)", words)
-    if every or "selective layer" in words:  # torchtitan's "selective" without "op" is every other block
-        return replace(cost, recompute=1.0 / max(1, int(every[1] or every[2])) if every else 0.5)
-    selective = any(word in words for word in ("selective", "core", "attention"))
-    return replace(cost, recompute=1.0, recompute_keeps="selective" if selective else "inputs")
+    if recomputation.what == "blocks":
+        return replace(cost, recompute=recomputation.share)
+    return replace(cost, recompute=1.0, recompute_keeps="selective")
 
 
-def _data_parallel(cost: Cost, layout: Layout, framework: Framework) -> Cost:
+def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: Precision) -> Cost:
     if layout.zero == 3 or layout.keeps_gathered:
-        itemsize = 4.0 if cost.dtype in _WHOLE else framework.gathered_itemsize
+        itemsize = framework.gathered_itemsize if precision.is_mixed else 4.0
         hybrid = layout.shared_by < layout.data
         sharded = shard(
             cost,
             axes=("zero", "context") if hybrid else REPLICA_AXES,
             replicas=("data",) if hybrid else (),
-            itemsize=itemsize,
+            itemsize=1.0 if precision.gathers_float8 else itemsize,
+            reduced_itemsize=2.0 if precision.reduces_16_bits else 4.0,
             keeps_gathered=layout.keeps_gathered,
         )
         return replace(sharded, cast_itemsize=cost.cast_itemsize) if framework.whole_casts else sharded
@@ -209,4 +197,5 @@ def cluster_of(row: Row) -> ClusterSpec:
         row.number("gpu_mem_gb") or None,
         layout_of(row).devices,
         int(row.number("gpus_per_node") or 0) or None,
+        knows_runs=row.knows_runs,
     )

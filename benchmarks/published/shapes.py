@@ -13,6 +13,9 @@ from benchmarks.published.table import Row
 
 _DIMENSIONS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")
 _HEAD = 128  # features of a head where their number is not told
+_MIXTURE = re.compile(
+    r"moe|mixture of experts|\ba\d+(\.\d+)?b\b|dbrx|grok|kimi|maverick|scout|gpt-?oss|jamba|minimax|arctic"
+)
 _GPT = ("gpt", "nlg", "gelu", "mpt", "bloom", "opt-", "bert", "falcon", "pythia", "neox")
 
 
@@ -59,7 +62,7 @@ def _experts(row: Row, ffn: int) -> Experts | None:
     words = f"{row.text('arch')} {row.text('model')}"
     count = re.search(r"\b(\d+)[ -]*experts?\b|\b(\d+)x\d+(?:\.\d+)?b\b", words)
     if count is None:
-        if "moe" in words or "mixture of experts" in words or (row.number("ep") or 1) > 1:
+        if _MIXTURE.search(words) or (row.number("ep") or 1) > 1:
             raise ArgumentError(
                 f"how many experts model {row.given['model']!r} has is not known; arch says it as '8 experts top-2'"
             )

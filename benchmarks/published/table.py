@@ -1,8 +1,9 @@
 """A table of published runs: what each row says of a run, and what was measured of it, as text until it is asked for.
 
-What a run was is read from the columns up to `attn`, and from `framework`; what was measured is kept apart. Notes are
-not read at all. Tables are written by people: a number may say "8k" or "1,024", a column may be missing. What cannot be
-read, or cannot be believed, is no number, and the error says so.
+What a run was is read from the columns up to `attn`, from `framework` and `adapters`; what was measured is kept apart.
+Of notes nothing is read but whether they say "LoRA=Yes", where there is no column for it. Tables are written by people:
+a number may say "8k" or "1,024", a column may be missing. What cannot be read, or cannot be believed, is no number, and
+the error says so.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from atorch.errors import ArgumentError
 GIVEN = (
     *("row_id", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "arch"),
     *("hardware", "gpu_mem_gb", "gpus_per_node", "n_gpus", "dp", "fsdp", "zero", "tp", "sp", "pp", "vpp", "cp", "ep"),
-    *("micro_batch", "grad_accum", "global_batch", "precision", "ckpt", "compile", "attn", "framework"),
+    *("micro_batch", "grad_accum", "global_batch", "precision", "ckpt", "compile", "attn", "framework", "adapters"),
 )
 MEASURED = ("step_time_s", "tok_s_gpu", "peak_mem_gib", "mem_metric", "status")
+_BESIDE = ("source", "source_file", "notes")
+_ADAPTERS = re.compile(r"\b(q?lora|dora)\s*[=:]\s*(?:yes|true|on|\d+)\b", re.IGNORECASE)
 
 UNKNOWN = ("", "none", "n/a", "na", "nan", "null", "-", "–", "—", "?", "unknown", "not stated")
 BLANK = (*UNKNOWN, "no", "false", "off", "0", "0.0", "notchosen")
@@ -43,6 +46,8 @@ class Row:
 
     given: Mapping[str, str]
     measured: Mapping[str, str]
+    publisher: str = ""  # whose runs they are
+    knows_runs: bool = True  # what was read off published runs of its framework or network may be used for it
 
     @property
     def row_id(self) -> str:
@@ -96,18 +101,30 @@ def read_rows(path: Path) -> list[Row]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
-            lines = [{name: (each.get(name) or "").strip() for name in (*GIVEN, *MEASURED)} for each in reader]
+            lines = [
+                {name: (each.get(name) or "").strip() for name in (*GIVEN, *MEASURED, *_BESIDE)} for each in reader
+            ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ArgumentError(f"{path} is not read: {error}; give a table in CSV") from error
     if not set(reader.fieldnames) & set(GIVEN):
         raise ArgumentError(f"{path} has none of the columns {', '.join(GIVEN)}; its first line names its columns")
+    for line in lines:
+        found = _ADAPTERS.search(line["notes"])
+        line["adapters"] = line["adapters"] or (found[1] if found else "")
     return [
         Row(
             {name: line[name] for name in GIVEN} | {"row_id": line["row_id"] or f"{path.stem}-{place}"},
             {name: line[name] for name in MEASURED},
+            publisher=_publisher(line) or path.stem,
         )
         for place, line in enumerate(lines, 1)
     ]
+
+
+def _publisher(line: Mapping[str, str]) -> str:
+    """The repository that `source_file` begins with, or what `source` says before a comma."""
+    repository, colon, _ = line["source_file"].partition(":")
+    return repository if colon else line["source"].partition(",")[0]
 
 
 def _number(text: str, column: str) -> float | None:

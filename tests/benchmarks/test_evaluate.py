@@ -74,7 +74,7 @@ def test_the_command_prints_a_line_a_table_and_writes_json(tmp_path):
     command = [sys.executable, ROOT / "benchmarks/planner_accuracy.py", one, two, "--calibrate", "none"]
     shown = subprocess.run([*command, "--json", written], check=True, capture_output=True, text=True, cwd=tmp_path)
     data = json.loads(written.read_text())
-    assert set(data) == {"tables", "all"}
+    assert set(data) == {"tables", "all", "lines"}
     assert {name: each["rows"] for name, each in data["tables"].items()} == {"one": 4, "two": 1}
     assert data["all"]["refused"] == 0.2
     assert set(data["all"]) == set(data["tables"]["one"])

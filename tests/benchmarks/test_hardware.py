@@ -2,6 +2,7 @@
 
 import pytest
 
+from atorch.errors import ArgumentError
 from atorch.units import GiB
 from benchmarks.published.hardware import cluster_described, network_of
 
@@ -13,6 +14,10 @@ from benchmarks.published.hardware import cluster_described, network_of
         ("A100-80GB-SXM4 (4x100Gb RoCE/node)", 5e10),
         ("V100-SXM2-16GB (8/node NVLink, 100Gb EDR IB)", 1.25e10),
         ("A100-80GB (NVLink, 800 Gb/s RDMA/node)", 1e11),
+        ("A100-80GB (NVLink, 4x100Gb Omni-Path/node)", 5e10),
+        ("A100-80GB-SXM (8/node, 4x Omni-Path 100)", 5e10),
+        ("H100-96GB (NVLink, 400Gb/s RDMA per GPU)", 4e11),
+        ("H200-141GB (NVLink, 400Gb/s CX-7 per GPU)", 4e11),
         ("H100-80GB-SXM", None),
         ("B200-SXM 8x", None),
     ],
@@ -32,7 +37,7 @@ def test_a_network_is_shared_by_the_devices_of_a_node(text, per_node):
         ("L4, 8/node", 24, "NVIDIA L4"),
         ("H100 PCIe", 80, "NVIDIA H100 80GB HBM3"),
         ("Tesla P100", 16, "Tesla V100-SXM2-16GB"),
-        ("something new", 40, "NVIDIA A100-SXM4-40GB"),
+        ("", 40, "NVIDIA A100-SXM4-40GB"),
         ("", None, "NVIDIA A100-SXM4-80GB"),
     ],
 )
@@ -43,7 +48,20 @@ def test_the_nearest_known_device(text, memory_gb, name):
 def test_a_device_without_a_file_has_the_figures_of_its_data_sheet():
     device = cluster_described("8x A10G", 24, 8, 8).device
     assert (device.peak_flops["bfloat16"], device.memory_bandwidth) == (7e13, 6e11)
-    assert cluster_described("something new", 64, 8, 8).device.memory_bytes == pytest.approx(0.95 * 64 * GiB)
+    assert cluster_described("", 64, 8, 8).device.memory_bytes == pytest.approx(0.95 * 64 * GiB)
+
+
+def test_blackwells_are_told_apart():
+    clusters = {name: cluster_described(name, None, 144, None) for name in ("B200", "GB200 NVL72", "B300", "GB300")}
+    assert len({each.device.memory_bytes for each in clusters.values()}) == 4
+    assert len({each.device.peak_flops["bfloat16"] for each in clusters.values()}) == 2
+    assert {name: each.devices_per_node for name, each in clusters.items() if "NVL" in name} == {"GB200 NVL72": 72}
+
+
+@pytest.mark.parametrize("text", ["abacus", "B400", "MI455X", "something new"])
+def test_a_device_that_is_not_known_is_refused_by_its_name(text):
+    with pytest.raises(ArgumentError, match=text):
+        cluster_described(text, 80, 8, 8)
 
 
 def test_cards_on_pcie_have_no_faster_link():

@@ -19,7 +19,7 @@ CELL = ("framework", "model", "8", "2048")
 
 def run(name, measured=None, estimated=None, **others):
     """A timed run of 100 tokens a step."""
-    known = {"cell": CELL, "global_batch": 1.0, "tokens": 100.0}
+    known = {"cell": CELL, "global_batch": 1.0, "tokens": 100.0, "said_to_fit": True}
     return Result(row_id=name, measured_s=measured, estimated_s=estimated, **{**known, **others})
 
 
@@ -50,13 +50,39 @@ def test_regret_is_what_the_choice_loses():
     assert regret(cell, 3) == 0.0
 
 
+def test_of_ties_any_may_come_first():
+    tied = [run("slow", 4.0, 1.0), run("fast", 1.0, 1.0), run("mean", 2.0, 1.0)]
+    assert regret(tied, 1) == pytest.approx((3.0 + 0.0 + 1.0) / 3)
+    assert regret(tied, 2) == pytest.approx((0.0 + 0.0 + 1.0) / 3)  # both but the fastest, of three pairs
+    assert regret(tied, 3) == 0.0
+    assert regret([run("first", 3.0, 0.5), *tied], 2) == pytest.approx((2.0 + 0.0 + 1.0) / 3)
+    assert regret([*reversed(tied)], 1) == regret(tied, 1)  # the listing plays no part
+
+
+def test_what_is_said_not_to_fit_is_not_ranked():
+    fast, slow = run("fast", 1.0, 1.0, said_to_fit=False), run("slow", 1.5, 2.0)
+    assert regret([fast, slow], 1) == regret([fast, slow], 3) == pytest.approx(0.5)
+    nothing = [fast, run("slower", 3.0, 1.0, said_to_fit=False)]
+    assert regret(nothing, 1) == pytest.approx(2.0)  # nothing is ranked: the slowest
+    ordered = [run(f"{i}", 1.0 + i, 1.0 + i) for i in range(5)]
+    assert summary([*ordered, run("wrong", 0.5, 9.0, said_to_fit=False)])["spearman_median"] == pytest.approx(1.0)
+
+
+def test_a_rule_that_estimates_nothing_has_an_order_alone():
+    placed = [run(f"{i}", 5.0 - i, place=float(i), label="fits", measured_bytes=1.0) for i in range(5)]
+    figures = summary(placed)
+    assert figures["spearman_median"] == pytest.approx(-1.0)
+    assert figures["time_mape"] is figures["memory_median_err"] is figures["fits_precision"] is None
+    assert figures["regret_top1_mean"] == pytest.approx(4.0)
+
+
 def test_runs_are_ranked_by_seconds_per_token():
     twice = run("twice", 3.0, 3.0, tokens=200.0)
     assert regret([twice, run("a", 2.0, 2.0)], 1) == 0.0
 
 
-def test_a_refused_run_is_ranked_last_and_misses_all_of_its_figures():
-    refused = run("no", 1.0, measured_bytes=5.0, label="fits", refused="unknown")
+def test_a_refused_run_is_not_ranked_and_misses_all_of_its_figures():
+    refused = run("no", 1.0, measured_bytes=5.0, label="fits", refused="unknown", said_to_fit=False)
     assert regret([run("a", 2.0, 1.0), refused], 1) == pytest.approx(1.0)
     figures = summary([refused])
     assert figures["refused"] == figures["time_mape"] == figures["memory_median_err"] == 1.0
@@ -70,10 +96,12 @@ def test_errors_are_of_the_estimate_over_the_measured():
         run("b", 1.0, 0.7, measured_bytes=100.0, estimated_bytes=80.0, label="fits", said_to_fit=False),
         run("c", label="oom", said_to_fit=True),
         run("d", said_to_fit=True),  # ended for another reason
-        run("e", measured_bytes=100.0, estimated_bytes=300.0, seen_by_driver=True),
+        run("e", measured_bytes=100.0, estimated_bytes=300.0, memory_kind="driver"),
+        run("f", measured_bytes=100.0, estimated_bytes=115.0, memory_kind="allocated"),
     ]
     figures = summary(results)
-    assert figures["rows"] == 5
+    assert figures["rows"] == 6
+    assert figures["allocated_median_err"] == figures["allocated_p95_err"] == pytest.approx(0.15)
     assert figures["time_mape"] == figures["time_median_err"] == pytest.approx(0.2)
     assert figures["memory_median_err"] == pytest.approx(0.15)
     assert figures["memory_p95_err"] == pytest.approx(0.195)
@@ -86,6 +114,8 @@ def test_a_summary_has_the_keys_of_the_json():
     assert list(summary([])) == [
         "rows", "refused", "memory_median_err", "memory_p95_err", "fits_precision", "fits_recall", "time_mape",
         "time_median_err", "spearman_median", "regret_top1_mean", "regret_top1_p95", "regret_top3_mean",
+        "allocated_median_err", "allocated_p95_err", "ranked_cells", "cells_with_oom_in_first_three",
+        "cells_with_labels",
     ]  # fmt: skip
 
 
@@ -105,6 +135,8 @@ def test_the_first_three_are_of_runs_that_are_said_to_fit():
     known = run("known", None, 0.1, label="oom", said_to_fit=False)
     assert doomed_in_first([*good, late, known]) == (0, 1)
     assert doomed_in_first([*good, early]) == (1, 1)
+    tied = run("tied", None, 3.0, label="oom", said_to_fit=True)  # as the third of the good ones
+    assert doomed_in_first([*good, tied]) == (pytest.approx(0.5), 1)
 
 
 def test_quantiles_are_of_sizes_and_skip_what_is_not_known():

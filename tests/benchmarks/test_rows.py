@@ -11,7 +11,7 @@ from atorch.units import GiB
 from benchmarks.published.layout import layout_of
 from benchmarks.published.memory import comparable_bytes, fits, memory_of, metric_of
 from benchmarks.published.models import known_dimensions
-from benchmarks.published.rows import cluster_of, cost_of, dtype_of, profile_of
+from benchmarks.published.rows import cluster_of, cost_of, profile_of
 from benchmarks.published.shapes import shape_of
 from benchmarks.published.table import GIVEN, MEASURED, Row, read_rows
 
@@ -58,7 +58,7 @@ def test_sharding_by_its_many_names(fsdp, zero, level, keeps):
         ({"layers": ""}, "layers of model 'my-llama' not given"),
         ({"vocab": ""}, "nor are params_b"),
         ({"tp": "3"}, "do not divide 16 devices"),
-        ({"micro_batch": "", "global_batch": ""}, "two are needed"),
+        ({"micro_batch": "", "global_batch": "", "pp": "1", "dp": ""}, "two are needed"),
         ({"global_batch": "2"}, "less than dp 4 micro-batches of 2"),
         ({"hidden": "wide"}, "hidden is 'wide'; it is a number"),
         ({"heads": "-8"}, "at least 0"),
@@ -74,17 +74,26 @@ def test_sharding_by_its_many_names(fsdp, zero, level, keeps):
         ({"tp": "16", "pp": "1", "dp": "1", "hidden": "8", "heads": "8"}, "tp 16 leaves nothing of 8"),
         ({"hidden": "16"}, "less than heads"),
         ({"n_gpus": "", "dp": ""}, "neither n_gpus nor dp"),
+        ({"micro_batch": ""}, "of a pipeline's micro_batch and grad_accum one is needed"),
+        ({"hardware": "abacus"}, "hardware is 'abacus'"),
+        ({"fsdp": "cleverly"}, "fsdp is 'cleverly'"),
+        ({"attn": "hyena"}, "attn is 'hyena'"),
+        ({"ckpt": "selective [moe_act]"}, "ckpt is 'selective .moe_act.'"),
+        ({"precision": "nvfp4"}, "of nvfp4 nothing is known"),
+        ({"adapters": "LoRA"}, "lora trains a part of the model"),
+        ({"model": "Llama 2 7B QLoRA"}, "qlora trains a part"),
+        ({"model": "Qwen9 300B-A30B"}, "how many experts"),
     ],
 )
 def test_a_row_that_cannot_be_understood_says_why(given, reason):
     with pytest.raises(ArgumentError, match=reason):
-        cost_of(row(**given))
+        cost_of(row(**given)), cluster_of(row(**given))
 
 
-def test_hardware_that_is_not_known_is_the_nearest():
+def test_hardware_that_is_not_told_is_what_has_as_much_memory():
     assert "H100" in cluster_of(row()).device.name
     assert (cluster_of(row()).num_nodes, cluster_of(row()).devices_per_node) == (2, 8)
-    assert cluster_of(row(hardware="abacus", gpu_mem_gb="40")).device.name == "NVIDIA A100-SXM4-40GB"
+    assert cluster_of(row(hardware="", gpu_mem_gb="40")).device.name == "NVIDIA A100-SXM4-40GB"
 
 
 def test_named_models_fill_in_what_is_blank():
@@ -179,6 +188,18 @@ def test_notes_are_not_read(tmp_path):
     assert found.row_id == "a-0001"
 
 
+def test_notes_tell_of_adapters_alone(tmp_path):
+    path = tmp_path / "table.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["row_id", "notes", "source_file"])
+        writer.writeheader()
+        writer.writerow({"row_id": "a", "notes": "LoRA=Yes; method FSDP", "source_file": "me/mine:runs.md"})
+        writer.writerow({"row_id": "b", "notes": "LoRA=No; method FSDP"})
+    first, second = read_rows(path)
+    assert (first.text("adapters"), second.text("adapters")) == ("lora", "")
+    assert (first.publisher, second.publisher) == ("me/mine", "table")
+
+
 @pytest.mark.parametrize(
     ("given", "level", "shared_by"),
     [
@@ -197,17 +218,6 @@ def test_shards_within_a_node_hold_more_and_send_less_between_nodes():
     assert (whole.param_shards, hybrid.param_shards) == (16, 8)
     assert dict(hybrid.axes) == {"zero": 8, "data": 2}
     assert {comm.axis for comm in hybrid.comm} >= {("data",)}
-
-
-@pytest.mark.parametrize(
-    ("words", "dtype"),
-    [
-        ("BF16", "bfloat16"), ("bf16-mixed", "bfloat16"), ("fp16 amp O2", "float16"), ("fp8 hybrid", "float8"),
-        ("TF32", "tfloat32"), ("fp32", "float32"), ("", "bfloat16"), ("mixed", "bfloat16"),
-    ],
-)  # fmt: skip
-def test_precisions_by_their_many_names(words, dtype):
-    assert dtype_of(row(precision=words)) == dtype
 
 
 @pytest.mark.parametrize(
@@ -252,6 +262,11 @@ def test_what_a_compiler_fuses_is_faster_and_smaller():
     assert peak_memory(cost_of(fused)).total < peak_memory(cost_of(plain)).total
 
 
+def test_torchtitan_cuts_a_batch_by_the_stages_of_its_pipeline():
+    layout = layout_of(row(framework="torchtitan", micro_batch="", pp="4", tp="1", sp=""))
+    assert (layout.micro_batch, layout.num_micro_batches) == (4, 4)
+
+
 def test_one_micro_batch_is_a_step_where_nothing_else_is_said():
     layout = layout_of(row(pp="1", dp="", global_batch=""))
     assert (layout.micro_batch, layout.num_micro_batches) == (2, 1)
@@ -260,7 +275,7 @@ def test_one_micro_batch_is_a_step_where_nothing_else_is_said():
 @pytest.mark.parametrize("column", [name for name in GIVEN if name != "row_id"])
 def test_no_blank_column_but_those_of_the_shape_and_the_batch_is_needed(column):
     given = row(**{column: ""})
-    if column in ("layers", "hidden", "seq_len", "vocab", "global_batch"):
+    if column in ("layers", "hidden", "seq_len", "vocab", "global_batch", "micro_batch"):
         with pytest.raises(ArgumentError, match=column):
             cost_of(given)
     else:

@@ -1,0 +1,91 @@
+"""Recipes' words: what each is read as, and what is refused."""
+
+import pytest
+
+from atorch.errors import ArgumentError
+from benchmarks.published.words import (
+    Recomputation,
+    adapter_of,
+    attention_of,
+    precision_of,
+    recomputation_of,
+)
+from tests.benchmarks.test_rows import row
+
+
+@pytest.mark.parametrize(
+    ("words", "hardware", "kernel"),
+    [
+        ("FlashAttention-3", "H100", "flash3"), ("FA3", "H100", "flash3"), ("flash-attn2", "H100", "flash2"),
+        ("flash_attention_2", "A100", "flash2"), ("flash-attn", "A100", "flash2"), ("flash v1", "A100", "flash1"),
+        ("SDPA (flash)", "H100", "flash2"), ("sdpa", "A100", "flash2"), ("sdpa (math)", "A100", "eager"),
+        ("sdpa (cudnn)", "H100", "cudnn"), ("sdpa (efficient)", "A100", "efficient"), ("xformers", "A100", "efficient"),
+        ("flash/triton (yaml attn_impl: flash)", "A100", "triton"), ("flex_attention", "H100", "triton"),
+        ("TE", "B200", "cudnn"), ("Transformer Engine", "A100", "flash2"), ("module_replace", "A100", "flash2"),
+        ("unfused (Megatron fused softmax)", "A100", "fused_softmax"), ("unfused/Megatron", "A100", "fused_softmax"),
+        ("fused mha/softmax", "V100", "fused_softmax"), ("eager", "A100", "eager"), ("unfused", "A100", "eager"),
+        ("NotChosen", "A100", "eager"), ("", "V100-SXM2", "eager"), ("", "H100", "flash2"), ("none", "H100", "flash2"),
+    ],
+)  # fmt: skip
+def test_kernels_of_attention(words, hardware, kernel):
+    assert attention_of(row(attn=words, hardware=hardware)) == kernel
+
+
+@pytest.mark.parametrize(
+    ("words", "framework", "found"),
+    [
+        ("", "", Recomputation()), ("none", "", Recomputation()), ("False", "", Recomputation()),
+        ("full", "", Recomputation("blocks")), ("True", "", Recomputation("blocks")),
+        ("full (HFU reported)", "", Recomputation("blocks")),
+        ("every 4 layers", "", Recomputation("blocks", 0.25)), ("selective (2)", "", Recomputation("blocks", 0.5)),
+        ("1 of 3 blocks", "", Recomputation("blocks", 1 / 3)), ("selective layer", "", Recomputation("blocks", 0.5)),
+        ("selective (op)", "", Recomputation("products")), ("selective op", "", Recomputation("products")),
+        ("per-op SAC", "", Recomputation("products")), ("selective", "torchtitan", Recomputation("products")),
+        ("selective", "Megatron-LM", Recomputation("attention")), ("core attention", "", Recomputation("attention")),
+        ("selective (core_attn)", "", Recomputation("attention")),
+    ],
+)  # fmt: skip
+def test_what_is_recomputed(words, framework, found):
+    assert recomputation_of(row(ckpt=words, framework=framework)) == found
+
+
+@pytest.mark.parametrize("words", ["selective [moe_act]", "block 5", "clever", "full but norms"])
+def test_recomputation_that_is_not_known_is_refused_by_its_words(words):
+    with pytest.raises(ArgumentError, match="ckpt is '" + words.split("[")[0].strip()):
+        recomputation_of(row(ckpt=words))
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "scaling"),
+    [
+        ("BF16", "bfloat16", ""), ("bf16-mixed", "bfloat16", ""), ("fp16 amp O2", "float16", ""),
+        ("amp_bf16", "bfloat16", ""),
+        ("TF32", "tfloat32", ""), ("fp32", "float32", ""), ("", "bfloat16", ""), ("mixed", "bfloat16", ""),
+        ("16-bit", "float16", ""), ("fp8 hybrid", "float8", "tensorwise"), ("bf16 + float8", "float8", "tensorwise"),
+        ("bf16 + float8 rowwise", "float8", "rowwise"), ("bf16 + mxfp8_cublas_rceil", "float8", "mx"),
+        ("fp8 blockwise", "float8", "blockwise"), ("bf16 + rowwise_with_gw_hp", "float8", "rowwise"),
+        ("bf16 (BF16Optimizer, fp32 grads)", "bfloat16", ""), ("see scripts (bf16/fp16 amp)", "bfloat16", ""),
+    ],
+)  # fmt: skip
+def test_precisions_by_their_many_names(words, dtype, scaling):
+    found = precision_of(row(precision=words))
+    assert (found.dtype, found.scaling) == (dtype, scaling)
+
+
+@pytest.mark.parametrize("words", ["nvfp4", "bf16 + mxfp4", "int8", "fp6", "4-bit", "nf4", "posits"])
+def test_numbers_that_are_not_known_are_refused_by_their_name(words):
+    with pytest.raises(ArgumentError, match="precision is"):
+        precision_of(row(precision=words))
+
+
+def test_what_is_sent_in_fewer_bits():
+    assert precision_of(row(precision="bf16 + tensorwise with float8 all-gather")).gathers_float8
+    assert precision_of(row(precision="bf16 + float8", fsdp="FSDP2 (float8 all-gather)")).gathers_float8
+    assert not precision_of(row(precision="bf16 + rowwise with bfloat16 all-gather")).gathers_float8
+    assert precision_of(row(precision="bf16; FSDP mixed_precision=PURE")).reduces_16_bits
+    assert not precision_of(row(precision="amp_bf16; FSDP mixed_precision=DEFAULT")).reduces_16_bits
+
+
+def test_adapters_by_name():
+    assert adapter_of(row()) == adapter_of(row(adapters="none")) == ""
+    assert adapter_of(row(adapters="QLoRA")) == adapter_of(row(model="Llama 2 7B (QLoRA)")) == "qlora"
