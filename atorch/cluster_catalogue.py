@@ -1,7 +1,9 @@
 """The clusters that are known by name: one file of `atorch/clusters` each, and how people write them.
 
 "8x8xH100-80GB" is 8 nodes of 8 devices that `h100_80g.json` describes. A device is found under its file's name, the
-name that its driver gives it and the file's aliases, whatever their case, punctuation, vendor and form factor.
+name that its driver gives it and the file's aliases, whatever their case, punctuation, vendor and form factor. A file
+with a `base` says only what differs from that file; one with a `machine` is about one that clouds rent as a whole, so
+that "4xp5.48xlarge" is 4 of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atorch.cluster import ClusterSpec, DeviceSpec
-from atorch.cluster_file import FORMAT, cluster_of, with_source
+from atorch.cluster_file import FORMAT, SHIPPED, cluster_of, with_source
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.strict_json import read_json
 from atorch.units import GiB
@@ -31,13 +33,20 @@ def load(
     """What `ClusterSpec.load` returns."""
     nodes, devices, name = _counted(source)
     path = Path(name) if name.endswith(".json") else FILES / f"{_file_of(name)}.json"
-    data = read_json(path, FORMAT)
+    data = _complete(read_json(path, FORMAT), path.name)
     cluster = cluster_of(_overridden(data, overrides), path.name)
+    if isinstance(data, dict) and data.get("machine"):
+        nodes, devices = _machines(source, nodes, devices, cluster)
     return replace(
         cluster,
         num_nodes=_agreed("num_nodes", source, nodes, num_nodes) or cluster.num_nodes,
         devices_per_node=_agreed("devices_per_node", source, devices, devices_per_node) or cluster.devices_per_node,
     )
+
+
+def usual_devices(source: str | Path) -> int:
+    """Devices on a node of what a description names, whatever it counts."""
+    return load(_counted(source)[2], None, None, {}).devices_per_node
 
 
 def describing(plain: ClusterSpec) -> ClusterSpec | None:
@@ -60,7 +69,7 @@ def describing(plain: ClusterSpec) -> ClusterSpec | None:
 
 def _is_about(data: Mapping[str, Any], device: DeviceSpec) -> bool:
     """Whether a file is about this device: its name, and its memory but for what the driver keeps."""
-    named = "matches" in data and data["matches"] in device.name.replace(" ", "-")
+    named = "matches" in data and re.search(data["matches"], device.name.replace(" ", "-")) is not None
     return named and abs(data["device"]["memory_gib"] * GiB / device.memory_bytes - 1) < 0.15
 
 
@@ -93,9 +102,10 @@ def _file_of(name: str) -> str:
     meanings = dict(_meanings())
     stem = meanings.get(_key(name))
     if stem is None:
+        alike = sorted({stem for key, stem in meanings.items() if key.startswith(_key(name)) and _key(name)})
+        meant = f"say which: {', '.join(alike)}" if len(alike) > 1 else near_miss(name.lower(), set(meanings.values()))
         raise ArgumentError(
-            f"there is no cluster named {name!r}, and a path of your own file would end in .json; "
-            f"{near_miss(name.lower(), set(meanings.values()))}"
+            f"there is no cluster named {name!r}, and a path of your own file would end in .json; {meant}"
         )
     return stem
 
@@ -104,15 +114,58 @@ def _meanings() -> Iterator[tuple[str, str]]:
     """Every key that names a file, and the file's stem."""
     for path in FILES.glob("*.json"):
         data = _known(path)
-        for name in (path.stem, data["device"]["name"], *data.get("aliases", ())):
+        own = data.get("machine") or data["device"]["name"]  # a machine's devices are not called as it is
+        for name in (path.stem, own, *data.get("aliases", ())):
             yield _key(name), path.stem
 
 
 def _known(path: Path) -> dict[str, Any]:
-    """The data of a file of atorch's own."""
-    data = read_json(path, FORMAT)
+    """The data of a file of atorch's own, complete."""
+    data = _complete(read_json(path, FORMAT), path.name)
     assert isinstance(data, dict), "it is an object"
     return data
+
+
+def _complete(data: Any, where: str) -> Any:
+    """A file's data on top of those of its base, where it names one; null takes away what the base has.
+
+    Raises:
+        ArgumentError: there is no such base.
+    """
+    if not isinstance(data, dict) or "base" not in data:
+        return data
+    own = {key: value for key, value in data.items() if key != "base"}
+    base, sources = data["base"], own.pop("sources", {})
+    if not isinstance(base, str) or not (FILES / f"{base}.json").is_file():
+        known = [path.stem for path in FILES.glob("*.json")]
+        raise ArgumentError(f"the cluster file {where} has the base {shown(base)}; {near_miss(str(base), known)}")
+    below = {key: value for key, value in _known(FILES / f"{base}.json").items() if key not in SHIPPED}
+    complete = _on_top(below, own)
+    if isinstance(sources, dict):  # what is none is told when the data are read
+        for place, text in sources.items():
+            complete["sources"] = with_source(complete["sources"], place, text)
+    return complete
+
+
+def _on_top(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects of both as one, the figures of `own` first."""
+    merged = dict(below)
+    for key, value in own.items():
+        mine = merged.get(key)
+        merged[key] = _on_top(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _machines(
+    source: str | Path, nodes: int | None, devices: int | None, cluster: ClusterSpec
+) -> tuple[int | None, int | None]:
+    """`(nodes, devices per node)`, of a description whose one count is of machines."""
+    has = cluster.devices_per_node
+    if nodes is None or devices == has:
+        return nodes or devices, has
+    raise ArgumentError(
+        f"the cluster {str(source)!r} counts {devices} devices on a machine that has {has}; leave it out"
+    )
 
 
 def _key(name: str) -> str:

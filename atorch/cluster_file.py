@@ -61,7 +61,8 @@ _CLUSTER: Set[str] = frozenset(
     {"device", "num_nodes", "devices_per_node", "intra_node", "inter_node", "nodes_per_leaf", "inter_leaf"}
     | {"host_link", "host_memory_gib", "sources"}
 )
-_SHIPPED: Set[str] = frozenset({"matches", "aliases"})  # how a device is recognised, and what else it is called
+SHIPPED: Set[str] = frozenset({"matches", "aliases", "machine"})
+"""How a device is recognised, what else a cluster is called, and which cloud's machine it is: no base passes it on."""
 
 
 class _Part:
@@ -124,7 +125,7 @@ def cluster_of(data: Any, where: str) -> ClusterSpec:
     Raises:
         ArgumentError: a figure is missing, unknown or absurd.
     """
-    top = _Part(data, where, _CLUSTER | _SHIPPED)
+    top = _Part(data, where, _CLUSTER | SHIPPED)
     optional: dict[str, Any] = {}
     if "host_link" in top.data:
         optional["host_link"] = _link(top, "host_link")
