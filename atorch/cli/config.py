@@ -8,16 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import typer
+
 IMAGES = "ImageClassification"
 FAMILIES = ("CausalLM", "Seq2SeqLM", "MaskedLM", IMAGES)  # of transformers' AutoModelFor…
 DEFAULT_SIZE = 224  # of images, for networks that take any
+DEFAULT_SEQ = 4096  # tokens of a sample, for models that take as many
 
 
 def job_of(path: Path, seq: int | None) -> dict[str, Any]:
     """The arguments of `atorch.plan` for training the model of a config in fp32, as precision methods expect it.
 
     Raises:
-        ArgumentError: the file is no config, or of a model that transformers does not have, or `seq` is missing.
+        ArgumentError: the file is no config, or of a model that transformers does not have.
         CapabilityError: transformers is not installed.
     """
     import torch
@@ -29,7 +32,8 @@ def job_of(path: Path, seq: int | None) -> dict[str, Any]:
     if reads_images and seq is not None:
         raise ArgumentError(f"{path} is of a model that reads images; leave --seq out")
     if not reads_images and seq is None:
-        raise ArgumentError(f"{path} says nothing of the length of a sample; give --seq")
+        seq = min(DEFAULT_SEQ, getattr(config, "max_position_embeddings", None) or DEFAULT_SEQ)
+        typer.echo(f"--seq is not given: {seq:,} tokens a sample", err=True)
     return {
         "model": lambda: auto.from_config(config, dtype=torch.float32),
         "sample_batch": _image(config) if reads_images else _tokens(seq or 0),
@@ -41,25 +45,47 @@ def job_of(path: Path, seq: int | None) -> dict[str, Any]:
 
 def _found(path: Path) -> tuple[Any, Any]:
     """The config, and the class of transformers that makes its model."""
-    from atorch.errors import ArgumentError, CapabilityError
+    from atorch.errors import ArgumentError, CapabilityError, near_miss
 
     try:
         import transformers
     except ImportError as error:
-        raise CapabilityError("--model needs transformers; install atorch[hf], or give the model's shape") from error
+        raise CapabilityError("a config needs transformers; install atorch[hf], or give the model's shape") from error
     data = _read(path)
     kind = data.pop("model_type", None)
+    if kind is None:
+        raise ArgumentError(f"{path} has no model_type, so it is no model's config; give one as Hugging Face's have it")
     if kind not in transformers.CONFIG_MAPPING:
         raise ArgumentError(
-            f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not have"
+            f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not have; "
+            f"{near_miss(str(kind), transformers.CONFIG_MAPPING)}"
         )
-    config = transformers.CONFIG_MAPPING[kind].from_dict(data)
+    config = _made(transformers.CONFIG_MAPPING[kind], data, path)
     trained_as = "".join(data.get("architectures") or ())
     for family in sorted(FAMILIES, key=lambda name: name not in trained_as):  # the one that it names comes first
         auto = getattr(transformers, f"AutoModelFor{family}")
         if type(config) in auto._model_mapping:
             return config, auto
     raise ArgumentError(f"{path} is of a {kind}, which is none of {', '.join(FAMILIES)}; write a job for it")
+
+
+def _made(kind: Any, data: dict[str, Any], path: Path) -> Any:
+    """The config that the data are of.
+
+    Raises:
+        ArgumentError: a value that its class does not take.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    from atorch.errors import ArgumentError
+
+    try:
+        return kind.from_dict(data)
+    except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+        raise ArgumentError(
+            f"{path} is no config of a {kind.model_type} that transformers {transformers.__version__} takes: {error}"
+        ) from error
 
 
 def _read(path: Path) -> dict[str, Any]:

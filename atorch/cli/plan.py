@@ -1,22 +1,21 @@
 """`atorch plan`: the best strategy for a model on a cluster, neither of which need be here.
 
-The model is a job in a file, a Hugging Face config, or a shape. The answer goes to the terminal, and where it is asked
-for into a JSON file, a page, and a strategy file.
+The model is a Hugging Face config, a job in a file, or a shape. The answer goes to the terminal, and where it is asked
+for into a JSON file, a page, and a strategy file. Answers for several clusters stand beside each other.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from atorch.cli import files
+from atorch.cli.answers import Found, Outputs, give
+from atorch.cli.clusters import HELP, clusters_of
 from atorch.cli.sources import Source, source_of
 
 if TYPE_CHECKING:
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
     from atorch.auto.offline import Subject
     from atorch.auto.planner.cluster_plan import ClusterPlan
     from atorch.cluster import ClusterSpec
+    from atorch.errors import AtorchError
 
 MAX_DEVICES, MAX_BATCH, MAX_SEQ = 2**17, 2**24, 2**24  # where --fit stops looking
 FIRST_SEQ = 4096
 IN_PARTS = ("micro_batch", "pipeline_parallel")  # with these a batch goes through the model part by part
-WIDTH = 120  # where there is no terminal
 
 What = Literal["devices", "batch", "seq"]
 Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
@@ -43,16 +42,17 @@ def _file(name: str, help_text: str, exists: bool = False) -> Any:
     return typer.Option(name, exists=exists, dir_okay=False, metavar="FILE", help=help_text)
 
 
+MODEL = "A Hugging Face config.json, a folder that has one, or a job FILE.py:NAME: arguments of atorch.plan."
 Number = int | None
 File = Path | None
 Names = Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Methods, separated by commas.")]
 
 
 def plan(
-    cluster: Annotated[str, typer.Option(metavar="TEXT", help="8xA100-40GB, 16x8xH100-80GB, or a cluster file.")],
-    named: Annotated[str | None, typer.Argument(metavar="FILE.py:JOB", help="A job: arguments of atorch.plan.")] = None,
-    model: Annotated[File, _file("--model", "Instead of a job: a Hugging Face config.json.", exists=True)] = None,
-    layers: Annotated[Number, _number("Instead of a job, a shape: its blocks.")] = None,
+    named: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)] = None,
+    cluster: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=HELP)] = None,
+    model: Annotated[File, _file("--model", "The same as MODEL: a config.json.", exists=True)] = None,
+    layers: Annotated[Number, _number("Instead of MODEL, a shape: its blocks.")] = None,
     hidden: Annotated[Number, _number("Of a shape: elements of the stream between blocks.")] = None,
     heads: Annotated[Number, _number("Of a shape: attention heads.")] = None,
     kv_heads: Annotated[Number, _number("Of a shape: heads of keys and values.")] = None,
@@ -74,12 +74,13 @@ def plan(
         Number, typer.Option(min=0, max=32, metavar="N", help="How many of the best are simulated, however long.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 8,
+    verbose: Annotated[bool, typer.Option(help="Show all that was tried, and compositions by axis.")] = False,
     json_file: Annotated[File, _file("--json", "Write the answer as JSON.")] = None,
     html: Annotated[File, _file("--html", "Write the answer as a page.")] = None,
     save: Annotated[File, _file("--save", "Write the file of the best strategy that can be applied today.")] = None,
 ) -> None:
     """Find the best strategy for a model on a cluster, neither of which need be here."""
-    files.check_targets(json_file, html, save)
+    outputs = Outputs(json_file, html, save)
     shape = {
         "layers": layers,
         "hidden": hidden,
@@ -90,7 +91,8 @@ def plan(
         "experts": experts,
         "top-k": top_k,
     }
-    source = source_of(named, model, shape)
+    source, clusters = source_of(named, model, shape), clusters_of(cluster)
+    outputs.check(len(clusters))
     wanted = {
         "global_batch": batch,
         "excluded": _names(exclude),
@@ -101,47 +103,51 @@ def plan(
         "objective": objective,
         "reserve": reserve,
     }
-    found = _fitting(fit, source, cluster, seq, wanted) if fit else _answer(source, cluster, seq, wanted, verify)
-    data = found.plan.to_json_data() | ({"fit": found.fit} if found.fit else {})
-    _show(data, source.title, found.headline, top)
-    if json_file is not None:
-        files.write(json_file, json.dumps(data, allow_nan=False) + "\n")
-    if html is not None:
-        from atorch.report.html import plan_page
 
-        files.write(html, plan_page(data, source.title))
-    if save is not None:
-        _save(found.plan, data, save)
+    def ask(spec: ClusterSpec) -> Found:
+        return _fitting(fit, source, spec, seq, wanted) if fit else _answer(source, spec, seq, wanted, verify)
+
+    give(_asked(clusters, ask), source.title, outputs, top, verbose)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A plan, and for `--fit` the border that it stands at: in words, and as data."""
+def _asked(
+    clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], Found]
+) -> list[tuple[str, Found | AtorchError]]:
+    """What was found for each cluster, or of several why nothing fits there.
 
-    plan: ClusterPlan
-    headline: str = ""
-    fit: Mapping[str, Any] | None = None
+    Raises:
+        NoFeasiblePlanError, StrategyError: nothing fits on the one that there is.
+    """
+    from atorch.errors import NoFeasiblePlanError, StrategyError
+
+    answers: list[tuple[str, Found | AtorchError]] = []
+    for name, spec in clusters:
+        try:
+            answers.append((name, ask(spec)))
+        except (NoFeasiblePlanError, StrategyError) as error:
+            if len(clusters) == 1:
+                raise
+            answers.append((name, error))
+    return answers
 
 
-def _answer(source: Source, cluster: str, seq: int | None, wanted: Mapping[str, Any], verify: int | None) -> _Found:
-    from atorch.auto.offline import cluster_of, plan_for
+def _answer(source: Source, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any], verify: int | None) -> Found:
+    from atorch.auto.offline import plan_for
     from atorch.report.progress import telling
 
-    spec = cluster_of(cluster)
-    return _Found(plan_for(_read(source, seq, spec), spec, verify=verify, doing=telling, **wanted))
+    return Found(plan_for(_read(source, seq, spec), spec, verify=verify, doing=telling, **wanted))
 
 
-def _fitting(what: What, source: Source, cluster: str, seq: int | None, wanted: Mapping[str, Any]) -> _Found:
+def _fitting(what: What, source: Source, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]) -> Found:
     """The border of what fits. Nothing is simulated on the way: that is for the size that is then chosen.
 
     Raises:
         NoFeasiblePlanError: nothing fits at any size.
     """
     from atorch.auto.fit import largest, smallest_cluster
-    from atorch.auto.offline import cluster_of, plan_for
+    from atorch.auto.offline import plan_for
 
     _check_fit(what, source, wanted)
-    spec = cluster_of(cluster)
     if what == "seq":
 
         def of_length(size: int) -> ClusterPlan:
@@ -202,7 +208,7 @@ def _tell(unit: str) -> Callable[[int, ClusterPlan | None], None]:
     return tell
 
 
-def _border(what: What, found: Fit) -> _Found:
+def _border(what: What, found: Fit) -> Found:
     words = {
         "devices": "The fewest devices that fit: {}",
         "batch": "The largest batch that fits in one pass: {} samples a step",
@@ -210,34 +216,7 @@ def _border(what: What, found: Fit) -> _Found:
     }
     said = words[what].format(f"{found.size:,}") + ("" if found.is_bounded else ", where the search ends")
     data = {"what": what, "size": found.size, "is_bounded": found.is_bounded, "tried": found.tried}
-    return _Found(found.plan, said, data)
-
-
-def _show(data: Mapping[str, Any], title: str, headline: str, top: int) -> None:
-    from rich.console import Console
-
-    from atorch.report.answer import answer_report
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
-    if headline:
-        console.print(headline, style="bold", markup=False)
-    console.print(answer_report(data, title, max_rows=top))
-
-
-def _save(plan: ClusterPlan, data: Mapping[str, Any], path: Path) -> None:
-    """Write the best strategy that can be applied today, with the plan, but for the columns of every candidate.
-
-    Raises:
-        NoFeasiblePlanError: none of what fits can be applied today.
-    """
-    from atorch.errors import NoFeasiblePlanError
-
-    if plan.best_applicable is None:
-        raise NoFeasiblePlanError(f"{path} is not written: none of what fits can be applied today, only planned for")
-    report = {name: value for name, value in data.items() if name != "candidates"}
-    replace(plan.best_applicable.strategy, metadata={"report": report}).save(path)
+    return Found(found.plan, said, data)
 
 
 def _names(given: list[str] | None) -> list[str] | None:

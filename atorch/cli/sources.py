@@ -1,8 +1,9 @@
-"""What a command line plans for: a job in a file, a Hugging Face config, or the shape of a transformer."""
+"""What a command line plans for: a Hugging Face config, a job in a file, or the shape of a transformer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Shape = Mapping[str, int | None]  # option → its value
 
+CONFIG = "config.json"
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
 
 
@@ -38,10 +40,41 @@ def source_of(named: str | None, path: Path | None, shape: Shape) -> Source:
 
     has_shape = any(value is not None for value in shape.values())
     if sum((named is not None, path is not None, has_shape)) != 1:
-        raise ArgumentError("give one of a job (FILE.py:NAME), --model config.json, or a shape (--layers, --hidden, …)")
+        raise ArgumentError(
+            "give one of a config.json, a folder that has one, a job (FILE.py:NAME), or a shape (--layers, --hidden, …)"
+        )
     if named is not None:
-        return _of_job(named)
+        return _of_name(named)
     return _of_config(path) if path is not None else _of_shape(shape)
+
+
+def _of_name(named: str) -> Source:
+    """Raises:
+    ArgumentError: it is neither a config, nor a folder with one, nor a job.
+    """
+    from atorch.errors import ArgumentError
+
+    path = Path(named)
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise ArgumentError(f"the folder {named} has no {CONFIG}; give one, or a job FILE.py:NAME")
+        return _of_config(path / CONFIG)
+    if path.suffix == ".json" and path.is_file():
+        return _of_config(path)
+    if ":" in named:
+        return _of_job(named)
+    if path.is_file():
+        raise ArgumentError(f"{named} is a file; give {named}:NAME for a job in it, or a model's {CONFIG}")
+    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise ArgumentError(
+        f"there is no file or folder {named!r}, and nothing is downloaded; {_near(path.name, beside)}give a {CONFIG}, "
+        "a folder that has one, or a job FILE.py:NAME"
+    )
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? Else " if near else ""
 
 
 def _of_job(named: str) -> Source:

@@ -20,37 +20,42 @@ Form = Annotated[
     Literal["file", "list"],
     typer.Option("--to", help="file: versioned JSON, with what it was chosen by; list: what load_strategy takes."),
 ]
+Verbose = Annotated[bool, typer.Option(help="Show all that the file holds.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", dir_okay=False, help="Where to write; else it is shown.")
 ]
 
 
 @app.command()
-def show(file: StrategyFile) -> None:
-    """Print the methods of a strategy file, their knobs, and what it was chosen by."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def show(file: StrategyFile, verbose: Verbose = False) -> None:
+    """Print the methods of a strategy file, the knobs that are set, and what it was chosen by, on a screen.
+
+    With --verbose also all knobs, whole values, and the whole plan.
+    """
+    from rich.console import Console, Group
+    from rich.text import Text
 
     from atorch.auto.strategy import Strategy
-    from atorch.report.answer import answer_report
-    from atorch.report.text import plan_report
+    from atorch.report.answer import answer_report, answer_summary
+    from atorch.report.sized import table
+    from atorch.report.text import plan_report, plan_summary
 
     strategy = Strategy.of(file)
-    methods = Table("phase", "method", "knobs", title=escape(str(file)), title_justify="left")
+    rows = []
     for method in strategy:
-        knobs = ", ".join(f"{knob}={value!r}" for knob, value in method.model_dump().items())
-        methods.add_row(method.phase.name.lower(), method.name, escape(knobs))
-    console = Console()
-    console.print(methods)
-    facts = {key: value for key, value in strategy.metadata.items() if key != "report"}
-    if facts:
-        metadata = Table(title="chosen by", title_justify="left", show_header=False)
-        for key, value in facts.items():
-            metadata.add_row(escape(key), escape(str(value)))
-        console.print(metadata)
-    if strategy.report:
-        console.print(answer_report(strategy.report) if "cluster" in strategy.report else plan_report(strategy.report))
+        knobs = method.model_dump(exclude_defaults=not verbose)
+        told = ", ".join(f"{knob}={value!r}" for knob, value in knobs.items())
+        rows.append((method.phase.name.lower(), method.name, told))
+    console = Console(highlight=False)
+    console.print(table(str(file), ("phase", "method", "knobs"), rows))
+    facts = [f"{key}: {value}" for key, value in strategy.metadata.items() if key != "report"]
+    overflow: Literal["fold", "ellipsis"] = "fold" if verbose else "ellipsis"
+    console.print(Group(*(Text(fact, no_wrap=not verbose, overflow=overflow) for fact in facts)))
+    report = strategy.report
+    if report and "cluster" in report:
+        console.print(answer_report(report, verbose=True) if verbose else answer_summary(report))
+    elif report:
+        console.print(plan_report(report, max_rows=None) if verbose else plan_summary(report))
 
 
 @app.command()

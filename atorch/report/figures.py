@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,56 +25,86 @@ def shared_methods(strategies: Iterable[Sequence[str]]) -> list[str]:
     return [each for each in first if others and all(each in other for other in others)]
 
 
-def headline(plan: PlanData) -> str:
-    """The cluster and the batch that a plan is for; "" where it is for the devices that it was made on."""
+def headline(plan: PlanData, title: str = "") -> str:
+    """The cluster, the batch and what is trained; "" where a plan is for the devices that it was made on."""
     cluster = plan.get("cluster")
     if cluster is None:
-        return ""
+        return title
     device, nodes, each = cluster["device"]["name"], cluster.get("num_nodes", 1), cluster.get("devices_per_node", 1)
     devices = f"{nodes} × {each} × {device}" if nodes > 1 else f"{each} × {device}"
-    return f"{devices}, {plan['global_batch']:,} samples a step"
+    return f"{devices}, {plan['global_batch']:,} samples a step{': ' if title else ''}{title}"
 
 
 def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """(name, figure) of what was chosen, and of the search."""
+    """(name, figure) of what was chosen, and of the search: what a page shows in boxes."""
     estimate = plan["estimate"]
     yield "a step", format_seconds(estimate["step_s"])
-    for name, unit in (("tokens_per_s", "tokens"), ("samples_per_s", "samples")):
-        if estimate.get(name):
-            yield f"{unit} a second", f"{estimate[name]:,.0f}" if estimate[name] >= 100 else f"{estimate[name]:.3g}"
-            break
+    if band(estimate):
+        yield "expected between", band(estimate)
+    for unit, figure in _paces(estimate):
+        yield f"{unit} a second", figure
+    if estimate.get("flops_per_s"):
+        yield "TFLOP/s a device", f"{estimate['flops_per_s'] / 1e12:,.3g}"
+    if estimate.get("mfu"):
+        yield "MFU", f"{estimate['mfu']:.1%}"
     stage = f", stage {estimate['stage']}" if estimate.get("stage") else ""
     yield f"peak of a device{stage}", format_bytes(estimate["peak_bytes"])
     yield f"usable of {format_bytes(plan['memory_bytes'])}", format_bytes(usable_bytes(plan))
-    if estimate.get("on_host_bytes"):
-        yield "host memory for a device", format_bytes(estimate["on_host_bytes"])
+    yield "host memory for a device", format_bytes(estimate.get("on_host_bytes") or 0.0)
     yield "compositions scored", f"{plan['num_compositions']:,}"
     yield "searched in", format_seconds(plan["seconds"])
 
 
-def summary(plan: PlanData) -> str:
-    """The facts in a few sentences."""
+def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """(what of it, in words) of what was chosen, and of the search: the first lines on a terminal."""
     estimate = plan["estimate"]
-    pace = next((f", {figure} {name}" for name, figure in facts(plan) if name.endswith("a second")), "")
+    expected = f" ({band(estimate)})" if band(estimate) else ""
+    paces = "".join(f", {figure} {unit} a second" for unit, figure in _paces(estimate))
+    yield "step", f"{format_seconds(estimate['step_s'])}{expected}{paces}"
+    if estimate.get("flops_per_s"):
+        share = f", MFU {estimate['mfu']:.1%}" if estimate.get("mfu") else ""
+        yield "speed", f"{estimate['flops_per_s'] / 1e12:,.3g} TFLOP/s a device{share}"
     stage = f" on stage {estimate['stage']}" if estimate.get("stage") else ""
-    more = reserved(estimate["memory"])
-    return (
-        f"A step takes {format_seconds(estimate['step_s'])}{pace}.\n"
-        f"A device holds at most {format_bytes(estimate['peak_bytes'])}{stage}, of {format_bytes(usable_bytes(plan))} "
-        f"usable of {format_bytes(plan['memory_bytes'])}{'; ' if more else ''}{more}.\n"
-        f"{_on_host(plan)}"
-        f"{plan['num_compositions']:,} compositions scored in {format_seconds(plan['seconds'])}."
+    usable, whole = format_bytes(usable_bytes(plan)), format_bytes(plan["memory_bytes"])
+    yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{stage}, of {usable} usable of {whole}"
+    yield "host", _on_host(plan)
+    yield "chosen", composition(plan["strategy"])
+    yield (
+        "search",
+        f"{plan['num_compositions']:,} compositions scored in {format_seconds(plan['seconds'])}{_proof(plan)}",
     )
 
 
+def band(estimate: Mapping[str, Any]) -> str:
+    """Between which seconds a step is expected; "" where it is not told how far the estimate may be off."""
+    low, high = estimate.get("low_s"), estimate.get("high_s")
+    return f"{format_seconds(low)} to {format_seconds(high)}" if low and high else ""
+
+
+def _paces(estimate: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(unit, how many a second): tokens where samples are sequences."""
+    for name, unit in (("tokens_per_s", "tokens"), ("samples_per_s", "samples")):
+        if estimate.get(name):
+            yield unit, f"{estimate[name]:,.0f}" if estimate[name] >= 100 else f"{estimate[name]:.3g}"
+            return
+
+
 def _on_host(plan: PlanData) -> str:
-    """What waits in host memory, as a line; "" where nothing does."""
+    """What waits in host memory."""
     held = plan["estimate"].get("on_host_bytes")
     if not held:
-        return ""
+        return "nothing waits in its memory"
     devices = plan.get("cluster", {}).get("devices_per_node", 1)
     node = f", {format_bytes(devices * held)} on a node" if devices > 1 else ""
-    return f"It needs {format_bytes(held)} of host memory for each device{node}.\n"
+    return f"{format_bytes(held)} of its memory for each device{node}"
+
+
+def _proof(plan: PlanData) -> str:
+    """Whether the search was complete, where that is told."""
+    gap = plan.get("gap")
+    if gap is None:
+        return ""
+    return f"; one that was not may be up to {gap:.1%} faster" if gap else ", the fastest by estimate proven"
 
 
 def usable_bytes(plan: PlanData) -> float:
@@ -91,9 +122,11 @@ def reserved(memory: Mapping[str, float]) -> str:
     return f"the allocator may reserve {format_bytes(memory[SLACK])} more" if memory.get(SLACK) else ""
 
 
-def shown_estimates(plan: PlanData) -> Iterator[tuple[str, PlanData]]:
-    """(why it is shown, {strategy, estimate}) of the choice and of what it is compared with, each strategy once."""
-    seen: set[tuple[str, ...]] = set()
+def shown_estimates(plan: PlanData, most: int) -> list[tuple[str, PlanData]]:
+    """(why it is shown, {strategy, estimate}) of the choice and of what it is compared with, the fastest first.
+
+    Each strategy once, at most so many: the choice, what can be applied today, near ties, then others.
+    """
     best = plan.get("best_applicable")
     candidates = [
         ("chosen", plan),
@@ -101,10 +134,10 @@ def shown_estimates(plan: PlanData) -> Iterator[tuple[str, PlanData]]:
         *(("near tie", each) for each in plan.get("near_ties", ())),
         *(("next", each) for each in plan.get("ranking", ())),
     ]
+    shown: dict[tuple[str, ...], tuple[str, PlanData]] = {}
     for why, each in candidates:
-        if tuple(each["strategy"]) not in seen:
-            seen.add(tuple(each["strategy"]))
-            yield why, each
+        shown.setdefault(tuple(each["strategy"]), (why, each))
+    return sorted(list(shown.values())[:most], key=lambda item: float(item[1]["estimate"]["step_s"]))
 
 
 def slower(plan: PlanData, estimate: Mapping[str, Any]) -> str:
@@ -115,7 +148,7 @@ def slower(plan: PlanData, estimate: Mapping[str, Any]) -> str:
 def counterfactual(entry: Mapping[str, Any]) -> str:
     """One counterfactual in a sentence."""
     if entry["ratio"] is None:
-        return f"{entry['change']}: {entry['reason']}"
+        return f"{entry['change']} {entry['reason']}"
     return f"{entry['change']} would be {_compared(entry['ratio'])}: {entry['reason']}"
 
 
@@ -129,8 +162,7 @@ def nearest_changes(entries: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[st
     """Of the counterfactuals that change the same axis or method the first, but for those that change nothing."""
     seen: set[str] = set()
     for entry in entries:
-        words = entry["change"].replace("(", " ").split()
-        what = words[1] if words[0] in ("with", "without") else words[0]
+        what = entry.get("what", entry["change"])
         makes_difference = entry["ratio"] is None or abs(entry["ratio"] - 1) >= ALIKE
         if makes_difference and what not in seen:
             seen.add(what)
@@ -152,6 +184,18 @@ def simulated(entry: Mapping[str, Any]) -> str:
         f"{format_bytes(found)} counted against {format_bytes(estimated)} estimated "
         f"({estimated / found - 1:+.1%}), in {format_seconds(entry['seconds'])}{notes}"
     )
+
+
+def simulations(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What was simulated, and how many were not for each reason, a line each."""
+    skipped = Counter[str]()
+    for each in entries:
+        if "why_not" in each:
+            skipped[each["why_not"]] += 1
+        else:
+            yield f"{composition(each['strategy'])}: {simulated(each)}"
+    for reason, number in skipped.items():
+        yield f"{number} not simulated: {reason}"
 
 
 def counted(values: Mapping[str, int]) -> str:

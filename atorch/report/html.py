@@ -37,6 +37,7 @@ from atorch.report.figures import (
     usable_bytes,
     varied,
 )
+from atorch.report.words import legend, why_not
 from atorch.units import format_bytes, format_seconds
 
 PlanData = Mapping[str, Any]
@@ -74,17 +75,17 @@ def _sections(plan: PlanData, title: str) -> Iterator[Element]:
     yield element("p", *(element("span", each, class_="method") for each in plan["strategy"] or ("plain training",)))
     boxes = (element("div", element("dt", name), element("dd", figure)) for name, figure in facts(plan))
     yield element("dl", *boxes, class_="facts")
-    shown = list(shown_estimates(plan))[:MAX_BARS]
+    shown = shown_estimates(plan, MAX_BARS)
     memory = _memory_bars(plan, shown)
     time = Bars.of([each["estimate"]["time"] for _, each in shown], format_seconds)
-    yield section("What came near", _ranking(plan, shown))
+    yield section("Runners-up", _ranking(plan, shown))
     yield section("Memory of a device, by category", _memory_chart(plan, shown, memory))
-    said = "One step of the slowest device, each kind of work together."
+    said = f"One step of the slowest device, each kind of work together. {_legend(time)}"
     yield section("Where the step's time goes", time.chart(_of_each(shown, "time", dict), said))
     if plan.get("counterfactuals"):
         nearest = _listed(nearest_changes(plan["counterfactuals"]))
         more = element("details", element("summary", "All that was tried"), _listed(plan["counterfactuals"]))
-        yield section("If it were otherwise", nearest, more)
+        yield section("What if", nearest, more)
     if plan.get("simulated"):
         rows = ((composition(each["strategy"]), simulated(each)) for each in plan["simulated"])
         yield section("Simulated", table(("composition", "found"), rows))
@@ -109,12 +110,13 @@ def _memory_bars(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Bars:
 def _memory_chart(plan: PlanData, shown: Sequence[tuple[str, PlanData]], bars: Bars) -> Element:
     """A bar for each stage of the choice where they are told, then one for each strategy that is compared."""
     stages = plan["estimate"].get("stages") or ()
-    rows = [(f"1 chosen, stage {index}", held(each)) for index, each in enumerate(stages) if len(stages) > 1]
+    rows = [(f"chosen, stage {index}", held(each)) for index, each in enumerate(stages) if len(stages) > 1]
     has = format_bytes(plan["memory_bytes"])
     near = Bars.of([held(each["estimate"]["memory"]) for _, each in shown], format_bytes, bars.limits)
     more = reserved(plan["estimate"]["memory"])
     said = f"The line is what a device has, {has}; the dashed one, what may be used of it."
     said += f" Beside what tensors of the chosen one hold, {more}." if more else ""
+    said += f" {_legend(near)}"
     return replace(near, names=bars.names).chart([*rows, *_of_each(shown, "memory", held)], said)
 
 
@@ -135,12 +137,18 @@ def _ranking(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Element:
             _numbered(number, why),
             composition(each["strategy"]),
             format_seconds(each["estimate"]["step_s"]),
-            slower(plan, each["estimate"]) if number > 1 else "",
+            "" if why == "chosen" else slower(plan, each["estimate"]),
             format_bytes(each["estimate"]["peak_bytes"]),
         )
         for number, (why, each) in enumerate(shown, 1)
     )
-    return table(("", "composition", "step", "", "peak"), rows, numbers={2, 3, 4})
+    return table(("", "composition", "step", "to chosen", "peak"), rows, numbers={2, 3, 4})
+
+
+def _legend(bars: Bars) -> str:
+    """What the bars' categories are, as a sentence."""
+    told = legend(bars.names)
+    return f"{told[:1].upper()}{told[1:]}." if told else ""
 
 
 def _listed(counterfactuals: Iterable[PlanData]) -> Element:
@@ -176,7 +184,7 @@ def _why_not(plan: PlanData, bars: Bars) -> Iterator[Element]:
         if each.get("estimate"):
             step, peak = format_seconds(each["estimate"]["step_s"]), format_bytes(each["estimate"]["peak_bytes"])
             memory = bars.bar(held(each["estimate"]["memory"]))
-        line = row((composition(each["strategy"]), each["why"], step, peak, memory, each["reason"]), {2, 3})
+        line = row((composition(each["strategy"]), why_not(each["why"]), step, peak, memory, each["reason"]), {2, 3})
         line.set("data-kind", each["why"])
         made[-1].append(line)
     yield made

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -15,18 +17,43 @@ if TYPE_CHECKING:
 
 
 MOMENT_S = 1.0
+AGAIN_S = 10.0  # after so long a line where there is no terminal says that it still goes on
 
 
 @contextmanager
 def telling(what: str, after_s: float = MOMENT_S) -> Iterator[None]:
-    """Says what is being done on standard error, in a line, where it takes more than a moment."""
-    said = threading.Timer(after_s, sys.stderr.write, (f"{what} …\n",))
-    said.daemon = True
-    said.start()
+    """Says what is being done on standard error, and for how long, where it takes more than a moment.
+
+    On a terminal that is a line that changes and goes; elsewhere a line every ten seconds.
+    """
+    is_over, began = threading.Event(), time.monotonic()
+    teller = threading.Thread(target=_tell, args=(what, is_over, began, after_s), daemon=True)
+    teller.start()
     try:
         yield
     finally:
-        said.cancel()
+        is_over.set()
+        teller.join()
+
+
+def _tell(what: str, is_over: threading.Event, began: float, after_s: float) -> None:
+    out = sys.stderr
+    if is_over.wait(after_s):
+        return
+    if not out.isatty():
+        for number in itertools.count():
+            out.write(f"{what} …{f' {format_seconds(time.monotonic() - began)}' if number else ''}\n")
+            out.flush()
+            if is_over.wait(AGAIN_S):
+                return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("") as shown:
+        while True:
+            shown.update(Text(f"{what} … {time.monotonic() - began:.0f} s", no_wrap=True, overflow="ellipsis"))
+            if is_over.wait(0.5):
+                return
 
 
 class State(Protocol):

@@ -6,10 +6,12 @@ All functions take what `Plan.to_json_data` gives, so that a plan that was read 
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from atorch.report.figures import composition
+from atorch.report.sized import table
+from atorch.report.words import left_out
 from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -28,17 +30,24 @@ def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableTy
     from rich.text import Text
 
     common = _common(plan)
-    parts: list[RenderableType] = [Text(f"Chosen: {_shown(plan['strategy'], ()) or 'plain training'}", style="bold")]
+    parts: list[RenderableType] = [plan_summary(plan)]
+    if common:
+        parts.append(Text(f"In every composition: {' + '.join(common)}"))
+    parts.append(_table(plan["rejected"], common, max_rows, is_chosen=plan["measured"] is not None))
+    parts += _left_out(plan["rejected"], max_rows)
+    return Group(*parts)
+
+
+def plan_summary(plan: PlanData) -> RenderableType:
+    """What was chosen, what was expected and measured of it, and what it does to the numbers."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(f"Chosen: {composition(plan['strategy'])}", style="bold")]
     parts.append(Text(_facts(plan)))
     if plan.get("numbers"):
         parts.append(Text(f"Numbers: {plan['numbers']}."))
     parts += [Text(f"Note: {each}.") for each in plan.get("notes", ())]
-    if common:
-        parts.append(Text(f"In every composition: {' + '.join(common)}"))
-    parts.append(_table(plan["rejected"], common, max_rows, is_chosen=plan["measured"] is not None))
-    left_out = _left_out(plan["rejected"], max_rows)
-    if left_out:
-        parts.append(Text(left_out, style="dim"))
     return Group(*parts)
 
 
@@ -60,14 +69,13 @@ def show_rejections(rejected: Rejections, max_rows: int | None = MAX_ROWS, conso
     """Write why each composition was rejected, where none was chosen."""
     console = console or _standard_error()
     console.print(_table(rejected, (), max_rows))
-    console.print(_left_out(rejected, max_rows))
+    console.print(*_left_out(rejected, max_rows))
 
 
 def _standard_error() -> Console:
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
-    return console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
+    return Console(stderr=True, highlight=False)
 
 
 def _facts(plan: PlanData) -> str:
@@ -103,19 +111,12 @@ def _baseline(plan: PlanData) -> str:
 def _table(
     rejected: Rejections, common: Sequence[str], max_rows: int | None, *, is_chosen: bool = False
 ) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
     title = "Why not (shares are of the chosen one's step)" if is_chosen else "Why not"
-    table = Table(title=title, title_justify="left")
-    table.add_column("composition", overflow="fold")
-    table.add_column("expected", justify="right", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold")
-    for each in _sorted(rejected)[:max_rows]:
-        shown = _shown(each["strategy"], common) or "plain"
-        table.add_row(Text(shown), _step(each["estimate"]), _step(each["measured"]), Text(each["reason"]))
-    return table
+    rows = (
+        (_shown(each["strategy"], common) or "plain", _step(each["estimate"]), _step(each["measured"]), each["reason"])
+        for each in _sorted(rejected)[:max_rows]
+    )
+    return table(title, ("composition", ">expected", ">measured", "reason"), rows)
 
 
 def _sorted(rejected: Rejections) -> list[Mapping[str, Any]]:
@@ -128,12 +129,12 @@ def _sorted(rejected: Rejections) -> list[Mapping[str, Any]]:
     return sorted(rejected, key=key)
 
 
-def _left_out(rejected: Rejections, max_rows: int | None) -> str:
+def _left_out(rejected: Rejections, max_rows: int | None) -> list[RenderableType]:
+    """How many more there are, where there are."""
+    from rich.text import Text
+
     rest = [] if max_rows is None else _sorted(rejected)[max_rows:]
-    counts = Counter(each["why"] for each in rest)
-    if len(counts) < 2:
-        return f"and {len(rest)} more, {rest[0]['why']}" if rest else ""
-    return f"and {len(rest)} more: {', '.join(f'{n} {why}' for why, n in counts.items())}"
+    return [Text(left_out(rest), style="dim")] if rest else []
 
 
 def _common(plan: PlanData) -> list[str]:

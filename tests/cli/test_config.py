@@ -55,14 +55,21 @@ def test_a_config_means_a_job(data, seq, name, shape, written):
         assert job["loss_func"](batch, model(**batch)).dim() == 0
 
 
+@pytest.mark.parametrize(("most", "length"), [(2048, 2048), (131072, 4096)])
+def test_a_sample_is_as_long_as_the_model_takes_and_no_longer_than_usual(most, length, written, capsys):
+    job = config.job_of(written({**LLAMA, "max_position_embeddings": most}), None)
+    assert job["sample_batch"]["input_ids"].shape == (1, length)
+    assert f"--seq is not given: {length:,} tokens a sample" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("data", "seq", "told"),
     [
         ("{", 16, "line 1 column 2: Expecting property name"),
         ("[]", 16, "holds no object"),
-        ({**LLAMA, "model_type": "lamma"}, 16, "has model_type 'lamma', which transformers"),
-        ({"hidden_size": 64}, 16, "has model_type None"),
-        (LLAMA, None, "says nothing of the length of a sample; give --seq"),
+        ({**LLAMA, "model_type": "llamma"}, 16, "does not have; did you mean 'llama'?"),
+        ({**LLAMA, "hidden_size": "wide"}, 16, "is no config of a llama that transformers"),
+        ({"hidden_size": 64}, 16, "has no model_type, so it is no model's config"),
         (VIT, 16, "reads images; leave --seq out"),
         ({"model_type": "wav2vec2"}, 16, "is of a wav2vec2, which is none of CausalLM"),
     ],

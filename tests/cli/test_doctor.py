@@ -1,11 +1,13 @@
 """`atorch doctor` names every method and says why one cannot run."""
 
+import sys
 from typing import Literal
 
 import torch
 
 from atorch.auto.strategy import METHODS, Method
 from atorch.cli import doctor, main
+from atorch.cluster import ClusterSpec
 from atorch.errors import CapabilityError
 
 
@@ -38,3 +40,14 @@ def test_extras_are_those_of_the_installed_package():
     extras = {(extra, package): version for extra, package, version in doctor._extras()}
     assert extras["fairscale", "fairscale"] != "absent"
     assert not any(extra == "dev" for extra, _ in extras)
+
+
+def test_a_backend_that_is_not_installed_is_no(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    backends = {shown: (can, why) for shown, can, why in doctor._methods(ClusterSpec.load("8xA100-80GB"))}
+    assert backends["pipeline_parallel (torch)"][0] == "yes"
+    for name in ("pipeline_parallel (deepspeed)", "zero1 (deepspeed)", "zero2 (deepspeed)"):
+        assert backends[name] == (
+            "no",
+            "deepspeed is not installed; install atorch[deepspeed], or leave the backend to torch",
+        )

@@ -24,7 +24,10 @@ def test_a_shape_has_an_answer_in_every_form(tmp_path, capsys):
     assert plan(*SMALL, *FEW, "--cluster", "2x4xA100-40GB", "--batch", "64", *forms) == 0
     output = capsys.readouterr()
     found = json.loads(data.read_text())
-    assert f"Chosen: {' + '.join(found['strategy'])}" in output.out.replace("\n", " ").replace("  ", " ")
+    said = " ".join(output.out.split())
+    assert f"chosen {' + '.join(found['strategy'])} search" in said
+    assert all(f"Wrote {path}: " in said for path in (data, page, saved))
+    assert ", for load_strategy" in said
     assert "2 × 4 × NVIDIA A100" in output.out
     assert "parameters, read in" in output.err
     assert found["global_batch"] == 64
@@ -70,9 +73,17 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([*SMALL], "Missing option '--cluster'"),
-        (["--cluster", "8xL4"], "give one of a job (FILE.py:NAME), --model config.json, or a shape"),
-        (["jobs.py:job", *SMALL, "--cluster", "8xL4"], "give one of a job"),
+        (["--cluster", "8xL4"], "give one of a config.json, a folder that has one, a job (FILE.py:NAME), or a shape"),
+        (["jobs.py:job", *SMALL, "--cluster", "8xL4"], "give one of a config.json"),
+        (["nofile", "--cluster", "8xL4"], "there is no file or folder 'nofile', and nothing is downloaded; give"),
+        (["no/such/config.json", "--cluster", "8xL4"], "there is no file or folder 'no/such/config.json'"),
+        (["meta-llama/Llama-3.1-8B", "--cluster", "8xL4"], "nothing is downloaded; give a config.json"),
+        (["tests", "--cluster", "8xL4"], "the folder tests has no config.json"),
+        (["pyproject.tml", "--cluster", "8xL4"], "did you mean 'pyproject.toml'?"),
+        ([__file__, "--cluster", "8xL4"], "test_plan.py:NAME for a job in it"),
+        ([*SMALL, "--cluster", "8xL4", "--cluster", "8xH1000"], "there is no cluster named 'H1000'"),
+        ([*SMALL, "--cluster", "8xL4", "--cluster", "8xL4"], "8xL4 is given 2 times"),
+        ([*SMALL, "--cluster", "8xL4", "--cluster", "4xL4", "--save", "s.json"], "--save writes the answer for one"),
         (["jobs.py:job", "--cluster", "8xL4"], "there is no file 'jobs.py'"),
         (["--model", "config.json", "--cluster", "8xL4"], "config.json"),
         (["--layers", "4", "--heads", "4", "--cluster", "8xL4"], "a shape needs --hidden, --ffn, --vocab as well"),
@@ -106,7 +117,7 @@ def test_precision_and_host_memory_are_allowed(tmp_path, capsys):
     found = json.loads(data.read_text())
     assert not any(each.startswith(("half", "amp_native", "fp8")) for each in found["strategy"])
     assert found["estimate"]["on_host_bytes"] > 0
-    assert "of host memory for each device" in capsys.readouterr().out
+    assert "of its memory for each device" in capsys.readouterr().out
 
 
 def test_nothing_waits_in_host_memory_where_that_is_forbidden_or_a_size_is_looked_for(tmp_path):
@@ -116,3 +127,49 @@ def test_nothing_waits_in_host_memory_where_that_is_forbidden_or_a_size_is_looke
         assert plan(*SMALL, *some, "--cluster", "8xH100-80GB", "--batch", "64", *more, "--json", str(data)) == 0
         labels = json.loads(data.read_text())["candidates"]["label"]
         assert not any("offload" in label or "chunk" in label for label in labels)
+
+
+def test_clusters_stand_beside_each_other(tmp_path, capsys):
+    data = tmp_path / "plans.json"
+    clusters = ["--cluster", "8xL4", "--cluster", "2x8xH100-80GB", "--cluster", "1xT4"]
+    assert plan(*SMALL, *FEW, "--batch", "64", *clusters, "--json", str(data)) == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("8xL4", "2x8xH100-80GB", "1xT4", "tokens/s", "fastest"))
+    found = json.loads(data.read_text())["clusters"]
+    assert list(found) == ["8xL4", "2x8xH100-80GB", "1xT4"]
+    assert found["2x8xH100-80GB"]["cluster"]["num_nodes"] == 2
+
+
+def test_where_nothing_fits_on_one_of_several_the_others_are_told(tmp_path, capsys):
+    small = ["--layers", "24", "--hidden", "2048", "--heads", "16", "--ffn", "8192", "--vocab", "32000"]
+    command = [*small, "--seq", "2048", *FEW, "--no-host-memory", "--batch", "64"]
+    assert plan(*command, "--cluster", "8xH100-80GB", "--cluster", "1xT4") == 0
+    assert "nothing fits" in " ".join(capsys.readouterr().out.split())
+    assert plan(*command, "--cluster", "1xT4", "--cluster", "1xV100-16GB") == 2
+    told = capsys.readouterr().err
+    assert "nothing fits on any of 2 clusters. 1xT4: " in told
+    assert "1xV100-16GB: nothing fits" in told
+
+
+def test_one_node_of_many_devices_is_told(capsys):
+    assert plan(*SMALL, *FEW, "--batch", "64", "--cluster", "64xH100-80GB", "--top", "1") == 0
+    assert "64xH100-80GB is one node of 64 devices; 8x8xH100-80GB would be 8 nodes of 8" in capsys.readouterr().err
+    assert main(["plan", "--help"]) == 0
+    assert "64xH100-80GB is one node of 64" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_what_is_printed_is_as_wide_as_the_terminal_says(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert plan(*SMALL, *FEW, "--batch", "64", "--cluster", "8xL4", "--top", "2") == 0
+    widths = [len(line) for line in capsys.readouterr().out.splitlines()]
+    assert max(widths) <= int(columns)
+    assert max(widths) > int(columns) / 2
+
+
+def test_compositions_by_axis_are_for_who_asks(capsys):
+    command = [*SMALL, *FEW, "--batch", "64", "--cluster", "8xL4"]
+    assert plan(*command) == 0
+    assert "compositions, by axis" not in capsys.readouterr().out
+    assert plan(*command, "--verbose") == 0
+    assert "compositions, by axis" in capsys.readouterr().out

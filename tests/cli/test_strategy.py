@@ -22,8 +22,21 @@ def file(tmp_path):
 def test_it_shows_methods_and_knobs(file, capsys):
     assert main(["strategy", "show", str(file)]) == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("parallel_mode", "amp_native", "bf16", "precision", "world_size"))
-    assert "What came near" in shown
+    assert all(word in shown for word in ("parallel_mode", "amp_native", "bf16", "precision", "world_size", "count=4"))
+    assert "chosen" in shown
+
+
+def test_it_fits_a_screen_unless_all_is_asked_for(file, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    strategy = Strategy.of(file)
+    Strategy(strategy.methods, {**strategy.metadata, "layout": {"names": ["block"] * 500}}).save(file)
+    assert main(["strategy", "show", str(file)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 24
+    assert main(["strategy", "show", str(file), "--verbose"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("block") == 500
+    assert "Runners-up" in shown
+    assert "loss_weight" in shown, "knobs that are at their defaults"
 
 
 @pytest.mark.parametrize("command", [["show"], ["convert", "--to", "list"]])

@@ -20,6 +20,8 @@ def estimate(step_s: float, peak_bytes: float) -> dict:
         "memory": {name: share * peak_bytes for name, share in MEMORY.items()} | {"slack": 5 * GiB},
         "time": {name: share * step_s for name, share in spent.items()},
         "tokens_per_s": 4096 * 1024 / step_s,
+        "flops_per_s": 2.4e15 / step_s,
+        "mfu": 2.4 / step_s,
     }
 
 
@@ -61,6 +63,7 @@ def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
         "num_compositions": num_candidates,
         "num_dry_runs": 0,
         "seconds": 6.3,
+        "gap": 0.0,
         "memory_bytes": 79.1 * GiB,
         "usable_bytes": USABLE,
         "cluster": {
@@ -77,8 +80,13 @@ def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
         "ranking": [entry(each) for each in fitting[:8]],
         "best_applicable": entry(fitting[4]),
         "counterfactuals": [
-            {"change": "tensor 4", "ratio": 1.06, "reason": "twice as much of the gradients' reduction is exposed"},
-            {"change": "without checkpoint", "ratio": None, "reason": "needs 12.1 GiB more than there is"},
+            {
+                "change": "tensor 4",
+                "what": "tensor",
+                "ratio": 1.06,
+                "reason": "twice as much of the gradients' reduction is exposed",
+            },
+            {"change": "without checkpoint", "what": "checkpoint", "ratio": None, "reason": "is 12.1 GiB short"},
         ],
         "pareto": front,
         "candidates": {

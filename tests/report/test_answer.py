@@ -1,10 +1,13 @@
 """The answer of a planner as people read it on a terminal."""
 
 import io
+import re
 
+import pytest
 from rich.console import Console
 
 from atorch.report.answer import answer_report
+from atorch.units import GiB
 from tests.report.answers import answer
 
 
@@ -14,37 +17,92 @@ def text_of(plan: dict, width: int = 120, **options: int) -> str:
     return page.getvalue()
 
 
-def test_what_was_chosen_and_what_it_takes():
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_figures_that_matter_are_in_the_first_five_lines(width):
+    plan = answer(400)
+    plan["estimate"] |= {"low_s": 6.1, "high_s": 7.9, "on_host_bytes": 3 * GiB}
+    lines = text_of(plan, width).splitlines()
+    first = "\n".join(lines[:5])
+    assert lines[0] == "128 × 8 × NVIDIA H100 80GB HBM3, 1,024 samples a step: job"
+    for told in (
+        "6.82 s (6.1 s to 7.9 s), 615,402 tokens a second",
+        "352 TFLOP/s a device, MFU 35.2%",
+        "68.8 GiB a device on stage 1, of 72.8 GiB usable of 79.1 GiB",
+        "3 GiB of its memory for each device, 24 GiB on a node",
+    ):
+        assert told in first
+
+
+def test_what_was_chosen_and_where_it_goes():
     text = text_of(answer(400))
-    assert text.splitlines()[:2] == ["job", "128 × 8 × NVIDIA H100 80GB HBM3, 1,024 samples a step"]
-    assert f"Chosen: {' + '.join(answer(400)['strategy'])}" in text
-    assert "A step takes 6.82 s, 615,402 tokens a second." in text
-    assert (
-        "A device holds at most 68.8 GiB on stage 1, of 72.8 GiB usable of 79.1 GiB; the allocator may reserve 5"
-        in text
-    )
-    assert "400 compositions scored in 6.3 s." in text
+    assert f"chosen  {' + '.join(answer(400)['strategy'])}" in text
+    assert "400 compositions scored in 6.3 s, the fastest by estimate proven" in text
+    assert "nothing waits in its memory" in text
+    assert "one that was not may be up to 4.0% faster" in text_of({**answer(400), "gap": 0.04})
     rows = [line.split() for line in text.splitlines()]
     assert ["parameters", "20.6", "GiB"] in [row[:3] for row in rows]
-    assert any(row[4:7] == ["26%", "matmul", "4.77"] for row in rows)
+    assert any(row[3:4] == ["26%"] and row[5:7] == ["matmul", "4.77"] for row in rows)
+    assert "working: what one operation needs" in text.lower()
+    assert "the allocator may reserve 5 GiB more" in " ".join(text.split())
 
 
-def test_what_came_near_and_why_not():
-    text = text_of(answer(400))
+def test_a_category_that_takes_nothing_is_not_explained():
+    plan = answer(40)
+    plan["estimate"]["time"] |= {"launch": 0.0, "traffic": 1.0}
+    text = " ".join(text_of(plan).split())
+    assert "traffic: operations that only move bytes" in text
+    assert "launch" not in text
+
+
+def test_runners_up_and_why_not():
+    text = text_of(answer(400), width=200)
     near, _, rest = text.partition("Why not")
     assert near.count("near tie") == 2
     assert near.count("best today") == 1
     assert near.count("23.0% slower") == 1
     assert "tensor 4 would be 6.0% slower: twice as much of the gradients' reduction is exposed" in near
-    assert "without checkpoint: needs 12.1 GiB more than there is" in near
-    assert "61.2 GiB counted against 60 GiB estimated (-2.0%), in 12 s; whole" in near.replace("\n", "")
-    assert rest.count("10% slower: exposed communication") == 3
-    assert "and 2 slower more" in rest
-    assert "tensor  1: 12, 2: 10, 4: 9, 8: 9" in rest
+    assert "without checkpoint is 12.1 GiB short" in near
+    assert "61.2 GiB counted against 60 GiB estimated (-2.0%), in 12 s; whole" in " ".join(near.split())
+    assert "1 not simulated: fp8 has no fake tensors" in near
+    assert "10% slower: exposed communication" in rest
+
+
+def test_rows_are_sorted_by_their_step_and_compared_with_the_choice():
+    plan = answer(400)
+    plan["estimate"]["step_s"] = 9.0  # what was chosen is simpler than what is faster
+    text = text_of(plan).partition("What if")[0].partition("Runners-up")[2]
+    rows = [line.split("│") for line in text.splitlines() if " s " in line]
+    steps = [float(cells[3].split()[0]) for cells in rows]
+    assert steps == sorted(steps)
+    assert [cells[4].strip() for cells in rows][:2] == ["6.9% faster", "2.0% faster"]
+    assert next(cells[1].strip() for cells in rows if not cells[4].strip()) == "chosen"
+
+
+def test_each_reason_is_among_the_rows_of_why_not():
+    plan = answer(400)
+    text = text_of(plan, max_rows=2).partition("Why not")[2]
+    assert "needs more than there is" in text
+    assert "10% slower" in text
+    assert re.search(r"^(\d+) more: (\d+) out of memory, (\d+) slower$", text, re.MULTILINE)
+
+
+def test_compositions_by_axis_are_for_who_asks():
+    assert "tensor  1: 12, 2: 10, 4: 9, 8: 9" not in text_of(answer(400))
+    text = text_of(answer(400), verbose=True)
+    assert "tensor  1: 12, 2: 10, 4: 9, 8: 9" in text
+    assert "more:" not in text
+
+
+@pytest.mark.parametrize("width", [40, 64, 80, 200])
+def test_it_holds_in_any_width(width):
+    text = text_of(answer(400), width)
+    assert max(map(len, text.splitlines())) <= width
+    for word in ("615,402", "68.8 GiB", "near tie", "bubble", "fp8(te)"):
+        assert word in text
 
 
 def test_what_all_have_is_said_once():
-    near = text_of(answer(400)).partition("If it were")[0].partition("In all of these: checkpoint")
+    near = text_of(answer(400)).partition("What if")[0].partition("Runners-up, all with checkpoint")
     assert near[1]
     assert "checkpoint" not in near[2]
 

@@ -3,7 +3,15 @@
 import pytest
 
 from atorch.report.columns import columns
-from atorch.report.figures import cluster_rows, counterfactual, headline, shared_methods, shown_estimates, slower
+from atorch.report.figures import (
+    cluster_rows,
+    counterfactual,
+    headline,
+    nearest_changes,
+    shared_methods,
+    shown_estimates,
+    slower,
+)
 from tests.report.answers import answer
 
 
@@ -16,17 +24,34 @@ def test_times_are_compared(step_s, told):
 
 
 def test_a_counterfactual_that_cannot_be_has_no_ratio():
-    assert counterfactual({"change": "tensor 1", "ratio": None, "reason": "short"}) == "tensor 1: short"
+    assert counterfactual({"change": "tensor 1", "ratio": None, "reason": "is short"}) == "tensor 1 is short"
     assert (
         counterfactual({"change": "tensor 1", "ratio": 3.0, "reason": "slow"}) == "tensor 1 would be 3× as slow: slow"
     )
 
 
 def test_every_strategy_is_shown_once():
-    shown = list(shown_estimates(answer(400)))
+    shown = shown_estimates(answer(400), 20)
     strategies = [tuple(each["strategy"]) for _, each in shown]
     assert len(set(strategies)) == len(strategies)
-    assert [why for why, _ in shown[:4]] == ["chosen", "best today", "near tie", "near tie"]
+    assert sorted(why for why, _ in shown[:5]) == ["best today", "chosen", "near tie", "near tie", "next"]
+
+
+def test_the_choice_is_shown_however_few_are():
+    plan = answer(400)
+    plan["estimate"]["step_s"] = 1e3
+    assert [why for why, _ in shown_estimates(plan, 1)] == ["chosen"]
+    assert [why for why, _ in shown_estimates(plan, 3)] == ["near tie", "best today", "chosen"]
+
+
+def test_of_one_axis_or_method_one_change_is_told():
+    told = [
+        {"change": "tensor 2", "what": "tensor", "ratio": 1.1},
+        {"change": "tensor 4", "what": "tensor", "ratio": 1.2},
+        {"change": "activations offloaded", "what": "offload", "ratio": 1.0001},
+        {"change": "optimizer offloaded", "what": "offload", "ratio": 1.3},
+    ]
+    assert [each["change"] for each in nearest_changes(told)] == ["tensor 2", "optimizer offloaded"]
 
 
 def test_shared_methods_need_two_strategies():
@@ -38,6 +63,7 @@ def test_one_node_is_not_counted():
     plan = answer(40)
     plan["cluster"]["num_nodes"] = 1
     assert headline(plan) == "8 × NVIDIA H100 80GB HBM3, 1,024 samples a step"
+    assert headline(plan, "job").endswith("a step: job")
     assert headline({}) == ""
 
 

@@ -1,10 +1,12 @@
 """The plan as people read it."""
 
 import io
+import time
 from types import SimpleNamespace
 
 from rich.console import Console
 
+from atorch.report import progress
 from atorch.report.progress import line, search_progress
 from atorch.report.text import plan_text, show_plan, show_rejections
 
@@ -45,7 +47,7 @@ def test_the_choice_and_the_reasons_are_there():
 
 def test_what_is_cut_is_counted():
     text = plan_text(PLAN, max_rows=1)
-    assert "and 2 more: 1 memory, 1 not run" in text
+    assert "2 more: 1 out of memory, 1 not run" in text
     assert "needs 9 GiB" not in text
 
 
@@ -82,4 +84,21 @@ def test_rejections_are_shown_where_nothing_was_chosen():
     page = io.StringIO()
     show_rejections(PLAN["rejected"], max_rows=2, console=Console(file=page, width=100))
     assert "needs 9 GiB" in page.getvalue()
-    assert "and 1 more, not run" in page.getvalue()
+    assert "1 more: 1 not run" in page.getvalue()
+
+
+def test_what_takes_long_is_told_and_for_how_long(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "AGAIN_S", 0.02)
+    with progress.telling("searching", after_s=0.0):
+        deadline = time.monotonic() + 5
+        while capsys.readouterr().err.count("searching …") == 0 and time.monotonic() < deadline:
+            pass
+        while "searching … " not in capsys.readouterr().err and time.monotonic() < deadline:
+            pass
+    assert time.monotonic() < deadline
+
+
+def test_what_takes_a_moment_is_not_told(capsys):
+    with progress.telling("searching"):
+        pass
+    assert capsys.readouterr().err == ""

@@ -56,6 +56,12 @@ class Offload(Method):
             raise ValueError("all shares are 0, which offloads nothing; leave offload out")
         return self
 
+    def __str__(self) -> str:
+        """What waits: `activations offloaded`, `parameters, 50% of optimizer offloaded`."""
+        shares = {"parameters": self.parameters, "optimizer": self.optimizer, "activations": self.activations}
+        waiting = (name if share == 1 else f"{100 * share:.3g}% of {name}" for name, share in shares.items() if share)
+        return f"{', '.join(waiting)} offloaded"
+
     @property
     def needs(self) -> tuple[str, ...]:
         """Parameters wait where fsdp gathers them as they are used."""

@@ -73,6 +73,14 @@ class PipelineParallel(Method):
         """The axis pipeline."""
         return ("pipeline",)
 
+    def unmet(self, cluster: ClusterSpec) -> str | None:
+        """Nothing: it runs everywhere, where its backend is installed."""
+        if self.backend == "deepspeed":
+            from atorch.runtime.zero_deepspeed import need_deepspeed
+
+            need_deepspeed()
+        return None
+
     def unfit(self, cost: Cost) -> str | None:
         """A piece has at least one block, and a micro-batch at least one sample."""
         stages = cost.size("pipeline") * self.pieces

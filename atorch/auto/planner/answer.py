@@ -331,15 +331,14 @@ def _nothing_fits(question: _Question, space: Space, found: Found) -> StrategyEr
     strategy, estimate = Strategy(columns.methods[row]), question.estimate(columns.methods[row])
 
     helps = remedies(question.job, lambda job: replace(question, job=job).fits())
-    short = format_bytes(float(columns.short_bytes[row]))
-    where = "host memory" if columns.why()[row] == "host memory" else f"a device of stage {estimate.stage}"
     advice = f"What would make it fit: {'; or '.join(helps)}" if helps else "Use a smaller model, or larger devices"
     rejected = Rejected(
         strategy=strategy, why="memory", reason=question.room.short(estimate) or columns.why()[row], estimate=estimate
     )
     cluster, batch = question.job.cluster, question.job.global_batch
+    usable = format_bytes(question.room.device_bytes)
     return NoFeasiblePlanError(
-        f"nothing fits on {cluster.world_size} × {cluster.device.name} with a global batch of {batch}. The nearest "
-        f"miss, {strategy}, is short of {short} on {where}: {rejected.reason}. {advice}",
+        f"nothing fits on {cluster.world_size} × {cluster.device.name} with {usable} usable each and a global batch of "
+        f"{batch}. The nearest miss, {strategy}, {rejected.reason}. {advice}",
         [rejected.to_json_data() | {"short_bytes": float(columns.short_bytes[row]), "remedies": list(helps)}],
     )

@@ -31,12 +31,13 @@ class Counterfactual:
     """What one other choice would have done."""
 
     change: str  # "tensor 4", "zero1 instead of fsdp", "without checkpoint"
+    what: str  # the axis that has another size, or the method that comes or goes
     ratio: float | None  # of the step's seconds to the chosen one's; None where it does not fit
     reason: str
 
     def to_json_data(self) -> dict[str, Any]:
         """All of it as plain JSON data."""
-        return {"change": self.change, "ratio": self.ratio, "reason": self.reason}
+        return {"change": self.change, "what": self.what, "ratio": self.ratio, "reason": self.reason}
 
 
 @dataclass(frozen=True, kw_only=True)

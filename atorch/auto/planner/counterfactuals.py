@@ -37,8 +37,8 @@ class Room:
         if estimate.peak_bytes > self.device_bytes:
             return needs(estimate, self.device_bytes)
         if estimate.on_host_bytes > self.host_bytes:
-            held, room = format_bytes(estimate.on_host_bytes), format_bytes(self.host_bytes)
-            return f"needs {held} of host memory for each device, which has {room}"
+            held, short = estimate.on_host_bytes, estimate.on_host_bytes - self.host_bytes
+            return f"is {format_bytes(short)} short of the {format_bytes(held)} of host memory that a device needs"
         return None
 
 
@@ -49,16 +49,16 @@ def counterfactuals(
     look = _Look(space, chosen, start, cluster, room)
     base = look.estimated(chosen)
     assert base is not None, "the chosen composition is legal"
-    found: dict[str, tuple[bool, Estimate]] = {}
-    for change, methods in look.neighbours():
+    found: dict[tuple[str, str], tuple[bool, Estimate]] = {}
+    for what, change, methods in look.neighbours():
         estimate = look.estimated(methods)
         if estimate is None:
             continue
         entry = (room.short(estimate) is not None, estimate)
-        if change not in found or _order(entry) < _order(found[change]):
-            found[change] = entry
+        if (what, change) not in found or _order(entry) < _order(found[what, change]):
+            found[what, change] = entry
     told = sorted(found.items(), key=lambda item: _order(item[1]))
-    return tuple(_told(change, base, estimate, room) for change, (_, estimate) in told)
+    return tuple(_told(what, change, base, estimate, room) for (what, change), (_, estimate) in told)
 
 
 def _order(entry: tuple[bool, Estimate]) -> tuple[bool, float]:
@@ -66,11 +66,12 @@ def _order(entry: tuple[bool, Estimate]) -> tuple[bool, float]:
     return is_short, estimate.peak_bytes if is_short else estimate.step_s
 
 
-def _told(change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:
+def _told(what: str, change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:
     short = room.short(estimate)
     if short is not None:
-        return Counterfactual(change=change, ratio=None, reason=short)
-    return Counterfactual(change=change, ratio=estimate.step_s / base.step_s, reason=_why(base, estimate))
+        return Counterfactual(what=what, change=change, ratio=None, reason=short)
+    ratio = estimate.step_s / base.step_s
+    return Counterfactual(what=what, change=change, ratio=ratio, reason=_why(base, estimate))
 
 
 def _why(base: Estimate, estimate: Estimate) -> str:
@@ -104,8 +105,8 @@ class _Look:
     cluster: ClusterSpec
     room: Room
 
-    def neighbours(self) -> Iterator[tuple[str, Methods]]:
-        """`(change, methods)` of all; several of one change where it can be made up for in several ways."""
+    def neighbours(self) -> Iterator[tuple[str, str, Methods]]:
+        """`(what, change, methods)` of all; several of one change where it can be made up for in several ways."""
         for level in self.space.levels:
             if level.kind.slot == MESH:
                 yield from self._meshes(level)
@@ -132,17 +133,17 @@ class _Look:
                     if node is not None:
                         yield node
 
-    def _others(self, level: Level) -> Iterator[tuple[str, Methods]]:
+    def _others(self, level: Level) -> Iterator[tuple[str, str, Methods]]:
         """Another setting of this level's method instead of what is in its slot, or nothing there."""
         held = _in_slot(self.chosen, level.kind.slot)
         rest = tuple(each for each in self.chosen if each is not held)
         for choice in level.choices:
             if choice.method != held:
-                yield _named(choice.method, held), (*rest, choice.method)
+                yield choice.method.name, _named(choice.method, held), (*rest, choice.method)
         if held is not None and type(held) is level.kind:
-            yield f"without {held}", rest
+            yield held.name, f"without {held}", rest
 
-    def _meshes(self, level: Level) -> Iterator[tuple[str, Methods]]:
+    def _meshes(self, level: Level) -> Iterator[tuple[str, str, Methods]]:
         """Sizes of each axis next to the chosen one, one other axis making up for it."""
         held = _in_slot(self.chosen, MESH)
         if held is None:
@@ -161,7 +162,7 @@ class _Look:
             near = [each for each in known if each < size][-BESIDE:] + [each for each in known if each > size][:BESIDE]
             for mesh, sizes in alike:
                 if sizes.get(axis, 1) in near:
-                    yield f"{axis} {sizes.get(axis, 1)}", (mesh, *self._adapted(rest, sizes))
+                    yield axis, f"{axis} {sizes.get(axis, 1)}", (mesh, *self._adapted(rest, sizes))
 
     def _adapted(self, rest: Methods, sizes: Mapping[str, int]) -> Methods:
         """The other methods for a mesh: without those that have no axis left, with one for each axis that is new."""

@@ -11,6 +11,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, StepTime, peak_memory, step_time
 from atorch.cost.splits import SAMPLE_AXES
+from atorch.cost.useful import useful_flops, utilisation_peak
 from atorch.units import format_bytes
 
 RESERVE = 0.08  # of a device's memory, for what no category counts: allocator slack, library workspaces
@@ -43,6 +44,8 @@ def estimate_of(cost: Cost, cluster: ClusterSpec) -> Estimate:
     """The seconds and bytes of a step."""
     memory, spent = peak_memory(cost), step_time(cost, cluster)
     rate = cost.batch_size * cost.size(*SAMPLE_AXES) / spent.total_s if spent.total_s else 0.0
+    flops = useful_flops(cost) / (spent.total_s * cluster.world_size) if spent.total_s else None
+    peak = utilisation_peak(cluster.device.peak_flops)
     length = max((each.sequence_length for each in cost.segments), default=0)
     return Estimate(
         step_s=spent.total_s,
@@ -53,6 +56,8 @@ def estimate_of(cost: Cost, cluster: ClusterSpec) -> Estimate:
         time=_by_category(spent),
         samples_per_s=rate,
         tokens_per_s=rate * length if length else None,
+        flops_per_s=flops,
+        mfu=flops / peak if flops and peak else None,
     )
 
 
@@ -88,5 +93,5 @@ def split_by_memory(candidates: Sequence[Scored], cluster: ClusterSpec) -> tuple
 def needs(estimate: Estimate, limit: float) -> str:
     """Why an estimate does not fit: how much is short, and what takes the most."""
     most = ", ".join(f"{name} {format_bytes(held)}" for name, held in list(estimate.memory.items())[:3])
-    short = format_bytes(estimate.peak_bytes - limit)
-    return f"needs {format_bytes(estimate.peak_bytes)}, {short} more than the usable {format_bytes(limit)}: {most}"
+    short, stage = format_bytes(estimate.peak_bytes - limit), f" on stage {estimate.stage}" if estimate.stage else ""
+    return f"is {short} short{stage} of the {format_bytes(estimate.peak_bytes)} that it needs: {most}"

@@ -26,6 +26,10 @@ class Estimate:
     time: Mapping[str, float] = field(default_factory=dict)  # category → seconds, which add up to the step's
     samples_per_s: float | None = None
     tokens_per_s: float | None = None  # where samples are sequences
+    flops_per_s: float | None = None  # of a device, of what the model needs: nothing that runs again counts
+    mfu: float | None = None  # the share of the device's 16-bit peak that this is
+    low_s: float | None = None  # between which the step is expected, where it is known how far estimates are off
+    high_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@
   const spent = (i) => Object.entries(data.shares).map(([name, column]) => [column[i], name]).filter((each) => each[0])
     .sort((a, b) => b[0] - a[0]).map(([share, name]) => `${name} ${share}%`).join(", ");
   const kindOf = data.reasons.map((text) => text.split(":")[0] || "fits");
+  const said = (name) => (name.endsWith("memory") ? `out of ${name}` : name);
   const place = (name) => ["memory", "fits"].indexOf(name);  // their colours stay, whatever else there is
   const kinds = [...new Set(data.why.map((why) => kindOf[why]))].sort((a, b) => place(b) - place(a) || (a < b ? -1 : 1));
   const kind = Int8Array.from(data.why, (why) => kinds.indexOf(kindOf[why]));
@@ -214,7 +215,7 @@
     box.checked = true;
     dot.className = "dot";
     dot.style.background = `var(${colourOf(k)})`;
-    text.append(box, dot, name);
+    text.append(box, dot, said(name));
     byId("kinds").append(text);
     box.addEventListener("change", () => (box.checked ? shownKinds.add(k) : shownKinds.delete(k), select()));
   });

@@ -85,6 +85,18 @@ def test_less_than_a_block_is_unfit():
     assert Offload(activations=0.125).unfit(plain) is None
 
 
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ({"optimizer": 0.0, "activations": 1.0}, "activations offloaded"),
+        ({}, "optimizer offloaded"),
+        ({"parameters": 1.0, "activations": 0.25}, "parameters, optimizer, 25% of activations offloaded"),
+    ],
+)
+def test_it_says_what_waits(shares, told):
+    assert str(Offload(**shares)) == told
+
+
 def test_parameters_wait_where_fsdp_gathers_them():
     assert Offload(parameters=0.5).needs == ("fsdp",)
     assert Offload().needs == ()

@@ -259,7 +259,7 @@ def test_what_cannot_fit_says_what_takes_the_room(start):
     fitting, rejected = split_by_memory(scored, small)
     assert fitting
     assert len(fitting) + len(rejected) == len(scored)
-    assert all("more than the usable" in each.reason for each in rejected)
+    assert all(" short of the " in each.reason for each in rejected)
     assert all(next(iter(each.estimate.memory)) in each.reason for each in rejected)
 
 

@@ -1,0 +1,141 @@
+"""What becomes of answers: shown on the terminal, written where a command line asks for it, and what was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from atorch.cli import files
+
+if TYPE_CHECKING:
+    from atorch.auto.planner.cluster_plan import ClusterPlan
+    from atorch.errors import AtorchError
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan, and for `--fit` the border that it stands at: in words, and as data."""
+
+    plan: ClusterPlan
+    headline: str = ""
+    fit: Mapping[str, Any] | None = None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Both as plain JSON data."""
+        return self.plan.to_json_data() | ({"fit": self.fit} if self.fit else {})
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that a command line asks for."""
+
+    json: Path | None
+    html: Path | None
+    save: Path | None
+
+    def check(self, num_clusters: int) -> None:
+        """Refuse what cannot be written, before anything is computed for it.
+
+        Raises:
+            ArgumentError: a file cannot be written, or is of one cluster where there are several.
+        """
+        from atorch.errors import ArgumentError
+
+        files.check_targets(self.json, self.html, self.save)
+        for option, path in (("--html", self.html), ("--save", self.save)):
+            if path is not None and num_clusters > 1:
+                raise ArgumentError(
+                    f"{option} writes the answer for one cluster, and there are {num_clusters}; give one"
+                )
+
+
+def give(
+    answers: Sequence[tuple[str, Found | AtorchError]], title: str, outputs: Outputs, top: int, verbose: bool
+) -> None:
+    """Show what was found for each cluster, and write it.
+
+    Raises:
+        NoFeasiblePlanError: nothing fits on any of them; or of what fits nothing can be applied, so none is saved.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if len(answers) == 1 and isinstance(found := answers[0][1], Found):
+        from atorch.report.answer import answer_report
+
+        data = found.data
+        if found.headline:
+            console.print(found.headline, style="bold", markup=False)
+        console.print(answer_report(data, title, max_rows=top, verbose=verbose))
+        _write(found.plan, data, title, outputs)
+        return
+    from atorch.report.beside import beside_report
+
+    every = [(name, found.data if isinstance(found, Found) else _short(found)) for name, found in answers]
+    _need_one(answers)
+    console.print(beside_report(every, title))
+    if outputs.json is not None:
+        plans = {name: {"error": each} if isinstance(each, str) else each for name, each in every}
+        _write_json(outputs.json, {"clusters": plans})
+
+
+def _need_one(answers: Sequence[tuple[str, Found | AtorchError]]) -> None:
+    from atorch.errors import NoFeasiblePlanError
+
+    if not any(isinstance(found, Found) for _, found in answers):
+        told = "; ".join(f"{name}: {found}" for name, found in answers)
+        raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {told}")
+
+
+def _short(error: AtorchError) -> str:
+    """Why there is no plan, in as few words as a column takes."""
+    from atorch.errors import NoFeasiblePlanError
+    from atorch.units import format_bytes
+
+    if isinstance(error, NoFeasiblePlanError) and error.rejected and "short_bytes" in error.rejected[0]:
+        return f"nothing fits: the nearest miss is {format_bytes(error.rejected[0]['short_bytes'])} short"
+    return str(error)
+
+
+def _write(plan: ClusterPlan, data: Mapping[str, Any], title: str, outputs: Outputs) -> None:
+    if outputs.json is not None:
+        _write_json(outputs.json, data)
+    if outputs.html is not None:
+        from atorch.report.html import plan_page
+
+        files.write(outputs.html, plan_page(data, title))
+        _tell(outputs.html, "the answer as a page")
+    if outputs.save is not None:
+        _save(plan, data, outputs.save)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    files.write(path, json.dumps(data, allow_nan=False) + "\n")
+    _tell(path, "the answer as data")
+
+
+def _save(plan: ClusterPlan, data: Mapping[str, Any], path: Path) -> None:
+    """Write the best strategy that can be applied today, with the plan, but for the columns of every candidate.
+
+    Raises:
+        NoFeasiblePlanError: none of what fits can be applied today.
+    """
+    from atorch.errors import NoFeasiblePlanError
+
+    if plan.best_applicable is None:
+        raise NoFeasiblePlanError(f"{path} is not written: none of what fits can be applied today, only planned for")
+    report = {name: value for name, value in data.items() if name != "candidates"}
+    strategy = plan.best_applicable.strategy
+    replace(strategy, metadata={"report": report}).save(path)
+    which = "the choice" if strategy.methods == plan.strategy.methods else "the best that can be applied today"
+    _tell(path, f"{which}, {strategy}, for load_strategy")
+
+
+def _tell(path: Path, what: str) -> None:
+    typer.echo(f"Wrote {path}: {what}")

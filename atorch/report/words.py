@@ -1,0 +1,49 @@
+"""What the short names in a plan stand for: where bytes and seconds go, and why a composition was not taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+CATEGORIES: Mapping[str, str] = {
+    "masters": "fp32 copies of 16-bit parameters",
+    "transient": "gathered parameters, whole gradients, what the optimizer's step needs",
+    "working": "what one operation needs beside what is saved",
+    "matmul": "products and attention",
+    "traffic": "operations that only move bytes, such as norms",
+    "launch": "waiting for operations to be launched",
+    "bubble": "stages of a pipeline waiting",
+    "exposed_comm": "communication that computing does not hide",
+    "offload": "waiting for host memory",
+}
+"""By category of memory or time; what says itself what it is, such as gradients, is not here."""
+
+_WHY: Mapping[str, str] = {
+    "memory": "out of memory",
+    "hardware": "not on this hardware",
+    "time": "out of time",
+}
+
+
+def shown_name(category: str) -> str:
+    """A category as people read it."""
+    return category.replace("_", " ")
+
+
+def legend(categories: Iterable[str]) -> str:
+    """What those of the categories are that do not say it themselves, in one line; "" where all do."""
+    known = [(shown_name(name), CATEGORIES[name]) for name in dict.fromkeys(categories) if name in CATEGORIES]
+    return "; ".join(f"{name}: {meaning}" for name, meaning in known)
+
+
+def why_not(why: str) -> str:
+    """Why a composition was not taken, as people say it: `out of memory`."""
+    return _WHY.get(why, why)
+
+
+def left_out(rejected: Iterable[Mapping[str, Any]]) -> str:
+    """How many more there are and why they were not taken: `12 more: 7 out of memory, 5 slower`; "" of none."""
+    counts = Counter(why_not(each["why"]) for each in rejected)
+    told = ", ".join(f"{number:,} {why}" for why, number in counts.most_common())
+    return f"{counts.total():,} more: {told}" if counts else ""
