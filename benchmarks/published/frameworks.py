@@ -42,6 +42,7 @@ class Framework:
     send_wait_s: float = 0.0  # of every send and receipt of a stage, on 64 nodes and where tensor ranks are on four
     scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
     cuts_by_stages: bool = False  # a batch is cut into as many micro-batches as a pipeline has stages unless told
+    keeps_gathered_in_pipelines: bool = False  # sharded parameters, from forward to backward
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
 
 
@@ -104,8 +105,10 @@ _KNOWN: Mapping[str, Framework] = {
     ),
     # Its buckets of 5e8 elements, one to reduce and one to gather.
     "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1, buffer_bytes=2e9),
-    # In `parallelisms/pipelining_utils.py` of 2024; newer ones have to be told.
-    "torchtitan": Framework(keeps_masters=False, grads_persist=False, cuts_by_stages=True),
+    # In `parallelisms/pipelining_utils.py` and `parallelize_llama.py` of 2024.
+    "torchtitan": Framework(
+        keeps_masters=False, grads_persist=False, cuts_by_stages=True, keeps_gathered_in_pipelines=True
+    ),
     "transformers": Framework(implementation=_HUGGING_FACE, keeps_masters=False, grads_persist=False),
 }
 

@@ -91,7 +91,8 @@ def cluster_described(
         ArgumentError: the text names no device that is known.
     """
     words = hardware.lower()
-    per_node = min(per_node or (72 if "nvl72" in words else NODE), num_devices)
+    joined = 72 if re.search(r"nvl72|gb[23]00", words) else 0  # by NVLink, over trays of four
+    per_node = min(max(joined, per_node or NODE), num_devices)
     device = next((each for each in _DEVICES if re.search(each.pattern, words)), None)
     if device is None and words.strip() not in UNKNOWN:
         raise ArgumentError(f"hardware is {hardware!r}, which names no device that is known; such as 'H100-80GB'")

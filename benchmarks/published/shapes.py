@@ -31,7 +31,7 @@ def shape_of(row: Row) -> TransformerShape:
     missing = [name for name in ("layers", "hidden", "seq_len") if not known.get(name)]
     if missing:
         raise ArgumentError(f"{', '.join(missing)} of model {row.given['model']!r} not given, and it is not known")
-    known.setdefault("heads", max(1, round(known["hidden"] / _HEAD)))
+    known.setdefault("heads", _heads_of(known["hidden"]))
     known.setdefault("kv_heads", known["heads"])
     for narrow, wide in (("heads", "hidden"), ("kv_heads", "heads")):
         if known[wide] < known[narrow]:
@@ -47,6 +47,11 @@ def shape_of(row: Row) -> TransformerShape:
     if style.get("latent") is not None and "mla" not in row.text("arch") and row.text("arch"):
         style["latent"] = None
     return TransformerShape(**style)
+
+
+def _heads_of(hidden: int) -> int:
+    """Heads whose features are nearest to the usual number, where they divide what there is."""
+    return min((heads for heads in range(1, hidden + 1) if hidden % heads == 0), key=lambda n: abs(hidden / n - _HEAD))
 
 
 def _reduce(known: dict[str, Any], layers: float | None) -> None:

@@ -99,8 +99,9 @@ def recomputation_of(row: Row) -> Recomputation:
     )
 
 
-Scaling = Literal["", "tensorwise", "rowwise", "blockwise", "mx"]
-"""What of an fp8 tensor shares a scale; "mx" is 32 neighbours, by the OCP's microscaling formats."""
+Scaling = Literal["", "delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mx"]
+"""What of an fp8 tensor shares a scale; "delayed" ones are of earlier steps, "gw_hp" leaves weights' gradients in 16
+bits, and "mx" is 32 neighbours, by the OCP's microscaling formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +164,22 @@ def precision_of(row: Row) -> Precision:
     return Precision("float16" if _WITHOUT_FLASH.search(row.text("hardware")) else "bfloat16")
 
 
+_SCALINGS: Mapping[str, Scaling] = {
+    # Two letters are those of NVIDIA's recipes: current, delayed, sub-channel, microscaling.
+    r"mxfp8|fp8[-_ ]mx\b": "mx",
+    r"row-?wise_with_gw_hp|gw_hp": "rowwise_gw_hp",
+    r"row-?wise": "rowwise",
+    r"block|fp8[-_ ]sc\b": "blockwise",
+    r"delayed|fp8[-_ ]ds\b": "delayed",
+}
+
+
 def _scaling(words: str) -> Scaling:
     """One scale for a tensor is what recipes mean that name none."""
-    if "mxfp8" in words:
-        return "mx"
-    if re.search(r"row-?wise", words):
-        return "rowwise"
-    return "blockwise" if "block" in words else "tensorwise"
+    for pattern, found in _SCALINGS.items():
+        if re.search(pattern, words):
+            return found
+    return "tensorwise"
 
 
 _ADAPTERS = re.compile(r"\b(q?lora|dora|qalora|loftq|ia3|adapters?|peft|frozen|prefix[- ]tuning)\b")

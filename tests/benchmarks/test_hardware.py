@@ -55,7 +55,10 @@ def test_blackwells_are_told_apart():
     clusters = {name: cluster_described(name, None, 144, None) for name in ("B200", "GB200 NVL72", "B300", "GB300")}
     assert len({each.device.memory_bytes for each in clusters.values()}) == 4
     assert len({each.device.peak_flops["bfloat16"] for each in clusters.values()}) == 2
-    assert {name: each.devices_per_node for name, each in clusters.items() if "NVL" in name} == {"GB200 NVL72": 72}
+    assert {name: each.devices_per_node for name, each in clusters.items() if "G" in name} == {
+        "GB200 NVL72": 72,
+        "GB300": 72,
+    }
 
 
 @pytest.mark.parametrize("text", ["abacus", "B400", "MI455X", "something new"])

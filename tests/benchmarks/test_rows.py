@@ -267,6 +267,17 @@ def test_torchtitan_cuts_a_batch_by_the_stages_of_its_pipeline():
     assert (layout.micro_batch, layout.num_micro_batches) == (4, 4)
 
 
+def test_torchtitan_keeps_what_it_gathered_in_pipelines():
+    assert layout_of(row(framework="torchtitan", fsdp="FSDP2")).keeps_gathered
+    assert not layout_of(row(framework="torchtitan", fsdp="FSDP2", pp="1", dp="")).keeps_gathered
+    assert not layout_of(row(fsdp="FSDP2")).keeps_gathered
+
+
+def test_heads_that_are_not_told_divide_the_width():
+    assert shape_of(row(heads="", kv_heads="", hidden="14400")).heads == 120
+    assert shape_of(row(heads="", kv_heads="", hidden="13824")).heads == 108
+
+
 def test_one_micro_batch_is_a_step_where_nothing_else_is_said():
     layout = layout_of(row(pp="1", dp="", global_batch=""))
     assert (layout.micro_batch, layout.num_micro_batches) == (2, 1)

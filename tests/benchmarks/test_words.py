@@ -63,7 +63,9 @@ def test_recomputation_that_is_not_known_is_refused_by_its_words(words):
         ("TF32", "tfloat32", ""), ("fp32", "float32", ""), ("", "bfloat16", ""), ("mixed", "bfloat16", ""),
         ("16-bit", "float16", ""), ("fp8 hybrid", "float8", "tensorwise"), ("bf16 + float8", "float8", "tensorwise"),
         ("bf16 + float8 rowwise", "float8", "rowwise"), ("bf16 + mxfp8_cublas_rceil", "float8", "mx"),
-        ("fp8 blockwise", "float8", "blockwise"), ("bf16 + rowwise_with_gw_hp", "float8", "rowwise"),
+        ("fp8 blockwise", "float8", "blockwise"), ("bf16 + rowwise_with_gw_hp", "float8", "rowwise_gw_hp"),
+        ("FP8-CS", "float8", "tensorwise"), ("FP8-MX", "float8", "mx"), ("FP8-DS", "float8", "delayed"),
+        ("fp8 (delayed scaling)", "float8", "delayed"), ("FP8-SC", "float8", "blockwise"),
         ("bf16 (BF16Optimizer, fp32 grads)", "bfloat16", ""), ("see scripts (bf16/fp16 amp)", "bfloat16", ""),
     ],
 )  # fmt: skip
