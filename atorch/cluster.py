@@ -70,6 +70,17 @@ _HOST_LINK = LinkSpec(bandwidth=1e10, latency_s=1e-5)
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostSpec:
+    """A node beside its devices: what all of them share when something waits in host memory."""
+
+    memory_bandwidth: float  # bytes/s of all channels of a node together: the peak
+    efficiency: float = 0.8  # share of it that is reached
+    cores: int  # of a node
+    devices_per_uplink: int = 1  # devices behind one switch, which share its way to the host
+    both_ways: float = 1.42  # what goes up and down a link at once, against what goes one way alone
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """How many devices there are, of which kind, and how they are joined.
 
@@ -85,6 +96,7 @@ class ClusterSpec:
     inter_leaf: LinkSpec | None = None  # between nodes of different leaves
     host_link: LinkSpec = _HOST_LINK  # each device's own, each way
     host_memory_bytes: float = math.inf  # of a node; infinite where it is not known
+    host: HostSpec | None = None  # None: nothing is known that devices share
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # "device.memory_gib" → where it is from
 
     @property

@@ -2,7 +2,7 @@
 
     {"device": {"name", "memory_gib", "peak_flops": {dtype: FLOP/s}, "memory_bandwidth", …},
      "devices_per_node", "intra_node": {"bandwidth", "latency_s"}, "inter_node": …, "nodes_per_leaf", "inter_leaf": …,
-     "host_link": …, "host_memory_gib",
+     "host_link": …, "host_memory_gib", "host": {"memory_bandwidth", "cores", "devices_per_uplink"},
      "sources": {"device.memory_gib": "NVIDIA H100 data sheet"}}
 
 A source stands for the figure at its place and for all below. `docs/clusters.md` describes every field. Each figure is
@@ -16,7 +16,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, LinkSpec
+from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, HostSpec, LinkSpec
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.strict_json import Format
 from atorch.units import GiB
@@ -50,6 +50,9 @@ _RANGES: Mapping[str, _Range] = {
     "num_nodes": _COUNT,
     "devices_per_node": _COUNT,
     "nodes_per_leaf": _COUNT,
+    "cores": _COUNT,
+    "devices_per_uplink": _COUNT,
+    "both_ways": _Range(1.0, 2.0, "a factor"),
 }
 _PEAK = _Range(1e6, 1e18, "FLOP/s")
 _DTYPES: Set[str] = frozenset({"float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4"})
@@ -59,7 +62,7 @@ _DEVICE: Set[str] = frozenset(
 )
 _CLUSTER: Set[str] = frozenset(
     {"device", "num_nodes", "devices_per_node", "intra_node", "inter_node", "nodes_per_leaf", "inter_leaf"}
-    | {"host_link", "host_memory_gib", "sources"}
+    | {"host_link", "host_memory_gib", "host", "sources"}
 )
 SHIPPED: Set[str] = frozenset({"matches", "aliases", "machine"})
 """How a device is recognised, what else a cluster is called, and which cloud's machine it is: no base passes it on."""
@@ -132,6 +135,8 @@ def cluster_of(data: Any, where: str) -> ClusterSpec:
     if "nodes_per_leaf" in top.data or "inter_leaf" in top.data:
         optional["nodes_per_leaf"] = top.count("nodes_per_leaf")
         optional["inter_leaf"] = _link(top, "inter_leaf")
+    if "host" in top.data:
+        optional["host"] = _host(top)
     if "host_memory_gib" in top.data:
         optional["host_memory_bytes"] = top.figure("host_memory_gib", _RANGES["host_memory_gib"]) * GiB
     return ClusterSpec(
@@ -162,6 +167,17 @@ def _device(top: _Part) -> DeviceSpec:
 
 def _link(top: _Part, name: str) -> LinkSpec:
     return LinkSpec(**_figures(top, name, LinkSpec))
+
+
+def _host(top: _Part) -> HostSpec:
+    part = top.part("host", {each.name for each in fields(HostSpec)})
+    return HostSpec(
+        memory_bandwidth=part.figure("memory_bandwidth", _RANGES["memory_bandwidth"]),
+        efficiency=part.figure("efficiency", _SHARE, HostSpec.efficiency),
+        cores=part.count("cores"),
+        devices_per_uplink=part.count("devices_per_uplink", HostSpec.devices_per_uplink),
+        both_ways=part.figure("both_ways", _RANGES["both_ways"], HostSpec.both_ways),
+    )
 
 
 def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency]) -> dict[str, float]:
@@ -229,6 +245,8 @@ def data_of(cluster: ClusterSpec) -> dict[str, Any]:
     }
     if cluster.inter_leaf is not None:
         data |= {"nodes_per_leaf": cluster.nodes_per_leaf, "inter_leaf": asdict(cluster.inter_leaf)}
+    if cluster.host is not None:
+        data["host"] = asdict(cluster.host)
     if cluster.host_memory_bytes < float("inf"):
         data["host_memory_gib"] = cluster.host_memory_bytes / GiB
     return {**data, "sources": dict(cluster.sources)}

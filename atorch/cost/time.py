@@ -132,7 +132,8 @@ class StepTimes:
         slowest = max((run.micro for run in runs), key=lambda each: each.total_s)
         times, sending = cost.num_micro_batches, self._sending_seconds(cost)
         bubble = _bubble(cost, runs, slowest) + 2.0 * (cost.stages - 1) * sending
-        host = host_time(cost, heaviest_stages(cost), times * slowest.total_s, self.cluster)
+        passes_s, between_s = times * slowest.total_s, times * max(run.micro.carried[1] for run in runs)
+        host = host_time(cost, heaviest_stages(cost), passes_s, self.cluster, between_s)
         once, optimizer = _ending(cost, runs, whole, host.backward_s / times, self.cluster)
         exposed = times * slowest.exposed_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
         total = times * slowest.computing_s + bubble + optimizer + exposed + host.total_s + cost.extra_s

@@ -97,9 +97,14 @@ def calibrate(world: World, budget_s: float = BUDGET_S) -> ClusterSpec:
     sources: Mapping[str, str] = cluster.sources
     for where, how in {**notes, **of_host, **of_links}.items():
         sources = with_source(sources, where, f"{when}: {how}" if how else when)
+    host = cluster.host
+    if host is not None and world.size > 1:  # what devices behind one switch share is in what all measured at once
+        host = replace(host, devices_per_uplink=1)
+        sources = with_source(sources, "host.devices_per_uplink", f"{when}: copies of all devices at once")
     return replace(
         cluster,
         device=device,
+        host=host,
         host_link=host_link,
         intra_node=links.get("intra_node", cluster.intra_node),
         inter_node=links.get("inter_node", cluster.inter_node),

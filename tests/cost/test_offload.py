@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster import ClusterSpec, DeviceSpec, HostSpec, LinkSpec
 from atorch.cost import Cost, Region, Segment, peak_memory
 from atorch.cost.memory import host_bytes, stage_memory, uses_host
-from atorch.cost.offload import host_time
+from atorch.cost.offload import BYTES_A_CORE, UNHIDDEN, host_time, rates_of
 from atorch.cost.stages import stages_of
 
 BLOCK = Segment(
@@ -73,10 +73,9 @@ def test_under_a_budget_gradients_go_down_and_parameters_come_up_beside_computin
     cost = replace(PLAIN, optim_offload=1.0, budget_bytes=20_000.0)
     step = 24 + 4
     assert seconds(cost) == pytest.approx(4 + 4 + step)
-    assert seconds(cost, computing_s=3.0) == pytest.approx(
-        3 + 2 + step
-    )  # behind one second of forward, two of backward
-    assert seconds(cost, computing_s=12.0) == pytest.approx(step)
+    # Behind one second of forward and two of backward, which hide all but a little of it.
+    assert seconds(cost, computing_s=3.0) == pytest.approx(3 + 2 + UNHIDDEN * (1 + 2) + step)
+    assert seconds(cost, computing_s=12.0) == pytest.approx(UNHIDDEN * (4 + 4) + step)
     assert seconds(replace(cost, num_micro_batches=3.0)) == pytest.approx(4 + 3 * 4 + step), "parameters stay"
     assert seconds(replace(cost, fetches_ahead=False), computing_s=12.0) == pytest.approx(4 + 4 + step)
 
@@ -104,8 +103,9 @@ def test_activations_go_down_and_up_once_for_each_micro_batch():
 
 def test_activations_go_down_behind_forward_and_come_up_behind_backward():
     cost = replace(PLAIN, activation_offload=1.0)
-    assert seconds(cost, computing_s=0.9) == pytest.approx(0.5 - 0.3)  # backward's 0.6 hides the way up
-    assert seconds(cost, computing_s=1.5) == 0
+    # Backward's 0.6 hides the way up, but for a little.
+    assert seconds(cost, computing_s=0.9) == pytest.approx(0.5 - 0.3 + UNHIDDEN * (0.3 + 0.5))
+    assert seconds(cost, computing_s=1.5) == pytest.approx(UNHIDDEN * (0.5 + 0.5)), "nothing hides wholly"
 
 
 def test_activations_outside_of_blocks_stay():
@@ -135,7 +135,7 @@ def test_whole_gradients_stay_until_they_are_reduced_and_this_devices_shard_goes
     assert peak_memory(cost).gradients == 4000
     assert host_bytes(cost) == 16_000 / 4
     assert seconds(cost) == pytest.approx((4 * 4 + 24 + 4) / 4)
-    assert seconds(cost, computing_s=100.0) == pytest.approx((24 + 4) / 4), "never less than the host's step"
+    assert seconds(cost, computing_s=100.0) == pytest.approx((24 + 4) / 4 + UNHIDDEN * (2 * 4 + 2 * 4) / 4)
 
 
 def test_shards_of_gradients_go_down_with_every_micro_batch_that_reduces_them():
@@ -149,3 +149,48 @@ def test_of_several_micro_batches_in_flight_one_is_back_ahead():
     cost = replace(cost, activation_offload=1.0, activations_ahead=1.0)
     for stage in stages_of(cost):
         assert stage_memory(cost, stage).activations <= stage.in_flight * 50
+
+
+NODE = replace(CLUSTER, devices_per_node=8, host=HostSpec(memory_bandwidth=1e4, cores=64, devices_per_uplink=2))
+
+
+def test_devices_share_what_a_node_has_once():
+    alone, all_of_them = rates_of(replace(NODE, devices_per_node=1)), rates_of(NODE)
+    assert alone.one_way == 1e3, "its own link"
+    assert alone.both_ways == pytest.approx(1.42e3)
+    assert all_of_them.one_way == pytest.approx(1e3 / 2), "two behind one switch"
+    assert all_of_them.both_ways == pytest.approx(1.42e3 / 2)
+    slow = rates_of(replace(NODE, host=replace(NODE.host, memory_bandwidth=2e3)))
+    assert slow == pytest.approx((200, 200, 200)), "0.8 × 2,000 bytes/s for eight devices"
+    weak = rates_of(replace(NODE, host=replace(NODE.host, memory_bandwidth=1e15, cores=1)))
+    assert weak.step == pytest.approx(BYTES_A_CORE / 8)
+
+
+@pytest.mark.parametrize("name", ["h100_80g", "a100_80g", "v100_16g", "rtx4090", "b200"])
+def test_a_nodes_devices_together_have_no_more_than_the_node(name):
+    cluster = ClusterSpec.load(name)
+    rates, host = rates_of(cluster), cluster.host
+    switches = cluster.devices_per_node / host.devices_per_uplink
+    assert cluster.devices_per_node * rates.one_way <= switches * cluster.host_link.bandwidth
+    assert cluster.devices_per_node * rates.both_ways <= host.memory_bandwidth
+    assert cluster.devices_per_node * rates.step <= min(host.memory_bandwidth, BYTES_A_CORE * host.cores)
+
+
+@pytest.mark.parametrize("moved", [{"optim_offload": 1.0}, {"activation_offload": 1.0}, {"budget_bytes": 5e3}])
+def test_eight_devices_that_offload_are_never_faster_than_one(moved):
+    cost, before = replace(PLAIN, **moved), 0.0
+    for devices in (1, 2, 4, 8):
+        node = replace(NODE, devices_per_node=devices)
+        now = host_time(cost, stages_of(cost)[:1], 1.0, node).total_s
+        assert now >= before
+        before = now
+    assert before > host_time(cost, stages_of(cost)[:1], 1.0, replace(NODE, devices_per_node=1)).total_s
+
+
+def test_what_goes_to_other_nodes_takes_the_same_link():
+    cost = replace(PLAIN, activation_offload=1.0)
+    quiet = host_time(cost, stages_of(cost)[:1], 0.9, CLUSTER).total_s
+    busy = host_time(cost, stages_of(cost)[:1], 0.9, CLUSTER, between_s=0.3).total_s  # 0.6 s are left, 0.2 for forward
+    assert quiet == pytest.approx(0.2 + UNHIDDEN * 0.8)
+    assert busy == pytest.approx(0.3 + 0.1 + UNHIDDEN * 0.6)
+    assert host_time(cost, stages_of(cost)[:1], 0.9, CLUSTER, between_s=2.0).total_s == pytest.approx(1.0)

@@ -36,6 +36,7 @@ MOST = 50_000  # compositions that are scored without proof that the best is amo
 EXAMPLES = 3  # of what each constraint rejects
 MOST_TIES = 100
 EQUAL = 1e-3  # a share of a step: what differs by less is as fast
+WORTH = 0.2  # of a step, what waiting on the host must save: so wrong may estimates of it be, which no run was held to
 
 
 def answer(
@@ -101,6 +102,10 @@ def answer(
     most = math.inf if prove else max(breadth, MOST)
     found = question.found(space, keep=keep, breadth=breadth, most=most, nearest=advise)
     rows = found.columns.fastest(keep)
+    plain = _without_host(question, found, rows)
+    if plain is not None:
+        question, space, found = plain
+        rows = found.columns.fastest(keep)
     if not rows and not advise:
         raise NoFeasiblePlanError(f"nothing fits on {question.job.cluster.world_size} × {cluster.device.name}")
     if not rows:
@@ -195,6 +200,23 @@ def _plan(
         num_unopened={"slower": found.num_slow, "memory": found.num_large},
         seconds=time.monotonic() - began,
     )
+
+
+def _without_host(question: _Question, found: Found, rows: Sequence[int]) -> tuple[_Question, Space, Found] | None:
+    """The same question without host memory, where that takes hardly longer than what was found with it; else None."""
+    columns = found.columns
+    if not rows or not question.job.host_memory or not columns.on_host[_preferred(columns, rows)]:
+        return None
+    plain = replace(question, job=replace(question.job, host_memory=False))
+    try:
+        space = plain.space()
+        instead = plain.found(space, keep=len(rows), nearest=False)
+    except StrategyError:
+        return None
+    best = instead.columns.fastest(1)
+    if not best or instead.columns.step_s[best[0]] > columns.step_s[rows[0]] * (1 + WORTH):
+        return None
+    return plain, space, instead
 
 
 def _preferred(columns: Columns, rows: Sequence[int]) -> int:

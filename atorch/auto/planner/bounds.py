@@ -37,6 +37,7 @@ from atorch.auto.planner.space import Level, Space
 from atorch.auto.strategy import Method, Phase
 from atorch.cost import Cost, StepTimes, peak_bytes
 from atorch.cost.memory import least_on_host, saved_in_blocks, states_bytes, uses_host
+from atorch.cost.offload import rates_of
 from atorch.cost.splits import REPLICA_AXES
 
 SHARING = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
@@ -158,8 +159,7 @@ class Bounds:
             num_micro_batches=1.0, param_itemsize=0.0, grad_itemsize=0.0, optim_itemsize=0.0, master_itemsize=0.0,
             cast_itemsize=0.0, gathered_itemsize=0.0,
         )  # fmt: skip
-        link = self.times.cluster.host_link
-        return cost.activation_offload * saved_in_blocks(alone) / (link.bandwidth * link.efficiency)
+        return cost.activation_offload * saved_in_blocks(alone) / rates_of(self.times.cluster).one_way
 
 
 def _finest(cost: Cost) -> Cost:
