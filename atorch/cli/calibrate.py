@@ -1,7 +1,11 @@
-"""`atorch calibrate`: measures this machine and writes a cluster file; under torchrun all processes do so together."""
+"""`atorch calibrate`: measures this machine and writes a cluster file; under torchrun all processes do so together.
+
+With `--runs` nothing is measured: a cluster's constants are fitted to steps that the user has timed.
+"""
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,18 +17,92 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from atorch.cluster import ClusterSpec, LinkSpec
+    from atorch.profiler.fitted import Fitted, Run
 
 BUDGET_S, QUICK_BUDGET_S = 30.0, 4.0
+ENOUGH = 5  # runs
 
 Output = Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="The cluster file to write.")]
+Runs = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="Instead of measuring: timed steps, five or more."),
+]
+Cluster = Annotated[str | None, typer.Option(metavar="TEXT", help="With --runs: the cluster that they ran on.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute, and less certain.")]
 
 
-def calibrate(output: Output = Path("cluster.json"), quick: Quick = False) -> None:
+def calibrate(
+    output: Output = Path("cluster.json"), quick: Quick = False, runs: Runs = None, cluster: Cluster = None
+) -> None:
     """Measure this machine, its processes' links included, and write a cluster file.
 
     Links need several processes: torchrun --nproc-per-node 8 -m atorch.cli calibrate
+
+    With --runs FILE --cluster TEXT, fit that cluster's constants to steps of your own: docs/clusters.md has the form.
     """
+    if runs is not None:
+        _fit(runs, cluster, output)
+        return
+    if cluster is not None:
+        from atorch.errors import ArgumentError
+
+        raise ArgumentError("--cluster is for --runs; without them this machine is measured")
+    _measure(output, quick)
+
+
+def _fit(path: Path, named: str | None, output: Path) -> None:
+    """Fit a cluster's constants to the runs of a file, and write what came of it.
+
+    Raises:
+        ArgumentError, StrategyError: no cluster is named, or a run does not hold.
+    """
+    from rich.console import Console
+
+    from atorch.auto.offline import cluster_of
+    from atorch.cli.runs import read_runs
+    from atorch.errors import ArgumentError
+    from atorch.profiler.fitted import fitted
+    from atorch.report.progress import telling
+    from atorch.report.sized import table
+    from atorch.units import format_seconds
+
+    if named is None:
+        raise ArgumentError("--runs needs the cluster that they ran on; give --cluster, such as 8xH100-80GB")
+    check_targets(output)
+    spec = cluster_of(named)
+    with telling("reading the runs"):
+        runs = read_runs(path, spec)
+    with telling("fitting"):
+        found = fitted(spec, runs)
+    found.cluster.save(output)
+    console = Console(highlight=False)
+    rows = (
+        (run.name, format_seconds(run.seconds), *(_beside(run, each) for each in (spec, found.cluster))) for run in runs
+    )
+    console.print(table("Runs", ("composition", ">measured", ">before", ">after"), rows))
+    console.print(table("Constants", ("figure", ">was", ">is"), _changes(spec, found)))
+    typer.echo(f"median error: {found.error_before:.1%} before, {found.error_after:.1%} after")
+    if len(runs) < ENOUGH:
+        typer.echo(f"{len(runs)} runs move few constants; give {ENOUGH} or more, on one node and on several")
+    typer.echo(f"Wrote {output}: {spec.device.name} as these runs have it, for --cluster {output}")
+
+
+def _beside(run: Run, cluster: ClusterSpec) -> str:
+    """An estimate, and by how much it is off."""
+    from atorch.units import format_seconds
+
+    estimate = run.estimate(cluster)
+    return f"{format_seconds(estimate)} {estimate / run.seconds - 1:+.0%}"
+
+
+def _changes(before: ClusterSpec, found: Fitted) -> Iterator[tuple[str, str, str]]:
+    """(place, value before, value now) of what changed."""
+    for place in found.factors:
+        names = place.split(".")
+        yield place, *(f"{reduce(getattr, names, each):.3g}" for each in (before, found.cluster))
+
+
+def _measure(output: Path, quick: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

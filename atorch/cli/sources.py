@@ -19,6 +19,7 @@ Shape = Mapping[str, int | None]  # option → its value
 
 CONFIG = "config.json"
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
+OPTIONAL = ("kv-heads", "experts", "top-k")
 
 
 @dataclass(frozen=True)

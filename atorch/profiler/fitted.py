@@ -1,0 +1,129 @@
+"""Constants of a cluster fitted to measured step times, five and more.
+
+Every constant is known before anything is measured, within a factor: that is its prior. A fit is the most probable set
+of constants under the prior and the runs, with log-normal errors of both (maximum a posteriori, by Gauss-Newton), so
+that few runs move few constants, and only as far as they must. A run that nothing explains counts as far as it is off,
+not by the square of it: Huber 1964, "Robust Estimation of a Location Parameter".
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from atorch.cluster import ClusterSpec
+from atorch.cluster_file import with_source
+from atorch.cost import Cost, step_seconds
+
+SPREAD: Mapping[str, float] = {
+    # The standard deviation of a constant's logarithm before anything is measured.
+    "device.efficiency.matmul": 0.2,
+    "device.efficiency.attention": 0.3,
+    "device.efficiency.traffic": 0.25,
+    "device.launch_s": 0.3,
+    "intra_node.efficiency": 0.2,
+    "intra_node.latency_s": 0.5,
+    "inter_node.efficiency": 0.4,
+    "inter_node.latency_s": 0.5,
+}
+SHARES = ("efficiency", "matmul", "attention", "traffic")  # which stay at most 1
+NOISE = 0.08  # of a run's logarithm: what no constant explains
+MOVED = 0.01  # what a constant must change by to have the runs as its source
+ROUNDS = 8
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured step: what it cost by arithmetic, of which devices, and the seconds that it took."""
+
+    name: str
+    cost: Cost
+    seconds: float
+    num_nodes: int
+    devices_per_node: int
+
+    def estimate(self, cluster: ClusterSpec) -> float:
+        """Seconds by arithmetic on as many devices as it ran on."""
+        return step_seconds(
+            self.cost, replace(cluster, num_nodes=self.num_nodes, devices_per_node=self.devices_per_node)
+        )
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A cluster as runs have it."""
+
+    cluster: ClusterSpec
+    factors: Mapping[str, float]  # by which constants changed, by their place
+    error_before: float  # the median of |estimate / measured − 1|
+    error_after: float
+
+
+def fitted(cluster: ClusterSpec, runs: Sequence[Run]) -> Fitted:
+    """The cluster with the constants that the runs make most probable; those that changed say so in their source."""
+    names, widths = list(SPREAD), np.asarray(list(SPREAD.values()))
+    measured = np.log([run.seconds for run in runs])
+
+    def residuals(offsets: Vector) -> Vector:
+        moved = _moved(cluster, dict(zip(names, np.exp(offsets), strict=True)))
+        estimated = np.log([run.estimate(moved) for run in runs])
+        return np.concatenate([_robust((estimated - measured) / NOISE), offsets / widths])
+
+    factors = dict(zip(names, np.exp(_gauss_newton(residuals, len(names))).tolist(), strict=True))
+    factors = {name: factor for name, factor in factors.items() if abs(factor - 1) > MOVED}
+    found = _moved(cluster, factors)
+    before, after = _error(cluster, runs), _error(found, runs)
+    said = f"fitted by atorch calibrate on {len(runs)} runs, whose median error fell from {before:.0%} to {after:.0%}"
+    sources = cluster.sources
+    for name, factor in factors.items():
+        sources = with_source(sources, name, f"{said}; × {factor:.3g} of: {cluster.source_of(name)}")
+    return Fitted(replace(found, sources=sources), factors, before, after)
+
+
+def _error(cluster: ClusterSpec, runs: Sequence[Run]) -> float:
+    return statistics.median(abs(run.estimate(cluster) / run.seconds - 1) for run in runs)
+
+
+def _robust(errors: Vector) -> Vector:
+    """What squares to a pseudo-Huber loss: as the square of small errors, as twice the size of large ones."""
+    return np.asarray(np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)))
+
+
+def _gauss_newton(residuals: Callable[[Vector], Vector], size: int) -> Vector:
+    """The offsets, from zero, that minimise the sum of squared residuals; steps that make it worse are halved."""
+    offsets, step = np.zeros(size), 1e-3
+    current = residuals(offsets)
+    for _ in range(ROUNDS):
+        jacobian = np.stack([(residuals(offsets + step * unit) - current) / step for unit in np.eye(size)], axis=1)
+        move = np.linalg.lstsq(jacobian, -current, rcond=None)[0]
+        for _ in range(6):
+            proposed = residuals(offsets + move)
+            if proposed @ proposed < current @ current:
+                offsets, current = offsets + move, proposed
+                break
+            move = move / 2
+        else:
+            break
+    return offsets
+
+
+def _moved(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterSpec:
+    """`cluster` with figures multiplied, by their place; shares stay at most 1."""
+    for name, factor in factors.items():
+        cluster = _scaled(cluster, name.split("."), factor)
+    return cluster
+
+
+def _scaled(spec: Any, path: Sequence[str], factor: float) -> Any:
+    name, rest = path[0], path[1:]
+    value = getattr(spec, name)
+    if rest:
+        return replace(spec, **{name: _scaled(value, rest, factor)})
+    return replace(spec, **{name: min(1.0, value * factor) if name in SHARES else value * factor})
