@@ -14,10 +14,10 @@ import typer
 from atorch.cli.files import check_targets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from atorch.cluster import ClusterSpec, LinkSpec
-    from atorch.profiler.fitted import Fitted, Run
+    from atorch.profiler.fitted import Calibrated, Run
 
 BUDGET_S, QUICK_BUDGET_S = 30.0, 4.0
 ENOUGH = 5  # runs
@@ -61,7 +61,7 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     from atorch.auto.offline import cluster_of
     from atorch.cli.runs import read_runs
     from atorch.errors import ArgumentError
-    from atorch.profiler.fitted import fitted
+    from atorch.profiler.fitted import calibrated
     from atorch.report.progress import telling
     from atorch.report.sized import table
     from atorch.units import format_seconds
@@ -73,11 +73,11 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     with telling("reading the runs"):
         runs = read_runs(path, spec)
     with telling("fitting"):
-        found = fitted(spec, runs)
+        found = calibrated(spec, runs)
     found.cluster.save(output)
     console = Console(highlight=False)
     rows = (
-        (run.name, format_seconds(run.seconds), *(_beside(run, each) for each in (spec, found.cluster))) for run in runs
+        (run.name, format_seconds(run.seconds), *(_beside(run, each) for each in ({}, found.factors))) for run in runs
     )
     console.print(table("Runs", ("composition", ">measured", ">before", ">after"), rows))
     console.print(table("Constants", ("figure", ">was", ">is"), _changes(spec, found)))
@@ -87,15 +87,15 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     typer.echo(f"Wrote {output}: {spec.device.name} as these runs have it, for --cluster {output}")
 
 
-def _beside(run: Run, cluster: ClusterSpec) -> str:
+def _beside(run: Run, factors: Mapping[str, float]) -> str:
     """An estimate, and by how much it is off."""
     from atorch.units import format_seconds
 
-    estimate = run.estimate(cluster)
+    estimate = run.estimate(factors)
     return f"{format_seconds(estimate)} {estimate / run.seconds - 1:+.0%}"
 
 
-def _changes(before: ClusterSpec, found: Fitted) -> Iterator[tuple[str, str, str]]:
+def _changes(before: ClusterSpec, found: Calibrated) -> Iterator[tuple[str, str, str]]:
     """(place, value before, value now) of what changed."""
     for place in found.factors:
         names = place.split(".")

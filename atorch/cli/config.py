@@ -14,6 +14,7 @@ IMAGES = "ImageClassification"
 FAMILIES = ("CausalLM", "Seq2SeqLM", "MaskedLM", IMAGES)  # of transformers' AutoModelFor…
 DEFAULT_SIZE = 224  # of images, for networks that take any
 DEFAULT_SEQ = 4096  # tokens of a sample, for models that take as many
+ROTARY = ("rope_parameters", "rope_theta", "rope_scaling")  # in configs of models that compute positions
 
 
 def job_of(path: Path, seq: int | None) -> dict[str, Any]:
@@ -31,9 +32,12 @@ def job_of(path: Path, seq: int | None) -> dict[str, Any]:
     reads_images = auto.__name__.endswith(IMAGES)
     if reads_images and seq is not None:
         raise ArgumentError(f"{path} is of a model that reads images; leave --seq out")
+    most = getattr(config, "max_position_embeddings", None)
     if not reads_images and seq is None:
-        seq = min(DEFAULT_SEQ, getattr(config, "max_position_embeddings", None) or DEFAULT_SEQ)
+        seq = min(DEFAULT_SEQ, most or DEFAULT_SEQ)
         typer.echo(f"--seq is not given: {seq:,} tokens a sample", err=True)
+    if seq is not None and most and seq > most and not any(hasattr(config, name) for name in ROTARY):
+        raise ArgumentError(f"{path} is of a model with a table of {most:,} positions; give --seq {most} at most")
     return {
         "model": lambda: auto.from_config(config, dtype=torch.float32),
         "sample_batch": _image(config) if reads_images else _tokens(seq or 0),
@@ -84,7 +88,8 @@ def _made(kind: Any, data: dict[str, Any], path: Path) -> Any:
         return kind.from_dict(data)
     except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
         raise ArgumentError(
-            f"{path} is no config of a {kind.model_type} that transformers {transformers.__version__} takes: {error}"
+            f"{path} is no config of a {kind.model_type} that transformers {transformers.__version__} takes: "
+            f"{' '.join(str(error).split())}"
         ) from error
 
 

@@ -54,13 +54,8 @@ def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> Run:
     # It ran, so it fitted, whatever the estimate says. What it leaves open, as the mesh, is as the estimate has it.
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=ROOM * cluster.device.memory_bytes))
     plan = plan_for(subject, roomy, global_batch=data["batch"], fixed=strategy, verify=0, advise=False, breadth=0)
-    return Run(
-        name=f"{plan.strategy}",
-        cost=plan.strategy.cost(plain_cost(subject.profile, data["batch"], cluster.device.memory_bytes)),
-        seconds=float(data["step_s"]),
-        num_nodes=cluster.num_nodes,
-        devices_per_node=cluster.devices_per_node,
-    )
+    cost = plan.strategy.cost(plain_cost(subject.profile, data["batch"], cluster.device.memory_bytes))
+    return Run(str(plan.strategy), cost, cluster, float(data["step_s"]))
 
 
 def _check(data: Any, where: str) -> None:

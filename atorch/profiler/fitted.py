@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,25 +39,21 @@ ROUNDS = 8
 Vector = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A measured step: what it cost by arithmetic, of which devices, and the seconds that it took."""
+class Run(NamedTuple):
+    """A measured step: what it is by arithmetic, the devices that it had, and the seconds that it took."""
 
     name: str
     cost: Cost
+    cluster: ClusterSpec
     seconds: float
-    num_nodes: int
-    devices_per_node: int
 
-    def estimate(self, cluster: ClusterSpec) -> float:
-        """Seconds by arithmetic on as many devices as it ran on."""
-        return step_seconds(
-            self.cost, replace(cluster, num_nodes=self.num_nodes, devices_per_node=self.devices_per_node)
-        )
+    def estimate(self, factors: Mapping[str, float]) -> float:
+        """Seconds by arithmetic, with constants multiplied."""
+        return step_seconds(self.cost, with_constants(self.cluster, factors))
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Calibrated:
     """A cluster as runs have it."""
 
     cluster: ClusterSpec
@@ -66,29 +62,36 @@ class Fitted:
     error_after: float
 
 
-def fitted(cluster: ClusterSpec, runs: Sequence[Run]) -> Fitted:
-    """The cluster with the constants that the runs make most probable; those that changed say so in their source."""
-    names, widths = list(SPREAD), np.asarray(list(SPREAD.values()))
-    measured = np.log([run.seconds for run in runs])
-
-    def residuals(offsets: Vector) -> Vector:
-        moved = _moved(cluster, dict(zip(names, np.exp(offsets), strict=True)))
-        estimated = np.log([run.estimate(moved) for run in runs])
-        return np.concatenate([_robust((estimated - measured) / NOISE), offsets / widths])
-
-    factors = dict(zip(names, np.exp(_gauss_newton(residuals, len(names))).tolist(), strict=True))
-    factors = {name: factor for name, factor in factors.items() if abs(factor - 1) > MOVED}
-    found = _moved(cluster, factors)
-    before, after = _error(cluster, runs), _error(found, runs)
+def calibrated(cluster: ClusterSpec, runs: Sequence[Run]) -> Calibrated:
+    """The cluster with the constants that runs on it make most probable; those that changed say so in their source."""
+    factors = {name: factor for name, factor in fitted(runs).items() if abs(factor - 1) > MOVED}
+    before, after = _error(runs, {}), _error(runs, factors)
     said = f"fitted by atorch calibrate on {len(runs)} runs, whose median error fell from {before:.0%} to {after:.0%}"
     sources = cluster.sources
     for name, factor in factors.items():
         sources = with_source(sources, name, f"{said}; × {factor:.3g} of: {cluster.source_of(name)}")
-    return Fitted(replace(found, sources=sources), factors, before, after)
+    return Calibrated(replace(with_constants(cluster, factors), sources=sources), factors, before, after)
 
 
-def _error(cluster: ClusterSpec, runs: Sequence[Run]) -> float:
-    return statistics.median(abs(run.estimate(cluster) / run.seconds - 1) for run in runs)
+def _error(runs: Sequence[Run], factors: Mapping[str, float]) -> float:
+    return statistics.median(abs(run.estimate(factors) / run.seconds - 1) for run in runs)
+
+
+def fitted(
+    runs: Sequence[Run], spread: Mapping[str, float] = SPREAD, noise: float | Sequence[float] = NOISE
+) -> dict[str, float]:
+    """The factors on constants, by their place in the cluster, that the runs make most probable; none of no runs."""
+    if not runs:
+        return {}
+    names, widths = list(spread), np.asarray(list(spread.values()))
+    measured = np.log([run.seconds for run in runs])
+
+    def residuals(offsets: Vector) -> Vector:
+        factors = dict(zip(names, np.exp(offsets), strict=True))
+        estimated = np.log([run.estimate(factors) for run in runs])
+        return np.concatenate([_robust((estimated - measured) / np.asarray(noise)), offsets / widths])
+
+    return dict(zip(names, np.exp(gauss_newton(residuals, len(names))).tolist(), strict=True))
 
 
 def _robust(errors: Vector) -> Vector:
@@ -96,7 +99,7 @@ def _robust(errors: Vector) -> Vector:
     return np.asarray(np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)))
 
 
-def _gauss_newton(residuals: Callable[[Vector], Vector], size: int) -> Vector:
+def gauss_newton(residuals: Callable[[Vector], Vector], size: int) -> Vector:
     """The offsets, from zero, that minimise the sum of squared residuals; steps that make it worse are halved."""
     offsets, step = np.zeros(size), 1e-3
     current = residuals(offsets)
@@ -114,7 +117,7 @@ def _gauss_newton(residuals: Callable[[Vector], Vector], size: int) -> Vector:
     return offsets
 
 
-def _moved(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterSpec:
+def with_constants(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterSpec:
     """`cluster` with figures multiplied, by their place; shares stay at most 1."""
     for name, factor in factors.items():
         cluster = _scaled(cluster, name.split("."), factor)

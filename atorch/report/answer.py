@@ -146,7 +146,7 @@ def _runners_up(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Iterat
         apart = [name for name in each["strategy"] if name not in shared]
         behind = "" if why == "chosen" else slower(plan, each["estimate"])
         step, peak = format_seconds(each["estimate"]["step_s"]), format_bytes(each["estimate"]["peak_bytes"])
-        rows.append((why, " + ".join(apart) or "no more", step, behind, peak))
+        rows.append((why, " + ".join(apart) or "nothing else", step, behind, peak))
     yield table(f"Runners-up{_all_with(shared)}", ("", "composition", ">step", ">to chosen", ">peak"), rows)
     if "best_applicable" in plan and not plan["best_applicable"]:
         yield Text("None of what fits can be applied today: it needs methods that can only be planned for yet.")
@@ -168,7 +168,7 @@ def _why_not(rejected: Sequence[Mapping[str, Any]], max_rows: int | None) -> Ite
     for each in shown:
         step = format_seconds(_step_of(each)) if each.get("estimate") else ""
         apart = [name for name in each["strategy"] if name not in shared]
-        rows.append((" + ".join(apart) or "no more", step, each["reason"]))
+        rows.append((" + ".join(apart) or "nothing else", step, each["reason"]))
     if rows:
         yield table(f"Why not{_all_with(shared)}", ("composition", ">step", "reason"), rows)
     rest = [] if max_rows is None else [each for _, each in turns[max_rows:]]

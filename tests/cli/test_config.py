@@ -68,6 +68,8 @@ def test_a_sample_is_as_long_as_the_model_takes_and_no_longer_than_usual(most, l
         ("{", 16, "line 1 column 2: Expecting property name"),
         ("[]", 16, "holds no object"),
         ({**LLAMA, "model_type": "llamma"}, 16, "does not have; did you mean 'llama'?"),
+        ({"model_type": "gpt2", "n_positions": 64}, 65, "a table of 64 positions; give --seq 64 at most"),
+        ({**LLAMA, "num_attention_heads": 7}, 16, "ValueError: The hidden size (64) is not a multiple"),
         ({**LLAMA, "hidden_size": "wide"}, 16, "is no config of a llama that transformers"),
         ({"hidden_size": 64}, 16, "has no model_type, so it is no model's config"),
         (VIT, 16, "reads images; leave --seq out"),
@@ -79,3 +81,9 @@ def test_what_means_no_job_is_named(data, seq, told, written):
         config.job_of(written(data), seq)
     assert told in str(error.value)
     assert "config.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_computes_positions_takes_longer_samples_than_it_was_made_for(written):
+    job = config.job_of(written({**LLAMA, "max_position_embeddings": 8}), 16)
+    assert job["sample_batch"]["input_ids"].shape == (1, 16)

@@ -6,9 +6,9 @@ import pytest
 
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
-from atorch.cost import plain_cost
+from atorch.cost import plain_cost, step_seconds
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
-from atorch.profiler.fitted import Run, fitted
+from atorch.profiler.fitted import Run, calibrated
 
 SHIPPED = ClusterSpec.load("8xH100-80GB")
 
@@ -36,20 +36,20 @@ def runs_on(true):
         methods = [("parallel_mode", (mesh, None)), ("half", "bf16"), *(["tensor_parallel"] if split > 1 else [])]
         strategy = Strategy.of([*methods, *(["zero2"] if split < 8 else [])])
         start = plain_cost(transformer_profile(shape, implementation=Implementation(itemsize=4.0)), 16)
-        run = Run(str(strategy), strategy.cost(start), 1.0, 1, 8)
-        runs.append(replace(run, seconds=run.estimate(true)))
+        cost = strategy.cost(start)
+        runs.append(Run(str(strategy), cost, SHIPPED, step_seconds(cost, true)))
     return runs
 
 
 @pytest.mark.parametrize("true", [slower(matmul=0.75), slower(traffic=0.7), slower(links=0.4), slower(0.85, 0.8, 0.7)])
 def test_the_estimates_come_nearer_to_the_runs(true):
-    found = fitted(SHIPPED, runs_on(true))
+    found = calibrated(SHIPPED, runs_on(true))
     assert found.error_before > 0.04
     assert found.error_after < 0.6 * found.error_before
 
 
 def test_what_changed_says_by_what_and_the_rest_keeps_its_source():
-    found = fitted(SHIPPED, runs_on(slower(matmul=0.75)))
+    found = calibrated(SHIPPED, runs_on(slower(matmul=0.75)))
     assert 0.7 < found.factors["device.efficiency.matmul"] < 0.85
     said = found.cluster.source_of("device.efficiency.matmul")
     assert said.startswith("fitted by atorch calibrate on 5 runs, whose median error fell from")
@@ -60,19 +60,19 @@ def test_what_changed_says_by_what_and_the_rest_keeps_its_source():
 
 
 def test_runs_as_the_file_has_them_change_nothing():
-    found = fitted(SHIPPED, runs_on(SHIPPED))
+    found = calibrated(SHIPPED, runs_on(SHIPPED))
     assert found.cluster == SHIPPED
     assert found.factors == {}
 
 
 def test_a_run_that_nothing_explains_does_not_run_away_with_the_constants():
     runs = runs_on(SHIPPED)
-    runs[0] = replace(runs[0], seconds=20 * runs[0].seconds)
-    found = fitted(SHIPPED, runs)
+    runs[0] = runs[0]._replace(seconds=20 * runs[0].seconds)
+    found = calibrated(SHIPPED, runs)
     assert all(0.6 < factor < 1.7 for factor in found.factors.values())
     assert found.error_after < 0.1
 
 
 def test_shares_stay_shares():
-    found = fitted(SHIPPED, runs_on(slower(links=2.0)))
+    found = calibrated(SHIPPED, runs_on(slower(links=2.0)))
     assert found.cluster.intra_node.efficiency <= 1.0

@@ -277,7 +277,8 @@ def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) 
             ratio = columns.step_s[row] / columns.step_s[chosen] - 1
             estimate = question.estimate(columns.methods[row])
             strategy = Strategy(columns.methods[row])
-            reason = f"{ratio:.1%} slower" if ratio >= 0 else f"{-ratio:.1%} faster, which is a tie, and less simple"
+            told = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
+            reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{told} and less simple"
             yield Rejected(strategy=strategy, why="slower", reason=reason, estimate=estimate)
     for method, reason in space.unmet:
         yield Rejected(strategy=Strategy((method,)), why="hardware", reason=reason)
