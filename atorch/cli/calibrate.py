@@ -98,8 +98,8 @@ def _beside(run: Run, factors: Mapping[str, float]) -> str:
 def _changes(before: ClusterSpec, found: Calibrated) -> Iterator[tuple[str, str, str]]:
     """(place, value before, value now) of what changed."""
     for place in found.factors:
-        names = place.split(".")
-        yield place, *(f"{reduce(getattr, names, each):.3g}" for each in (before, found.cluster))
+        was, now = (reduce(getattr, place.split("."), each) for each in (before, found.cluster))
+        yield place, f"{was:.3g}", f"{now:.3g}"
 
 
 def _measure(output: Path, quick: bool) -> None:
