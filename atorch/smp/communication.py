@@ -6,7 +6,7 @@ from typing import Any
 
 from atorch.distributed.collectives import gather_objects, meet
 from atorch.errors import ArgumentError, shown
-from atorch.smp.post import on_host
+from atorch.smp.messages import on_host
 from atorch.smp.ranks import DP_GROUP, MP_GROUP, WORLD, CommGroup, RankType, process_group, ranks_of
 from atorch.smp.session import session
 
@@ -38,7 +38,7 @@ def broadcast(obj: Any, group: CommGroup) -> None:
     Raises:
         ArgumentError: some did not before the time-out, who are named.
     """
-    session().post.send_and_wait(obj, [rank for rank in ranks_of(group) if rank != session().here.rank])
+    session().messages.send_and_wait(obj, [rank for rank in ranks_of(group) if rank != session().here.rank])
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
@@ -49,7 +49,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
     Raises:
         ArgumentError: there is no such rank.
     """
-    session().post.send(obj, [_global(dest_rank, rank_type, "dest_rank")])
+    session().messages.send(obj, [_global(dest_rank, rank_type, "dest_rank")])
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
@@ -60,7 +60,7 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     Raises:
         ArgumentError: there is no such rank, or it sent none before the time-out.
     """
-    return session().post.receive(_global(src_rank, rank_type, "src_rank"))
+    return session().messages.receive(_global(src_rank, rank_type, "src_rank"))
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,11 @@ from atorch.runtime.pipeline.ties import Ties
 from atorch.smp.averaging import Averaging
 from atorch.smp.body import Body, Owners
 from atorch.smp.model import DistributedModel
-from atorch.smp.returned import Returned
 from atorch.smp.session import Session, tracing
 from atorch.smp.sharding import Passes
 from atorch.smp.slicing import Arguments, beginnings
+from atorch.smp.start import Start, both_ways, has_begun_none, raise_it
+from atorch.smp.step_results import StepResults
 
 
 class Kind(NamedTuple):
@@ -45,38 +46,6 @@ class Kind(NamedTuple):
 
 LOOKS = 3
 """Steps whose batches are compared over the processes of a pipeline."""
-NOBODY = -(2**62)  # what a process without a batch says of its step
-T = TypeVar("T")
-
-
-def starts_together(work: Callable[[], T], name: str, count: int, training: bool) -> T:
-    """What `work` gives, where all processes begin the same step and it raised on none: the exchange of its beginning.
-
-    Raises:
-        ArgumentError, StrategyError: it is not so; on all processes.
-    """
-    made: list[T] = []
-    fault: Exception | None = None
-    try:
-        made.append(work())
-    except Exception as error:  # raised below, where all are told
-        fault = error
-    told = zlib.crc32(repr((name, count, torch.is_grad_enabled(), training)).encode())
-    failed, high, low, _ = largest([fault is not None, told, -told, 1])
-    if failed:
-        together(partial(_raise, fault))
-    if high != -low:
-        raise StrategyError(
-            f"processes run different steps: this one runs {name} with {count} micro-batches, under "
-            f"{'gradients' if torch.is_grad_enabled() else 'no gradients'}, in "
-            f"{'training' if training else 'evaluation'}; let all processes run the same"
-        )
-    return made[0]
-
-
-def _raise(fault: Exception | None) -> None:
-    if fault is not None:
-        raise fault
 
 
 class Faults:
@@ -122,7 +91,7 @@ class Runner:
         self.ended_by: str | None = None
         """Why no more steps can be run."""
         self._owner, self.ties = owner, ties
-        self._returned = None if engine is None else Returned(engine.last_place, engine.group, engine.device)
+        self._results = None if engine is None else StepResults(engine.last_place, engine.group, engine.device)
         self._trains: dict[Kind, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
         self.reduces = False  # whether gradients are averaged at the end of the step
@@ -137,21 +106,19 @@ class Runner:
         """Where the parts are."""
         return self._owner.device
 
-    def run(self, function: Callable[..., Any], kind: Kind, pieces: Sequence[Arguments], detach: bool) -> list[Any]:
+    def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
         """What the function returned for each micro-batch, on every process of the pipeline.
-
-        Args:
-            kind: of calls that go backward alike.
 
         Raises:
             ArgumentError, StrategyError: what any process raised; there what it raised itself.
         """
         self.num_steps += 1
         self.faults.first = None
-        work = _Work(self, function, kind, pieces, detach)
+        kind = Kind(function, start.told)
+        work = _Work(self, function, kind, start.pieces, detach)
         train = torch.is_grad_enabled()
         try:
-            train = self._goes_back(work)
+            train = self._goes_back(work, start.is_alike)
         except Exception as error:  # other replicas average gradients now
             self.faults.note(error)
         self._begin(train)
@@ -166,8 +133,8 @@ class Runner:
         self._average(train)
         if work.went_back:
             self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
-        is_new = self._ends_together(self._returned is not None and self._returned.is_new(kind, work.returned))
-        return work.returned if self._returned is None else self._returned.give(kind, work.returned, is_new=is_new)
+        is_new = self._ends_together(self._results is not None and self._results.is_new(kind, work.returned))
+        return work.returned if self._results is None else self._results.give(kind, work.returned, is_new=is_new)
 
     def attend_others(self) -> None:
         """Take part in the steps of replicas that have batches left, without one; then have their parameters."""
@@ -175,8 +142,7 @@ class Runner:
         while True:
             for each in parameters:
                 each.grad = None
-            _, _, _, running = largest([0, NOBODY, NOBODY, 0])
-            if not running:
+            if has_begun_none(self._owner):
                 break
             self.faults.first = None
             self._average(False)
@@ -195,14 +161,12 @@ class Runner:
         place = self._owner.mesh.rank("data", "zero")
         return zlib.crc32(repr((self.seed, self.num_steps, place, number)).encode())
 
-    def _goes_back(self, work: _Work) -> bool:
+    def _goes_back(self, work: _Work, is_alike: bool) -> bool:
         """Whether a step of this kind goes backward, which its first one shows before it runs."""
         if self.engine is None:
             return torch.is_grad_enabled()
-        group, mine = self.engine.group, sizes_of(work.pieces[0])
-        told = zlib.crc32(repr((mine, work.kind.told)).encode())
-        high, low = largest([told, -told], group)
-        if high != -low:
+        group = self.engine.group
+        if not is_alike:
             raise ArgumentError(
                 "processes of one pipeline were given batches of different sizes; they work on one batch together: "
                 "shard the data by smp.dp_rank() and smp.dp_size(), not by smp.rank()"
@@ -218,8 +182,7 @@ class Runner:
 
     def _compare(self, pieces: Sequence[Arguments], group: dist.ProcessGroup) -> None:
         """Say so where the processes of a pipeline have batches of their own: inputs and labels would not match."""
-        told = zlib.crc32(repr(beginnings(pieces)).encode())
-        high, low = largest([told, -told], group)
+        high, low = largest(both_ways(beginnings(pieces)), group)
         if high != -low:
             logger.warning(
                 "processes of one pipeline were given different batches: inputs are taken of the first one's, and what "
@@ -267,7 +230,7 @@ class Runner:
         """Whether any process gives something of a new form. Raises what any raised: the exchange at the end."""
         failed, some_new = largest([self.faults.first is not None, is_new])
         if failed:
-            together(partial(_raise, self.faults.first))
+            together(partial(raise_it, self.faults.first))
         return bool(some_new)
 
 

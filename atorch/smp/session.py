@@ -24,7 +24,7 @@ from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.smp.config import Config
-from atorch.smp.post import Post
+from atorch.smp.messages import Messages
 
 AXES_OF: Mapping[str, tuple[str, ...]] = {
     "mp": ("pipeline", "tensor"),
@@ -49,7 +49,7 @@ class Session:
     here: World
     model: nn.Module | None = None  # the one of the script
     optimizer: Any = None  # the one of the script, too
-    post: Post = field(default_factory=Post)
+    messages: Messages = field(default_factory=Messages)
     is_tracing: bool = False  # a step's function runs to be looked at
     partition_contexts: list[Any] = field(default_factory=list)  # `smp.partition`, the innermost last
 
@@ -90,7 +90,7 @@ def init(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = No
     for axes in AXES_OF.values():  # all together, and in one order
         mesh.group(*axes)
     _sessions.append(session)
-    atexit.register(session.post.deliver, LAST_CALL)
+    atexit.register(session.messages.deliver, LAST_CALL)
 
 
 def shutdown() -> None:
@@ -99,7 +99,7 @@ def shutdown() -> None:
     Objects that were sent and not yet received are waited for.
     """
     ending = session()
-    ending.post.deliver(ending.here.timeout)
+    ending.messages.deliver(ending.here.timeout)
     ending.mesh.close()
     _sessions.clear()
 

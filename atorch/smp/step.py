@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -13,9 +13,9 @@ from atorch.errors import ArgumentError, shown
 from atorch.runtime.nested import map_leaves
 from atorch.smp.first_step import partition
 from atorch.smp.model import DistributedModel
-from atorch.smp.runner import Kind, starts_together
 from atorch.smp.session import Session, session
 from atorch.smp.slicing import Arguments, Slicing, outputs_of
+from atorch.smp.start import starts_together
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -99,10 +99,9 @@ def _run(
             given = slicing.gathered(given, owner.mesh.group("tensor"))
         return [map_leaves(functools.partial(_on_device, owner.device), each) for each in slicing.cut(given, count)]
 
-    pieces = starts_together(cut, _name(function), count, model.training)
-    runner = model.runner or partition(owner, model, function, pieces[0])
-    kind = Kind(function, (_name(function), model.training, torch.is_grad_enabled(), _plain(pieces[0])))
-    return runner.run(function, kind, pieces, detach)
+    start = starts_together(owner, cut, _name(function), model.training)
+    runner = model.runner or partition(owner, model, function, start.pieces[0])
+    return runner.run(function, start, detach)
 
 
 def _on_device(device: torch.device, leaf: Any, place: str) -> Any:
@@ -111,16 +110,3 @@ def _on_device(device: torch.device, leaf: Any, place: str) -> Any:
 
 def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
-
-
-def _plain(arguments: Arguments) -> Hashable:
-    """Arguments that may say what a function does."""
-    found: list[tuple[str, Any]] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, (bool, str, type(None))):
-            found.append((place, leaf))
-        return leaf
-
-    map_leaves(note, arguments)
-    return tuple(found)

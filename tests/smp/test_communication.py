@@ -13,7 +13,7 @@ import torch.distributed as dist
 import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.smp import post
+from atorch.smp import messages
 from atorch.smp.session import _sessions, session
 from tests.pool import Pool
 
@@ -153,8 +153,8 @@ def untaken(rank: int, size: int) -> tuple[list[str], int]:
         smp.barrier()
         smp.barrier()
         smp.send("two", 1, smp.RankType.PP_RANK)
-        kept = len(session().post._letters)  # what was taken has gone
-        session().post.deliver(timedelta(milliseconds=100))
+        kept = len(session().messages._sent)  # what was taken has gone
+        session().messages.deliver(timedelta(milliseconds=100))
         logger.removeHandler(handler)
         smp.barrier()
     else:
@@ -211,8 +211,8 @@ def test_what_cannot_be_meant_is_told() -> None:
 
 
 def test_a_late_one_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post, "MEETING", timedelta(milliseconds=1))
-    with post._told_late(lambda: "rank 0 waits"):
+    monkeypatch.setattr(messages, "MEETING", timedelta(milliseconds=1))
+    with messages._told_late(lambda: "rank 0 waits"):
         while not caplog.records:
             pass
     assert "rank 0 waits" in caplog.text

@@ -45,7 +45,7 @@ class Form:
         return other is not None and self.is_exact and other.is_exact and self.words == other.words
 
 
-class Returned:
+class StepResults:
     """Gives what process `place` of a pipeline has to all of them.
 
     Args:

@@ -28,7 +28,7 @@ TAG = 0x534D50  # apart from messages that the script itself sends over the same
 
 
 @dataclass(frozen=True, eq=False)
-class Letter:
+class Message:
     """One object on its way to one rank: the how manieth, and the transfers, which need their memory until they end."""
 
     dest: int
@@ -36,7 +36,7 @@ class Letter:
     transfers: tuple[tuple[dist.Work, torch.Tensor], ...]
 
 
-class Post:
+class Messages:
     """What this process has sent and nobody has taken yet. Ranks are those of the whole job.
 
     gloo says that a transfer has ended only to who waits for it, and one who waits too short breaks all connections. So
@@ -44,7 +44,7 @@ class Post:
     """
 
     def __init__(self) -> None:
-        self._letters: list[Letter] = []
+        self._sent: list[Message] = []
         self._num_sent: Counter[int] = Counter()  # to each rank
         self._own: deque[Any] = deque()  # sent to this process by itself
         # All processes begin and end together, so the counts of one time are named alike on all.
@@ -53,8 +53,8 @@ class Post:
 
     def send(self, obj: Any, dests: Sequence[int]) -> None:
         """Let `obj` travel to the ranks `dests`, each of which must receive it; the sender does not wait."""
-        self._letters = self.untaken(self._letters)
-        self._letters += self._post(obj, dests)
+        self._sent = self.untaken(self._sent)
+        self._sent += self._begin(obj, dests)
 
     def send_and_wait(self, obj: Any, dests: Sequence[int]) -> None:
         """As `send`, and wait until each has received it.
@@ -62,14 +62,14 @@ class Post:
         Raises:
             ArgumentError: one had not before the group's time-out, or ended; who it is.
         """
-        letters = self._post(obj, dests)
-        with _told_late(lambda: self._told(letters)):
+        messages = self._begin(obj, dests)
+        with _told_late(lambda: self._told(messages)):
             try:
-                for letter in letters:
-                    for work, _ in letter.transfers:
+                for message in messages:
+                    for work, _ in message.transfers:
                         work.wait()
             except RuntimeError as error:
-                raise NoAnswerError(f"{self._told(letters)} ({_first_line(error)})") from error
+                raise NoAnswerError(f"{self._told(messages)} ({_first_line(error)})") from error
 
     def receive(self, source: int) -> Any:
         """The next object that the rank `source` has sent to this one.
@@ -98,21 +98,21 @@ class Post:
         """Wait until all that was sent is taken, or for so long; what is not is told."""
         end = time.monotonic() + patience.total_seconds()
         try:
-            while (left := self.untaken(self._letters)) and time.monotonic() < end:
+            while (left := self.untaken(self._sent)) and time.monotonic() < end:
                 time.sleep(0.02)
             if left:
                 logger.warning("smp.send: %s", self._told(left), extra=OF_THIS_RANK)
         except RuntimeError:  # the store went with the process that held it, and so have the others
             logger.warning("smp.send: the job has ended before all that was sent was received", extra=OF_THIS_RANK)
-        self._letters = []
+        self._sent = []
 
-    def untaken(self, letters: Sequence[Letter]) -> list[Letter]:
-        """Those of `letters` that have not been received."""
-        dests = {letter.dest for letter in letters}
+    def untaken(self, messages: Sequence[Message]) -> list[Message]:
+        """Those of `messages` that have not been received."""
+        dests = {message.dest for message in messages}
         num_taken = {dest: _store().add(f"{self._place}/{_rank()}/{dest}", 0) for dest in dests}
-        return [letter for letter in letters if letter.number > num_taken[letter.dest]]
+        return [message for message in messages if message.number > num_taken[message.dest]]
 
-    def _post(self, obj: Any, dests: Sequence[int]) -> list[Letter]:
+    def _begin(self, obj: Any, dests: Sequence[int]) -> list[Message]:
         alone = on_host(obj)
         others = [rank for rank in dests if rank != _rank()]
         self._own.extend([alone] * (len(dests) - len(others)))
@@ -121,13 +121,13 @@ class Post:
         content, size = dist.distributed_c10d._object_to_tensor(alone, torch.device("cpu"), dist.group.WORLD)
         self._num_sent.update(others)
         return [
-            Letter(rank, self._num_sent[rank], tuple((_isend(part, rank), part) for part in (size, content)))
+            Message(rank, self._num_sent[rank], tuple((_isend(part, rank), part) for part in (size, content)))
             for rank in others
         ]
 
-    def _told(self, letters: Sequence[Letter]) -> str:
-        """Who has not received `letters`."""
-        ranks = sorted({letter.dest for letter in self.untaken(letters)})
+    def _told(self, messages: Sequence[Message]) -> str:
+        """Who has not received `messages`."""
+        ranks = sorted({message.dest for message in self.untaken(messages)})
         some = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
         return f"rank {_rank()} has sent an object that {some} did not take; call smp.recv_from there"
 
