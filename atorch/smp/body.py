@@ -155,6 +155,7 @@ def _drawing(seed: int | None) -> Iterator[Callable[[], None]]:
     if seed is None:
         yield lambda: None
         return
+    # Not torch.manual_seed: for every device that is not in use yet, that puts a call into a list, each time.
     host = torch.get_rng_state()
     own = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     waiting = [True]
@@ -165,7 +166,9 @@ def _drawing(seed: int | None) -> Iterator[Callable[[], None]]:
             if own is not None:
                 torch.cuda.set_rng_state(own)
 
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if own is not None:
+        torch.cuda.manual_seed(seed)
     try:
         yield go_on
     finally:

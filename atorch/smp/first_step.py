@@ -24,7 +24,7 @@ from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.observing import Reads, route_of
-from atorch.runtime.pipeline.placed import Placed
+from atorch.runtime.pipeline.placed import Placed, by_torch
 from atorch.runtime.pipeline.route import Route
 from atorch.runtime.pipeline.stage import cut, holders
 from atorch.runtime.pipeline.ties import Ties
@@ -95,7 +95,8 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     if len(division.places) > 1:
         reductions = [PartReduction(part, averaging, faults.note) for part in parts]
         group = mesh.group("pipeline")
-        engine = Engine(parts, placed, group, owner.device, reductions=reductions)
+        schedule = by_torch(placed, config.microbatches)
+        engine = Engine(parts, schedule, group, owner.device, reductions=reductions)
         ties = Ties(shared, parts, group, division.places)
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
     model.become(runner, division, split)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.pipeline.placed import Placed, Turn, turns
+from atorch.runtime.pipeline.placed import Placed, Turn, by_torch, turns
 
 
 @st.composite
@@ -56,3 +56,16 @@ def test_a_process_goes_backward_as_soon_as_it_can() -> None:
     first, last = turns(Placed((0, 1), 3), 4)
     assert "".join("FB"[turn.is_backward] for turn in last) == "FBFBFBFB"
     assert "".join("FB"[turn.is_backward] for turn in first) == "FFFBFBBB"
+
+
+def test_torchs_schedules_do_what_a_stage_a_process_in_order_asks_for() -> None:
+    in_order = tuple(range(4))
+    assert by_torch(Placed(in_order, 4), 8) == "1f1b"
+    assert by_torch(Placed(in_order, 8, rounds=True), 8) == "gpipe"
+    for other in (
+        Placed(in_order, 3),  # fewer under way than 1F1B has
+        Placed(in_order, 7, rounds=True),
+        Placed((0, 1, 3, 2), 6),
+        Placed((0, 1, 2, 1), 6),
+    ):
+        assert by_torch(other, 8) is other
