@@ -99,10 +99,12 @@ def _agreed(what: str, source: str | Path, named: int | None, given: int | None)
 
 def _file_of(name: str) -> str:
     """The stem of the file that `name` means."""
-    meanings = dict(_meanings())
-    stem = meanings.get(_key(name))
+    key = _key(name)
+    stem = next((path.stem for path in FILES.glob("*.json") if _key(path.stem) == key), None)
+    meanings = {} if stem else dict(_meanings())  # reading all files is for who writes another name
+    stem = stem or meanings.get(key)
     if stem is None:
-        alike = sorted({stem for key, stem in meanings.items() if key.startswith(_key(name)) and _key(name)})
+        alike = sorted({known for other, known in meanings.items() if key and other.startswith(key)})
         meant = f"say which: {', '.join(alike)}" if len(alike) > 1 else near_miss(name.lower(), set(meanings.values()))
         raise ArgumentError(
             f"there is no cluster named {name!r}, and a path of your own file would end in .json; {meant}"
@@ -113,7 +115,8 @@ def _file_of(name: str) -> str:
 def _meanings() -> Iterator[tuple[str, str]]:
     """Every key that names a file, and the file's stem."""
     for path in FILES.glob("*.json"):
-        data = _known(path)
+        data = read_json(path, FORMAT)
+        assert isinstance(data, dict), "it is an object"
         own = data.get("machine") or data["device"]["name"]  # a machine's devices are not called as it is
         for name in (path.stem, own, *data.get("aliases", ())):
             yield _key(name), path.stem
