@@ -115,8 +115,7 @@ def _file_of(name: str) -> str:
 def _meanings() -> Iterator[tuple[str, str]]:
     """Every key that names a file, and the file's stem."""
     for path in FILES.glob("*.json"):
-        data = read_json(path, FORMAT)
-        assert isinstance(data, dict), "it is an object"
+        data = _read(path)
         own = data.get("machine") or data["device"]["name"]  # a machine's devices are not called as it is
         for name in (path.stem, own, *data.get("aliases", ())):
             yield _key(name), path.stem
@@ -124,7 +123,12 @@ def _meanings() -> Iterator[tuple[str, str]]:
 
 def _known(path: Path) -> dict[str, Any]:
     """The data of a file of atorch's own, complete."""
-    data = _complete(read_json(path, FORMAT), path.name)
+    return dict(_complete(_read(path), path.name))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The data of a file of atorch's own, as written."""
+    data = read_json(path, FORMAT)
     assert isinstance(data, dict), "it is an object"
     return data
 

@@ -18,11 +18,11 @@
   const bytes = (value) => scaled(value, [[" GiB", GIB], [" MiB", 2 ** 20], [" KiB", 1024], [" B", 1]]);
   const seconds = (value) => scaled(value, [[" s", 1], [" ms", 1e-3], [" µs", 1e-6]]);
   const label = (i) => data.labels[i].map((part) => data.parts[part]).join(" + ") || "plain";
-  const reason = (i) => data.reasons[data.why[i]];
+  const reason = (i) => said(data.reasons[data.why[i]]);
   const spent = (i) => Object.entries(data.shares).map(([name, column]) => [column[i], name]).filter((each) => each[0])
     .sort((a, b) => b[0] - a[0]).map(([share, name]) => `${name} ${share}%`).join(", ");
   const kindOf = data.reasons.map((text) => text.split(":")[0] || "fits");
-  const said = (name) => (name.endsWith("memory") ? `out of ${name}` : name);
+  const said = (name) => name.replace(/^(host )?memory/, "out of $&");
   const place = (name) => ["memory", "fits"].indexOf(name);  // their colours stay, whatever else there is
   const kinds = [...new Set(data.why.map((why) => kindOf[why]))].sort((a, b) => place(b) - place(a) || (a < b ? -1 : 1));
   const kind = Int8Array.from(data.why, (why) => kinds.indexOf(kindOf[why]));
