@@ -19,11 +19,15 @@ from atorch.cli.clusters import HELP, clusters_of
 from atorch.cli.sources import Source, source_of
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from atorch.auto.fit import Fit
     from atorch.auto.offline import Subject
     from atorch.auto.planner.cluster_plan import ClusterPlan
     from atorch.cluster import ClusterSpec
     from atorch.errors import AtorchError
+
+    Read: TypeAlias = Callable[[ClusterSpec], Subject]
 
 MAX_DEVICES, MAX_BATCH, MAX_SEQ = 2**17, 2**24, 2**24  # where --fit stops looking
 FIRST_SEQ = 4096
@@ -104,8 +108,12 @@ def plan(
         "reserve": reserve,
     }
 
+    several = len(clusters) > 1
+    read = _reader(source, seq, once=several)
+    verify = 0 if several else verify  # what simulating would find is not shown there
+
     def ask(spec: ClusterSpec) -> Found:
-        return _fitting(fit, source, spec, seq, wanted) if fit else _answer(source, spec, seq, wanted, verify)
+        return _fitting(fit, source, read, spec, seq, wanted) if fit else _answer(read, spec, wanted, verify)
 
     give(_asked(clusters, ask), source.title, outputs, top, verbose)
 
@@ -131,14 +139,16 @@ def _asked(
     return answers
 
 
-def _answer(source: Source, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any], verify: int | None) -> Found:
+def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: int | None) -> Found:
     from atorch.auto.offline import plan_for
     from atorch.report.progress import telling
 
-    return Found(plan_for(_read(source, seq, spec), spec, verify=verify, doing=telling, **wanted))
+    return Found(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
 
 
-def _fitting(what: What, source: Source, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]) -> Found:
+def _fitting(
+    what: What, source: Source, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
+) -> Found:
     """The border of what fits. Nothing is simulated on the way: that is for the size that is then chosen.
 
     Raises:
@@ -154,7 +164,7 @@ def _fitting(what: What, source: Source, spec: ClusterSpec, seq: int | None, wan
             return plan_for(source.subject(size, spec), spec, verify=0, breadth=0, advise=False, **wanted)
 
         return _border(what, largest(of_length, seq or FIRST_SEQ, MAX_SEQ, _tell("tokens a sample")))
-    subject = _read(source, seq, spec)
+    subject = read(spec)
     if what == "devices":
         of_cluster = partial(plan_for, subject, verify=0, breadth=0, advise=False, **wanted)
         return _border(what, smallest_cluster(of_cluster, spec, MAX_DEVICES, _tell("devices")))
@@ -178,6 +188,19 @@ def _check_fit(what: What, source: Source, wanted: Mapping[str, Any]) -> None:
         raise ArgumentError("--fit devices needs the batch that all devices share; give --batch")
     if what == "seq" and not source.takes_seq:
         raise ArgumentError(f"--fit seq varies the length of a sample; let {source.title} have a parameter seq")
+
+
+def _reader(source: Source, seq: int | None, *, once: bool) -> Read:
+    """Reads the model for a cluster; `once`: for all of one kind of device, as nothing will be simulated there."""
+    known: dict[str, Subject] = {}
+
+    def read(spec: ClusterSpec) -> Subject:
+        kind = spec.device.type
+        if kind not in known or not once:
+            known[kind] = _read(source, seq, spec)
+        return known[kind]
+
+    return read
 
 
 def _read(source: Source, seq: int | None, cluster: ClusterSpec) -> Subject:

@@ -133,8 +133,9 @@ def test_clusters_stand_beside_each_other(tmp_path, capsys):
     data = tmp_path / "plans.json"
     clusters = ["--cluster", "8xL4", "--cluster", "2x8xH100-80GB", "--cluster", "1xT4"]
     assert plan(*SMALL, *FEW, "--batch", "64", *clusters, "--json", str(data)) == 0
-    output = capsys.readouterr().out
-    assert all(name in output for name in ("8xL4", "2x8xH100-80GB", "1xT4", "tokens/s", "fastest"))
+    told = capsys.readouterr()
+    assert all(name in told.out for name in ("8xL4", "2x8xH100-80GB", "1xT4", "tokens/s", "fastest"))
+    assert told.err.count("parameters, read in") == 1
     found = json.loads(data.read_text())["clusters"]
     assert list(found) == ["8xL4", "2x8xH100-80GB", "1xT4"]
     assert found["2x8xH100-80GB"]["cluster"]["num_nodes"] == 2

@@ -27,7 +27,7 @@ def test_every_cluster_has_a_column():
     assert "[b]B[/b]" in head
     assert "8xL4" in head
     rows = {line[:13].strip(): line for line in text.splitlines() if line[:13].strip()}
-    assert rows["beside"].split()[1:] == ["2×", "fastest"]
+    assert rows["a sample"].split()[2:] == ["2×", "as", "long", "fastest"]
     assert rows["MFU"].split()[1] == "10.0%"
     assert rows["… a device"].split()[3] == "1"
     assert "nothing fits:" in rows["step"]
@@ -39,3 +39,10 @@ def test_as_many_stand_in_a_table_as_there_is_room_for(width):
     assert max(map(len, text.splitlines())) <= width
     assert all(f"cluster{index}" in text for index in range(5))
     assert text.count("tokens/s") == {40: 5, 80: 2, 200: 1}[width]
+
+
+def test_batches_of_their_own_are_compared_by_the_sample():
+    large = slow()
+    large["global_batch"] *= 4
+    rows = {line[:13].strip(): line for line in text_of([("A", large), ("B", answer(40))]).splitlines()}
+    assert rows["a sample"].split()[2:] == ["fastest", "2×", "as", "long"]
