@@ -106,7 +106,9 @@ class _Copy(NamedTuple):
     """One copy of a segment on a device: elements, then bytes of a micro-batch."""
 
     params: float  # whole, as they are computed with
-    stored_params: float  # what is kept of them: a shard
+    stored_bytes: float  # what is kept of them: a shard
+    cast: float  # of params, those that are cast for use
+    gathered_bytes: float  # of params, whole, where shards of them are kept
     trained: float  # of params, those that get gradients
     stored_grads: float
     stored_state: float
@@ -137,7 +139,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
     copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in stage.parts]
     params = state = trained = 0.0
     for _, number, each in copies:
-        params += number * each.stored_params
+        params += number * each.stored_bytes
         state += number * each.stored_state
         trained += number * each.trained
     *passes, step = _moments(terms, copies, stage.in_flight, appear, piece)
@@ -145,7 +147,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
     most = max(moment.in_blocks for moment in passes)
     in_backward = _uncovered([moment for moment in passes if 0 < moment.in_blocks < most])
     return Course(
-        parameters=params * terms.param_itemsize,
+        parameters=params,
         optimizer=state * terms.optim_itemsize,
         masters=state * terms.master_itemsize,
         buckets=terms.bucket_bytes + terms.bucket_itemsize * trained,
@@ -183,10 +185,10 @@ def _moments(
     In the second backward, where no forward comes between, one micro-batch less is in flight: one piece of it, of which
     a stage has several where it is interleaved. Where gradients appear in the first backward, all are there then.
     """
-    grads = params = kept = in_blocks = state = outside = weights = 0.0
+    grads = cast = kept = in_blocks = state = outside = weights = 0.0
     for is_block, number, each in parts:
         grads += number * each.stored_grads
-        params += number * each.params
+        cast += number * each.cast
         kept += number * each.kept
         state += number * each.stored_state
         if is_block:
@@ -196,7 +198,7 @@ def _moments(
             outside = max(outside, each.working)
     all_grads = terms.grad_itemsize * grads
     casts = 1.0 + max(0.0, in_flight - 1.0) * (1.0 - terms.recompute)  # autocast's, which backward keeps
-    always = casts * terms.cast_itemsize * params + terms.placeholder_itemsize * weights
+    always = casts * terms.cast_itemsize * cast + terms.placeholder_itemsize * weights
     around, within = _gathered(terms, parts)
     alive, saved = in_flight * kept, in_flight * in_blocks
     yield Moment(0.0 if appear else all_grads, alive, always + around, outside, saved)
@@ -236,13 +238,15 @@ def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[flo
     """
     if not terms.gathered_itemsize:
         return 0.0, 0.0
-    block = max((each.params for is_block, _, each in parts if is_block), default=0.0)
-    outside = sum(number * each.params for is_block, number, each in parts if not is_block)
-    inside = sum(number * each.params for is_block, number, each in parts if is_block)
-    two = min(2.0 * block, inside)
-    around = outside + (inside if terms.keeps_gathered else 0.0)
-    within = 2.0 * two + outside if not terms.keeps_gathered else two + outside + inside
-    return terms.gathered_itemsize * around, terms.gathered_itemsize * within
+    block = max((each.gathered_bytes for is_block, _, each in parts if is_block), default=0.0)
+    trained = max((each.trained for is_block, _, each in parts if is_block), default=0.0)
+    outside = sum(number * each.gathered_bytes for is_block, number, each in parts if not is_block)
+    inside = sum(number * each.gathered_bytes for is_block, number, each in parts if is_block)
+    in_blocks = sum(number * each.trained for is_block, number, each in parts if is_block)
+    gradients = terms.gathered_itemsize * min(2.0 * trained, in_blocks)
+    if terms.keeps_gathered:
+        return outside + inside, outside + inside + gradients
+    return outside, outside + min(2.0 * block, inside) + gradients
 
 
 def has_all_tokens(cost: Cost | Terms, segment: Segment) -> bool:
@@ -281,20 +285,30 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     if segment.is_block and terms.recompute:
         again = kept - _kept_when_recomputed(terms, segment, inside, outside)
         kept, working = kept - terms.recompute * again, working + max(0.0, again)
+    whole = dense + experts
     return _Copy(
-        params=dense + experts,
-        stored_params=_stored(dense, experts, terms.param_shards, terms.expert),
-        trained=share * (dense + experts),
+        params=whole,
+        stored_bytes=_stored(dense, experts, terms.param_shards, terms.expert)
+        * segment.mean_itemsize(terms.param_itemsize),
+        cast=share * whole if 0.0 < segment.frozen_itemsize <= terms.cast_itemsize else whole,
+        gathered_bytes=whole * segment.sent_itemsize(terms.gathered_itemsize),
+        trained=share * whole,
         stored_grads=share * _stored(dense, experts, terms.grad_shards, terms.expert),
         stored_state=share * _stored(dense, experts, terms.optim_shards, terms.expert),
         kept=kept,
-        working=working,
+        working=working + _made_whole(terms, segment),
         weights=_weights(terms, segment) if terms.placeholder_itemsize else 0.0,
     )
 
 
 def _weights(terms: Terms, segment: Segment) -> float:
-    return sum({(each.inner, each.columns): _weight(terms, each) for each in segment.matmuls}.values())
+    trained = (each for each in segment.matmuls if each.trainable)
+    return sum({(each.inner, each.columns): _weight(terms, each) for each in trained}.values())
+
+
+def _made_whole(terms: Terms, segment: Segment) -> float:
+    """Bytes of the largest quantized weight in 16 bits, as a product needs it."""
+    return max((2.0 * _weight(terms, each) for each in segment.matmuls if each.stored_itemsize), default=0.0)
 
 
 def _weight(terms: Terms, product: Matmul) -> float:

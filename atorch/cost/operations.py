@@ -72,6 +72,8 @@ def _product_seconds(cost: Cost, product: Matmul, again: float, rates: _Rates, d
     flops = 2.0 * rows * inner * columns
     passes = (3.0 if product.trainable else 2.0) + again
     moved = rates.itemsize * (rows * inner + inner * columns + rows * columns)
+    if product.stored_itemsize:  # a quantized weight is read, and written whole, before it is multiplied with
+        moved += (product.stored_itemsize + rates.itemsize) * inner * columns
     return count * passes * (flops / (rates.peak * device.efficiency.matmul_share(flops)) + moved / rates.bandwidth)
 
 

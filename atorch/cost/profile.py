@@ -31,6 +31,7 @@ class Matmul:
     split: Literal["columns", "rows", "none"] = "none"
     trainable: bool = True
     of_experts: bool = False
+    stored_itemsize: float = 0.0  # bytes an element of a quantized weight, which every use makes whole; 0 of others
 
     @property
     def flops(self) -> float:
@@ -63,6 +64,7 @@ class Segment:
     split_params: float = 0.0  # of num_params, those that tensor parallelism divides
     expert_params: float = 0.0  # of num_params, those that expert parallelism divides
     tied_params: float = 0.0  # used here and counted by another segment: a head that is the embedding
+    frozen_itemsize: float = 0.0  # bytes an element of what gets no gradients, where it is not as the others are
 
     matmuls: tuple[Matmul, ...] = ()
     attention_flops: float = 0.0  # forward
@@ -83,6 +85,16 @@ class Segment:
     def __hash__(self) -> int:
         """Of what tells the segments of a model apart: searches look cuts of a model up tens of thousands of times."""
         return hash((self.name, self.count, self.num_params))
+
+    def mean_itemsize(self, itemsize: float) -> float:
+        """Bytes of a parameter on average, where those that train have so many."""
+        if not self.frozen_itemsize or not self.num_params:
+            return itemsize
+        return self.frozen_itemsize + (itemsize - self.frozen_itemsize) * self.num_trainable / self.num_params
+
+    def sent_itemsize(self, itemsize: float) -> float:
+        """The same where parameters are sent in so many bytes, and frozen ones that have fewer as they are."""
+        return min(itemsize, self.mean_itemsize(itemsize))
 
     @property
     def matmul_flops(self) -> float:

@@ -106,14 +106,15 @@ def shard_optimizer(
     these are not as the gradients' buckets (runtime/sliced_buckets.py).
     """
     shards = cost.size(*over)
-    calls, share = cost.param_bytes / bucket_bytes + 1, 1 / shards
+    stepped = cost.num_trainable * cost.param_itemsize / cost.param_shards
+    calls, share = stepped / bucket_bytes + 1, 1 / shards
     if gathers == "broadcast":
         calls, share = deal_out(cost, shards)
     elif gathers == "sliced":
         calls, gathers = num_sliced_buckets(cost), "all_gather"
     return cost.but(optim_shards=cost.optim_shards / share).send(
         _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
-        Comm(gathers, over, cost.param_bytes, count=calls),
+        Comm(gathers, over, stepped, count=calls),
     )
 
 
@@ -135,8 +136,13 @@ def shard(
     shards, around = cost.size(*axes), _num_groups_around(cost.segments)
     calls = float(cost.num_blocks + around)
     again = 0.0 if keeps_gathered else float(cost.num_blocks)  # the others stay gathered, as torch does with a root
-    inside = sum(each.count * cost.local_params(each) for each in cost.segments if each.is_block)
-    gathered = itemsize * (cost.num_params + (0.0 if keeps_gathered else inside))
+    trained = tuple(each for each in cost.segments if each.num_trainable)
+    reductions = float(sum(each.count for each in trained if each.is_block) + _num_groups_around(trained))
+    gathered = sum(
+        each.count * (2.0 if each.is_block and not keeps_gathered else 1.0) * cost.local_params(each)
+        * each.sent_itemsize(itemsize)
+        for each in cost.segments
+    )  # fmt: skip
     reduced = reduced_itemsize * cost.num_trainable
     return cost.but(
         param_shards=cost.param_shards * shards,
@@ -148,8 +154,8 @@ def shard(
         cast_traffic_bytes=cost.cast_traffic_bytes / shards,
     ).send(
         Comm("all_gather", axes, gathered, calls + again, overlap, each_micro_batch=True),
-        Comm("reduce_scatter", axes, reduced, calls, overlap, each_micro_batch=True),
-        Comm("all_reduce", replicas, reduced / shards, calls, overlap, each_micro_batch=True),
+        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=True),
+        Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=True),
     )
 
 

@@ -13,10 +13,13 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
 
     `device_bytes` is the memory of a device, where it is known.
 
-    A model in 16 bits multiplies in 16 bits; bfloat16 stands for both kinds, which run alike.
+    A model in 16 bits multiplies in 16 bits, also where adapters beside its frozen weights are in fp32; bfloat16 stands
+    for both kinds, which run alike.
     """
-    itemsize = profile.param_bytes / profile.num_params
-    grad_itemsize = profile.trainable_bytes / profile.num_trainable if profile.num_trainable else itemsize
+    mean = profile.param_bytes / profile.num_params
+    grad_itemsize = profile.trainable_bytes / profile.num_trainable if profile.num_trainable else mean
+    # Where segments say in how many bytes their frozen parameters are, the others are as their gradients.
+    itemsize = grad_itemsize if any(each.frozen_itemsize for each in profile.segments) else mean
     return Cost(
         segments=profile.segments,
         traced_batch=float(profile.batch_size),
@@ -31,5 +34,5 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 else 0.0,
         num_counts=profile.num_counts,
         attention=profile.attention,
-        dtype="bfloat16" if itemsize == 2.0 else "float32",
+        dtype="bfloat16" if mean < 3.0 else "float32",
     )

@@ -175,7 +175,10 @@ class Cost:
     @property
     def param_bytes(self) -> float:
         """Parameters as this device stores them, the whole model's."""
-        return self.num_params * self.param_itemsize / self.param_shards
+        held = sum(
+            each.count * self.local_params(each) * each.mean_itemsize(self.param_itemsize) for each in self.segments
+        )
+        return held / self.param_shards
 
     @property
     def grad_bytes(self) -> float:

@@ -30,6 +30,7 @@ class Framework:
     zero_when_split: int = 0  # level of ZeRO under tensor or pipeline parallelism where none is named
     split_by: str = ""  # the framework that it leaves tensor and pipeline parallelism to
     gathered_itemsize: float = 2.0  # of parameters that are gathered for use
+    frozen_itemsize: float = 2.0  # of parameters beside which adapters train
     whole_casts: bool = False  # 16-bit copies of all weights live beside shards while a step computes
     reports_first: bool = False  # the memory it logs is that of the first device
     balances_flops: bool = False  # stages of a pipeline
@@ -101,6 +102,7 @@ _KNOWN: Mapping[str, Framework] = {
         # 29.3 GiB that no number of devices makes less. 12.6 of them are as much as all weights in 16 bits, as
         # autocast's cache or what is not sharded again after forward would be; which of the two is not known.
         whole_casts=True,
+        frozen_itemsize=4.0,
         split_by="deepspeed",
     ),
     # Its buckets of 5e8 elements, one to reduce and one to gather.
@@ -116,7 +118,7 @@ _KNOWN: Mapping[str, Framework] = {
 READ_OFF: Mapping[str, tuple[str, ...]] = {
     # Traits that were read off published runs, not off sources: a held-out source is estimated without its own.
     "nanotron": ("hop_wait_s", "send_wait_s", "launches", "held_gathers", "held_in_pipelines"),
-    "atorch": ("whole_casts",),
+    "atorch": ("whole_casts", "frozen_itemsize"),
 }
 
 

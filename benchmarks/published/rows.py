@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
+from atorch.cost.adapters import Adapters, adapted_profile
 from atorch.cost.splits import (
     REPLICA_AXES,
     accumulate,
@@ -21,6 +22,7 @@ from atorch.cost.splits import (
 )
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
+from benchmarks.published.adapters import adapters_of
 from benchmarks.published.frameworks import Framework
 from benchmarks.published.hardware import NODE, cluster_described
 from benchmarks.published.layout import Layout, framework_for, layout_of
@@ -30,7 +32,6 @@ from benchmarks.published.words import (
     WRITES_SCORES,
     Precision,
     Recomputation,
-    adapter_of,
     attention_of,
     precision_of,
     recomputation_of,
@@ -39,12 +40,15 @@ from benchmarks.published.words import (
 
 def profile_of(row: Row) -> ModelProfile:
     """The profile of one micro-batch of the run."""
-    return _profile(shape_of(row), _implementation(row, framework_for(row)))
+    framework = framework_for(row)
+    return _profile(shape_of(row), _implementation(row, framework), adapters_of(row, framework))
 
 
 @lru_cache(maxsize=256)
-def _profile(shape: TransformerShape, implementation: Implementation) -> ModelProfile:
-    return transformer_profile(shape, 1, implementation)
+def _profile(shape: TransformerShape, implementation: Implementation, adapters: Adapters | None) -> ModelProfile:
+    if adapters is None:
+        return transformer_profile(shape, 1, implementation)
+    return adapted_profile(shape, adapters, 1, implementation)
 
 
 def _implementation(row: Row, framework: Framework) -> Implementation:
@@ -73,8 +77,6 @@ def cost_of(row: Row) -> Cost:
     Raises:
         ArgumentError: the row cannot be understood; its text is the reason.
     """
-    if adapter := adapter_of(row):
-        raise ArgumentError(f"{adapter} trains a part of the model, which is not estimated; all parameters are")
     layout, framework, shape = layout_of(row), framework_for(row), shape_of(row)
     _agree(layout, shape)
     profile, precision = profile_of(row), precision_of(row)

@@ -144,6 +144,8 @@ def precision_of(row: Row) -> Precision:
         ArgumentError: a number format is not known, or none is named.
     """
     words = row.text("precision")
+    if adapter_of(row):  # which are computed in 16 bits, whatever frozen weights wait in
+        words = re.sub(r"nf4|int4|4-?bit", "", words).strip(" +,/")
     written = re.findall(r"[a-z0-9]+", words.replace("-bit", "bit"))
     formats = [found[0] for word in written if (found := _FORMAT.match(word))]
     strange = [found for found in formats if found not in _FORMATS]

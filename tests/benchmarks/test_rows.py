@@ -80,8 +80,8 @@ def test_sharding_by_its_many_names(fsdp, zero, level, keeps):
         ({"attn": "hyena"}, "attn is 'hyena'"),
         ({"ckpt": "selective [moe_act]"}, "ckpt is 'selective .moe_act.'"),
         ({"precision": "nvfp4"}, "of nvfp4 nothing is known"),
-        ({"adapters": "LoRA"}, "lora trains a part of the model"),
-        ({"model": "Llama 2 7B QLoRA"}, "qlora trains a part"),
+        ({"adapters": "prefix tuning"}, "'prefix tuning' trains a part of the model"),
+        ({"model": "Llama 2 7B frozen"}, "'frozen' trains a part"),
         ({"model": "Qwen9 300B-A30B"}, "how many experts"),
     ],
 )

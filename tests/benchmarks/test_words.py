@@ -2,7 +2,11 @@
 
 import pytest
 
+from atorch.cost.adapters import ALL_LINEAR
 from atorch.errors import ArgumentError
+from benchmarks.published.adapters import adapters_of
+from benchmarks.published.frameworks import Framework
+from benchmarks.published.layout import framework_for
 from benchmarks.published.words import (
     Recomputation,
     adapter_of,
@@ -91,3 +95,27 @@ def test_what_is_sent_in_fewer_bits():
 def test_adapters_by_name():
     assert adapter_of(row()) == adapter_of(row(adapters="none")) == ""
     assert adapter_of(row(adapters="QLoRA")) == adapter_of(row(model="Llama 2 7B (QLoRA)")) == "qlora"
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "quantized", "apart", "base"),
+    [
+        ({"adapters": "LoRA"}, 8, False, 0.0, 2.0),
+        ({"adapters": "LoRA r=32", "framework": "peft"}, 32, False, 4.0, 2.0),
+        ({"adapters": "QLoRA"}, 64, True, 0.0, 2.0),
+        ({"adapters": "LoRA rank 16", "precision": "nf4 + bf16"}, 16, True, 0.0, 2.0),
+        ({"adapters": "LoRA", "framework": "ATorch", "tp": "1", "pp": "1", "dp": "16"}, 8, False, 4.0, 4.0),
+    ],
+)
+def test_adapters_by_their_words(given, rank, quantized, apart, base):
+    found = adapters_of(row(**given), framework_for(row(**given)))
+    assert (found.rank, bool(found.quantized_itemsize), found.apart_itemsize) == (rank, quantized, apart)
+    assert found.base_itemsize == base
+    assert found.targets == (ALL_LINEAR if quantized else {"query", "value"})
+    assert precision_of(row(**given)).dtype == "bfloat16"
+
+
+def test_magnitudes_of_dora_and_targets_everywhere():
+    found = adapters_of(row(adapters="DoRA rank=4 all-linear"), Framework())
+    assert (found.magnitudes, found.rank, found.targets) == (True, 4, ALL_LINEAR)
+    assert adapters_of(row(), Framework()) is None

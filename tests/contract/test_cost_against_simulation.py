@@ -171,6 +171,28 @@ def bert(layers: int) -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
+class LowRank(nn.Module):
+    """A frozen product with an adapter beside it, as peft has it."""
+
+    def __init__(self, product: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = product
+        self.down = nn.Linear(product.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, product.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted_llama(layers: int) -> nn.Module:
+    """Frozen but for adapters of queries and values."""
+    model = llama(layers).requires_grad_(False)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.q_proj, attention.v_proj = LowRank(attention.q_proj, 16), LowRank(attention.v_proj, 16)
+    return model
+
+
 def cross_entropy(batch: Any, output: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(output["logits"].float().reshape(-1, VOCAB), batch["labels"].reshape(-1))
 
@@ -266,6 +288,11 @@ def _same_messages(expected: Mapping[tuple[str, frozenset[str]], tuple[float, fl
 )
 def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> None:
     check(llama, composition, ranks=8, layers=4)
+
+
+@pytest.mark.parametrize("composition", [("zero1",), ("zero2",), ("fsdp", "checkpoint")], ids=named)
+def test_adapters_beside_frozen_weights_cost_what_they_do(composition: Composition) -> None:
+    check(adapted_llama, composition, ranks=8, layers=4)
 
 
 @pytest.mark.parametrize("axis", [SEQUENCE, CONTEXT])

@@ -1,0 +1,117 @@
+"""Adapters beside frozen weights, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from atorch.cost import peak_memory, plain_cost
+from atorch.cost.adapters import ALL_LINEAR, NF4_ITEMSIZE, Adapters, adapted_profile
+from atorch.cost.splits import shard
+from atorch.cost.transformer import Experts, Implementation, LatentAttention, TransformerShape, transformer_profile
+from atorch.errors import ArgumentError
+
+LLAMA = TransformerShape(
+    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192, head_dim=128
+)
+TOKENS = 8192
+FEW = Adapters(rank=8)
+
+
+def block(adapters: Adapters, shape: TransformerShape = LLAMA, keep: Implementation | None = None):
+    return adapted_profile(shape, adapters, 1, keep).segments[1]
+
+
+def test_adapters_have_two_thin_matrices_for_each_target() -> None:
+    queries, values = 8 * (4096 + 4096), 8 * (4096 + 1024)
+    profile = adapted_profile(LLAMA, FEW)
+    assert profile.num_trainable == 32 * (queries + values) == 3_407_872  # as peft prints for Llama 3 8B
+    assert profile.num_params == transformer_profile(LLAMA).num_params + profile.num_trainable
+    assert profile.trainable_bytes == 2 * profile.num_trainable
+    everywhere = adapted_profile(LLAMA, Adapters(rank=16, targets=ALL_LINEAR))
+    assert everywhere.num_trainable == 41_943_040  # as peft prints for Llama 3 8B
+    magnitudes = adapted_profile(LLAMA, replace(FEW, magnitudes=True))
+    assert magnitudes.num_trainable == profile.num_trainable + 32 * (4096 + 1024)
+
+
+def test_frozen_products_keep_no_input_for_their_weights() -> None:
+    whole = transformer_profile(LLAMA).segments[1]
+    thin = 2 * 8 * TOKENS * 2
+    # What the second norm gave, and what the activation gave: nothing that trains needs them.
+    gone = TOKENS * 2 * (4096 + 14336)
+    assert block(FEW).saved_bytes == whole.saved_bytes - gone + thin
+    everywhere = block(Adapters(rank=8, targets=ALL_LINEAR))
+    assert everywhere.saved_bytes == whole.saved_bytes + 7 * 8 * TOKENS * 2
+
+
+def test_copies_of_inputs_are_kept_by_every_adapter() -> None:
+    shared, apart = block(FEW), block(replace(FEW, apart_itemsize=4.0))
+    # Queries' and values' adapters keep what the norm gave in fp32 each, and nobody in 16 bits.
+    assert apart.saved_bytes - shared.saved_bytes == TOKENS * 4096 * (2 * 4 - 2)
+
+
+def test_attention_that_writes_scores_keeps_its_result_for_the_weights_alone() -> None:
+    plain = Implementation(flash_attention=False)
+    kept = transformer_profile(LLAMA, 1, plain).segments[1].saved_bytes
+    gone = TOKENS * 2 * (4096 + 4096 + 14336)
+    assert block(FEW, keep=plain).saved_bytes == kept - gone + 2 * 8 * TOKENS * 2
+
+
+def test_norms_that_are_not_fused_keep_less() -> None:
+    plain = Implementation(fused_norm=False)
+    kept = transformer_profile(LLAMA, 1, plain).segments[1].saved_bytes
+    gone = TOKENS * 2 * (4096 + 14336) + 2 * TOKENS * 2 * 4096
+    assert block(FEW, keep=plain).saved_bytes == kept - gone + 2 * 8 * TOKENS * 2
+
+
+def test_a_frozen_head_keeps_its_logits_and_not_its_input() -> None:
+    whole, frozen = transformer_profile(LLAMA).segments[-1], adapted_profile(LLAMA, FEW).segments[-1]
+    assert frozen.inside == whole.inside
+    assert whole.outside.saved_bytes - frozen.outside.saved_bytes == TOKENS * 4096 * 2
+    assert frozen.num_trainable == 0
+
+
+def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
+    memory = peak_memory(plain_cost(adapted_profile(LLAMA, FEW)))
+    trained = 3_407_872
+    assert memory.optimizer == 2 * 2 * trained
+    assert memory.gradients <= 2 * trained
+    assert memory.parameters == pytest.approx(2 * (8_030_261_248 + trained), rel=1e-6)
+
+
+def test_quantized_matrices_take_half_a_byte_and_the_rest_two() -> None:
+    quantized = replace(FEW, quantized_itemsize=NF4_ITEMSIZE)
+    memory = peak_memory(plain_cost(adapted_profile(LLAMA, quantized)))
+    matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    rest = 8_030_261_248 - matrices
+    assert memory.parameters == pytest.approx(NF4_ITEMSIZE * matrices + 2 * (rest + 3_407_872), rel=1e-6)
+    assert all(each.stored_itemsize for each in block(quantized).matmuls if not each.trainable)
+    # One weight at a time is whole, the largest of them: gate and up are one product here.
+    kept = peak_memory(plain_cost(adapted_profile(replace(LLAMA, vocab=8), quantized)))
+    without = peak_memory(plain_cost(adapted_profile(replace(LLAMA, vocab=8), FEW)))
+    assert kept.working - without.working == 2 * 4096 * 2 * 14336
+
+
+def test_frozen_weights_are_gathered_as_they_are() -> None:
+    cost = plain_cost(adapted_profile(LLAMA, replace(FEW, quantized_itemsize=NF4_ITEMSIZE))).but(axes={"data": 8})
+    sharded = shard(cost)
+    plain = shard(plain_cost(adapted_profile(LLAMA, FEW)).but(axes={"data": 8}))
+    assert sharded.comm[0].num_bytes < 0.4 * plain.comm[0].num_bytes
+    assert sharded.comm[1].num_bytes == plain.comm[1].num_bytes == 4 * 3_407_872  # gradients of adapters alone
+
+
+def test_experts_have_adapters_of_their_own() -> None:
+    shape = replace(LLAMA, experts=Experts(count=8, top_k=2, ffn=14336))
+    found = block(Adapters(rank=8, targets=ALL_LINEAR), shape)
+    of_experts = 8 * 8 * 3 * (4096 + 14336)
+    assert found.expert_params == 8 * 3 * 4096 * 14336 + of_experts
+    assert found.num_trainable == of_experts + 8 * (2 * 8192 + 2 * 5120)
+
+
+def test_latent_attention_and_no_feature_are_refused() -> None:
+    latent = LatentAttention(query_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    with pytest.raises(ArgumentError, match="latent attention"):
+        adapted_profile(replace(LLAMA, latent=latent), FEW)
+    with pytest.raises(ArgumentError, match="at least 1"):
+        Adapters(rank=0)
