@@ -27,47 +27,49 @@ class _Device(NamedTuple):
     flops: float | None = None  # of 16-bit products, dense
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None  # inside a node
-    fp8_flops: float | None = None
 
 
 _DEVICES = (
-    # Of NVIDIA's data sheets of GB200 NVL72, GB300 NVL72 and HGX B300, a GPU's share; memory is 0.95 of what they say.
-    _Device(r"gb300", "B200", memory_gib=265.0, flops=2.5e15, fp8_flops=5e15),
-    _Device(r"b300", "B200", memory_gib=255.0, flops=2.25e15, fp8_flops=4.5e15),
-    _Device(r"gb200", "B200", memory_gib=176.0, flops=2.5e15, fp8_flops=5e15),
-    _Device(r"b200", "B200"),
-    _Device(r"gh200", "H100-80GB", memory_gib=94.5, memory_bandwidth=4e12),
-    _Device(r"h200", "H200"),
-    _Device(r"h800", "H100-80GB", link_bandwidth=2e11),
-    _Device(r"h100.*pcie|pcie.*h100", "H100-80GB", flops=7.56e14, memory_bandwidth=2e12),
-    _Device(r"h100.*hbm2e", "H100-80GB", memory_gib=94.5, memory_bandwidth=2.4e12),
-    _Device(r"h100.*(96|94) ?gb", "H100-80GB", memory_gib=94.5),
-    _Device(r"h100", "H100-80GB"),
-    _Device(r"\bh20\b", "H100-80GB", memory_gib=95.0, flops=1.48e14, memory_bandwidth=4e12),
-    _Device(r"a800", "A100-80GB", link_bandwidth=2e11),
-    _Device(r"a100", "A100-80GB"),
-    _Device(r"a10g", "L4", memory_gib=22.1, flops=7e13, memory_bandwidth=6e11),
-    _Device(r"\ba10\b", "L4", memory_gib=22.1, flops=1.25e14, memory_bandwidth=6e11),
-    _Device(r"l40s", "RTX4090", memory_gib=44.4, flops=3.62e14, memory_bandwidth=8.64e11),
-    _Device(r"\ba40\b", "RTX4090", memory_gib=44.4, flops=1.497e14, memory_bandwidth=6.96e11),
-    _Device(r"a6000", "RTX4090", memory_gib=47.5, flops=1.548e14, memory_bandwidth=7.68e11),
-    _Device(r"3090", "RTX4090", memory_gib=23.7, flops=7.1e13, memory_bandwidth=9.36e11),
-    _Device(r"4090", "RTX4090"),
-    _Device(r"\bl4\b", "L4"),
-    _Device(r"\bt4\b", "L4", memory_gib=14.6, flops=6.5e13, memory_bandwidth=3.2e11),
-    _Device(r"v100", "V100-16GB"),
-    _Device(r"p100", "V100-16GB", memory_gib=15.9, flops=2.12e13, memory_bandwidth=7.32e11, link_bandwidth=8e10),
-    _Device(r"mi210", "MI300X", memory_gib=64.0, flops=1.81e14, memory_bandwidth=1.6e12, link_bandwidth=1e11),
-    _Device(r"tpu.?v4", "A100-40GB", memory_gib=32.0, flops=2.75e14, memory_bandwidth=1.2e12),
-    _Device(r"tpu.?v5p", "H100-80GB", memory_gib=95.0, flops=4.59e14, memory_bandwidth=2.765e12),
-    _Device(r"tpu.?v5e", "V100-16GB", memory_gib=16.0, flops=1.97e14, memory_bandwidth=8.1e11),
-    _Device(r"mi250", "MI300X", memory_gib=64.0, flops=1.915e14, memory_bandwidth=1.6e12, link_bandwidth=1e11),
-    _Device(r"mi300", "MI300X"),
+    _Device(r"gb300", "gb300"),
+    _Device(r"b300", "b300"),
+    _Device(r"gb200", "gb200"),
+    _Device(r"b200", "b200"),
+    _Device(r"gh200", "h100_80g", memory_gib=94.5, memory_bandwidth=4e12),
+    _Device(r"h200", "h200_141g"),
+    _Device(r"h800", "h800_80g"),
+    _Device(r"h100.*pcie|pcie.*h100", "h100_pcie_80g"),
+    _Device(r"h100.*nvl\b", "h100_nvl_94g"),
+    _Device(r"h100.*(hbm2e|500 ?w)", "h100_96g"),
+    _Device(r"h100.*(96|94) ?gb", "h100_80g", memory_gib=94.5),
+    _Device(r"h100", "h100_80g"),
+    _Device(r"\bh20\b", "h20_96g"),
+    _Device(r"a800", "a800_80g"),
+    _Device(r"a100.*pcie.*nvlink", "a100_80g"),
+    _Device(r"a100.*pcie|pcie.*a100", "a100_pcie_80g"),
+    _Device(r"a100", "a100_80g"),
+    _Device(r"a10g", "a10g"),
+    _Device(r"\ba10\b", "a10"),
+    _Device(r"l40s", "l40s"),
+    _Device(r"\ba40\b", "rtx4090", memory_gib=44.4, flops=1.497e14, memory_bandwidth=6.96e11),
+    _Device(r"a6000", "rtx4090", memory_gib=47.5, flops=1.548e14, memory_bandwidth=7.68e11),
+    _Device(r"3090", "rtx4090", memory_gib=23.7, flops=7.1e13, memory_bandwidth=9.36e11),
+    _Device(r"4090", "rtx4090"),
+    _Device(r"5090", "rtx5090"),
+    _Device(r"\bl4\b", "l4"),
+    _Device(r"\bt4\b", "t4"),
+    _Device(r"v100", "v100_16g"),
+    _Device(r"p100", "v100_16g", memory_gib=15.9, flops=2.12e13, memory_bandwidth=7.32e11, link_bandwidth=8e10),
+    _Device(r"mi210", "mi300x", memory_gib=64.0, flops=1.81e14, memory_bandwidth=1.6e12, link_bandwidth=1e11),
+    _Device(r"tpu.?v4", "a100_40g", memory_gib=32.0, flops=2.75e14, memory_bandwidth=1.2e12),
+    _Device(r"tpu.?v5p", "h100_80g", memory_gib=95.0, flops=4.59e14, memory_bandwidth=2.765e12),
+    _Device(r"tpu.?v5e", "v100_16g", memory_gib=16.0, flops=1.97e14, memory_bandwidth=8.1e11),
+    _Device(r"mi250", "mi300x", memory_gib=64.0, flops=1.915e14, memory_bandwidth=1.6e12, link_bandwidth=1e11),
+    _Device(r"mi300x", "mi300x"),
 )
+_SMALLER: Mapping[str, tuple[float, str]] = {"a100_80g": (48, "a100_40g"), "a100_pcie_80g": (48, "a100_pcie_40g")}
 _BY_MEMORY: Mapping[str, float] = {
-    "V100-16GB": 16, "L4": 24, "V100-32GB": 32, "A100-40GB": 40, "A100-80GB": 80, "H200": 141, "B200": 180,
+    "v100_16g": 16, "l4": 24, "v100_32g": 32, "a100_40g": 40, "a100_80g": 80, "h200_141g": 141, "b200": 180,
 }  # fmt: skip
-_PCIE = 3.15e10  # bytes/s of 16 lanes of the fourth generation, one direction
 _PORTS = re.compile(
     r"(?:(?P<count>\d+)\s*x\s*)?(?P<rate>\d+)\s*g(?:bps|b/s|bit/s|b)\s*(?:edr|hdr|ndr|fdr)?\s*"
     r"(?:ib|infiniband|roce|rdma|ethernet|efa|omni-?path|cx-?\d+|connectx-?\d*)\b"
@@ -99,11 +101,12 @@ def cluster_described(
     if device is None:
         file, figures = _nearest(memory_gb), {"device.memory_gib": 0.95 * memory_gb} if memory_gb else {}
     else:
-        file, figures = device.file, _figures(device, words)
-    if file == "A100-80GB" and memory_gb and memory_gb <= 48:
-        file = "A100-40GB"
-    if file == "V100-16GB" and memory_gb and memory_gb > 24:
-        file = "V100-32GB"
+        file, figures = device.file, _figures(device)
+    most, smaller = _SMALLER.get(file, (0.0, file))
+    if memory_gb and memory_gb <= most:
+        file = smaller
+    if file == "v100_16g" and memory_gb and memory_gb > 24:
+        file = "v100_32g"
     return ClusterSpec.load(
         file, -(-num_devices // per_node), per_node, {**figures, **network_of(words, NODE, knows_runs)}
     )
@@ -113,15 +116,13 @@ def _nearest(memory_gb: float | None) -> str:
     return min(_BY_MEMORY, key=lambda file: abs(_BY_MEMORY[file] - (memory_gb or 80.0)))
 
 
-def _figures(device: _Device, words: str) -> dict[str, float]:
-    link = _PCIE if "pcie" in words and "nvlink" not in words else device.link_bandwidth
+def _figures(device: _Device) -> dict[str, float]:
     figures = {
         "device.memory_gib": device.memory_gib,
         "device.peak_flops.bfloat16": device.flops,
         "device.peak_flops.float16": device.flops,
-        "device.peak_flops.float8": device.fp8_flops,
         "device.memory_bandwidth": device.memory_bandwidth,
-        "intra_node.bandwidth": link,
+        "intra_node.bandwidth": device.link_bandwidth,
     }
     return {place: value for place, value in figures.items() if value is not None}
 
