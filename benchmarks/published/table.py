@@ -22,7 +22,7 @@ GIVEN = (
     *("micro_batch", "grad_accum", "global_batch", "precision", "ckpt", "compile", "attn", "framework", "adapters"),
 )
 MEASURED = ("step_time_s", "tok_s_gpu", "peak_mem_gib", "mem_metric", "status")
-_BESIDE = ("source", "source_file", "notes")
+_BESIDE = ("source", "source_file", "notes", "job")
 _ADAPTERS = re.compile(r"\b(q?lora|dora)\s*[=:]\s*(?:yes|true|on|\d+)\b", re.IGNORECASE)
 
 UNKNOWN = ("", "none", "n/a", "na", "nan", "null", "-", "–", "—", "?", "unknown", "not stated")
@@ -47,6 +47,8 @@ class Row:
     given: Mapping[str, str]
     measured: Mapping[str, str]
     publisher: str = ""  # whose runs they are
+    source: str = ""
+    name: str = ""  # of the job that it is a good answer to, if it is one
     knows_runs: bool = True  # what was read off published runs of its framework or network may be used for it
 
     @property
@@ -116,6 +118,8 @@ def read_rows(path: Path) -> list[Row]:
             {name: line[name] for name in GIVEN} | {"row_id": line["row_id"] or f"{path.stem}-{place}"},
             {name: line[name] for name in MEASURED},
             publisher=_publisher(line) or path.stem,
+            source=line["source"],
+            name=line["job"],
         )
         for place, line in enumerate(lines, 1)
     ]
