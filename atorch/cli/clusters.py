@@ -65,7 +65,7 @@ def _tell_of_large_node(name: str, spec: ClusterSpec) -> None:
     from atorch.cluster_catalogue import usual_devices
 
     usual, given = usual_devices(name), spec.devices_per_node
-    if spec.num_nodes == 1 and given > usual and given % usual == 0:
+    if spec.num_nodes == 1 and given > usual > 1 and given % usual == 0:
         rest = name.lstrip("0123456789 ").lstrip("xX×* ")
         nodes = f"{given // usual}x{usual}x{rest}"
         typer.echo(

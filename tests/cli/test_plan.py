@@ -6,6 +6,8 @@ import pytest
 
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cli import main
+from atorch.cli.clusters import clusters_of
+from atorch.cluster import ClusterSpec
 from tests.report.test_html import Page, data_of
 
 SHAPE = "--layers 4 --hidden 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 1000"
@@ -157,6 +159,19 @@ def test_one_node_of_many_devices_is_told(capsys):
     assert "64xH100-80GB is one node of 64 devices; 8x8xH100-80GB would be 8 nodes of 8" in capsys.readouterr().err
     assert main(["plan", "--help"]) == 0
     assert "64xH100-80GB is one node of 64" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_that_says_nothing_of_a_node_has_none_that_is_too_large(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ClusterSpec.load("1xL4").save("mine.json")
+    assert [name for name, _ in clusters_of(["8xmine.json", "16xL4"])] == ["8xmine.json", "16xL4"]
+    assert capsys.readouterr().err == "16xL4 is one node of 16 devices; 2x8xL4 would be 2 nodes of 8\n"
+
+
+def test_what_fits_is_found_on_each_cluster(capsys):
+    command = [*SMALL, *FEW, "--fit", "devices", "--batch", "64", "--cluster", "8xL4", "--cluster", "8xH100-80GB"]
+    assert plan(*command) == 0
+    assert "fits devices 1 devices 1" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
