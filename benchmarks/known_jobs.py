@@ -24,10 +24,12 @@ from atorch.auto.planner.answer import answer
 from atorch.auto.planner.best_first import TIE
 from atorch.auto.planner.estimate import estimate_of, usable_bytes
 from atorch.cost import ModelProfile, plain_cost, step_seconds
+from atorch.cost.adapters import adapted_profile
 from atorch.cost.transformer import Implementation, transformer_profile
 from atorch.errors import AtorchError
+from benchmarks.published.adapters import adapters_of
 from benchmarks.published.evaluate import Case
-from benchmarks.published.layout import layout_of
+from benchmarks.published.layout import framework_for, layout_of
 from benchmarks.published.shapes import shape_of
 from benchmarks.published.strategies import strategy_of
 from benchmarks.published.table import Row, read_rows
@@ -128,7 +130,9 @@ def _planned(job: Job, row: Row, case: Case) -> Job:
 
 def _profile(row: Row) -> ModelProfile:
     """The model as a plan takes it: parameters in fp32, what atorch's own modules keep."""
-    return transformer_profile(shape_of(row), 1, Implementation(itemsize=4.0))
+    shape, keep = shape_of(row), Implementation(itemsize=4.0)
+    adapters = adapters_of(row, framework_for(row))
+    return adapted_profile(shape, adapters, 1, keep) if adapters else transformer_profile(shape, 1, keep)
 
 
 def _but(job: Job, **changes: object) -> Job:

@@ -12,6 +12,7 @@ from atorch.cluster import ClusterSpec, Efficiency
 from atorch.cost import Cost, step_seconds
 from atorch.errors import AtorchError
 from atorch.units import GiB
+from benchmarks.published.alone import matmul_share
 from benchmarks.published.fit import Run, drawn, fitted, is_fitted, with_constants
 from benchmarks.published.memory import comparable_bytes, fits, metric_of
 from benchmarks.published.metrics import Result, runs_out_of_memory
@@ -23,7 +24,7 @@ Calibration = Literal["none", "shipped", "5"]
 CALIBRATIONS: tuple[Calibration, ...] = ("none", "shipped", "5")
 
 TYPICAL = Efficiency(matmul=0.72, attention=0.4, traffic=0.7)
-"""What training reaches of a data sheet's figures on any GPU, as a rule; fitted to nothing."""
+"""What training reaches of a data sheet's figures, as a rule, and where nobody measured products alone."""
 FEW = 5  # rows that a cluster's constants are refitted on
 
 
@@ -100,7 +101,8 @@ def by_data_sheet(case: Case) -> Case:
     if case.cluster is None:
         return case
     device = case.cluster.device
-    typical = replace(TYPICAL, matmul_half_flops=device.efficiency.matmul_half_flops)  # told from the peak alone
+    matmul, half = matmul_share(device, TYPICAL.matmul), device.efficiency.matmul_half_flops  # told from the peak alone
+    typical = replace(TYPICAL, matmul=matmul, matmul_half_flops=half)
     return replace(case, cluster=replace(case.cluster, device=replace(device, efficiency=typical)))
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published.alone import matmul_share
 from benchmarks.published.evaluate import evaluate
+from benchmarks.published.hardware import cluster_described
 from benchmarks.published.table import GIVEN, MEASURED, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -80,3 +82,13 @@ def test_the_command_prints_a_line_a_table_and_writes_json(tmp_path):
     assert set(data["all"]) == set(data["tables"]["one"])
     assert "refused toy-0" in shown.stdout
     assert "models not fitted on" in shown.stdout
+
+
+def test_typical_products_are_those_that_a_device_reaches_by_itself():
+    def share(name):
+        return matmul_share(cluster_described(name, None, 8, 8).device, otherwise=0.5)
+
+    assert share("H100-80GB") == pytest.approx(0.85 * 0.803)
+    assert share("GB200 NVL72") < share("B200") < share("A100-80GB")
+    assert share("H100-96GB HBM2e 500W") < share("H100-80GB")
+    assert share("V100-SXM2") == 0.5  # of which nothing is known
