@@ -77,17 +77,13 @@ _PORTS = re.compile(
 )
 _OMNI_PATH = re.compile(r"(?P<count>\d+)\s*x\s*omni-?path (?P<rate>\d+)")
 _NETWORKS: Mapping[str, Mapping[str, float]] = {
-    # Fitted by fit.py on runs without pipelines: of a hop from node to node, and of the line rate.
-    "efa": {"inter_node.latency_s": 5.2e-4, "inter_node.efficiency": 0.32},
+    # Of p5.48xlarge, whose file has the source: collectives measured by themselves, not these tables.
+    "efa": {"inter_node.latency_s": 3.7e-5, "inter_node.efficiency": 0.73},
 }
 
 
-def cluster_described(
-    hardware: str, memory_gb: float | None, num_devices: int, per_node: int | None, *, knows_runs: bool = True
-) -> ClusterSpec:
+def cluster_described(hardware: str, memory_gb: float | None, num_devices: int, per_node: int | None) -> ClusterSpec:
     """The cluster of so many devices, by a table's text, a device's memory and the devices of a node.
-
-    Unless it `knows_runs`, its network is what the text says alone.
 
     Raises:
         ArgumentError: the text names no device that is known.
@@ -107,9 +103,7 @@ def cluster_described(
         file = smaller
     if file == "v100_16g" and memory_gb and memory_gb > 24:
         file = "v100_32g"
-    return ClusterSpec.load(
-        file, -(-num_devices // per_node), per_node, {**figures, **network_of(words, NODE, knows_runs)}
-    )
+    return ClusterSpec.load(file, -(-num_devices // per_node), per_node, {**figures, **network_of(words, NODE)})
 
 
 def _nearest(memory_gb: float | None) -> str:
@@ -127,13 +121,12 @@ def _figures(device: _Device) -> dict[str, float]:
     return {place: value for place, value in figures.items() if value is not None}
 
 
-def network_of(words: str, per_node: int, knows_runs: bool = True) -> dict[str, float]:
+def network_of(words: str, per_node: int) -> dict[str, float]:
     """Figures of `inter_node`, by their place in a cluster, that a hardware's text tells; none of others.
 
     Where a rate is written it is of a node, of which a rank has its share, unless it says "per GPU".
     """
-    networks = _NETWORKS if knows_runs else {}
-    figures = {place: value for word, known in networks.items() if word in words for place, value in known.items()}
+    figures = {place: value for word, known in _NETWORKS.items() if word in words for place, value in known.items()}
     ports = _PORTS.search(words) or _OMNI_PATH.search(words)
     if ports is not None:
         shared_by = 1 if ports.groupdict().get("each") else per_node

@@ -4,8 +4,7 @@ A source is a publisher: a repository, or a paper. For the runs of one, a device
 and then fitted to runs of all other sources on that device, at most `PER_SOURCE` of each, drawn by a hash of their
 names; where no other source has the device they stay typical. What a source does differently it does in all of its
 runs, so that many of its runs say little more than few: `OF_A_SOURCE`. Between nodes nothing is fitted: networks
-differ from site to site. Traits of frameworks that were read off published runs are left out, and so are figures of
-networks that were.
+differ from site to site. Traits of frameworks that were read off published runs are left out.
 """
 
 from __future__ import annotations

@@ -199,5 +199,4 @@ def cluster_of(row: Row) -> ClusterSpec:
         row.number("gpu_mem_gb") or None,
         layout_of(row).devices,
         int(row.number("gpus_per_node") or 0) or None,
-        knows_runs=row.knows_runs,
     )

@@ -49,7 +49,7 @@ class Row:
     publisher: str = ""  # whose runs they are
     source: str = ""
     name: str = ""  # of the job that it is a good answer to, if it is one
-    knows_runs: bool = True  # what was read off published runs of its framework or network may be used for it
+    knows_runs: bool = True  # what was read off published runs of its framework may be used for it
 
     @property
     def row_id(self) -> str:
