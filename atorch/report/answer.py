@@ -21,6 +21,7 @@ from atorch.report.figures import (
     shown_estimates,
     simulations,
     slower,
+    step_of,
     summary,
     varied,
 )
@@ -158,15 +159,15 @@ def _why_not(rejected: Sequence[Mapping[str, Any]], max_rows: int | None) -> Ite
 
     of_reason = Counter[str]()
     turns = []  # the first of every reason, then the second
-    for each in sorted(rejected, key=_step_of):
+    for each in sorted(rejected, key=step_of):
         of_reason[each["why"]] += 1
         turns.append((of_reason[each["why"]], each))
     turns.sort(key=lambda item: item[0])
-    shown = sorted((each for _, each in turns[:max_rows]), key=_step_of)
+    shown = sorted((each for _, each in turns[:max_rows]), key=step_of)
     shared = shared_methods(each["strategy"] for each in shown) if len(shown) > 1 else []
     rows = []
     for each in shown:
-        step = format_seconds(_step_of(each)) if each.get("estimate") else ""
+        step = format_seconds(step_of(each)) if each.get("estimate") else ""
         apart = [name for name in each["strategy"] if name not in shared]
         rows.append((" + ".join(apart) or "nothing else", step, each["reason"]))
     if rows:
@@ -178,11 +179,6 @@ def _why_not(rejected: Sequence[Mapping[str, Any]], max_rows: int | None) -> Ite
 
 def _all_with(shared: Sequence[str]) -> str:
     return f", all with {composition(shared)}" if shared else ""
-
-
-def _step_of(each: Mapping[str, Any]) -> float:
-    """Seconds that a rejected one would take; it comes last where nobody knows."""
-    return float(each["estimate"]["step_s"]) if each.get("estimate") else float("inf")
 
 
 def _listed(title: str, lines: Iterable[str]) -> RenderableType:

@@ -145,6 +145,11 @@ def slower(plan: PlanData, estimate: Mapping[str, Any]) -> str:
     return _compared(estimate["step_s"] / plan["estimate"]["step_s"])
 
 
+def step_of(rejected: Mapping[str, Any]) -> float:
+    """Seconds that a rejected composition would take; it comes last where nobody knows."""
+    return float(rejected["estimate"]["step_s"]) if rejected.get("estimate") else float("inf")
+
+
 def counterfactual(entry: Mapping[str, Any]) -> str:
     """One counterfactual in a sentence."""
     if entry["ratio"] is None:

@@ -34,6 +34,7 @@ from atorch.report.figures import (
     shown_estimates,
     simulated,
     slower,
+    step_of,
     usable_bytes,
     varied,
 )
@@ -179,7 +180,7 @@ def _why_not(plan: PlanData, bars: Bars) -> Iterator[Element]:
     """The rejected ones that stand for all, each with its bytes by category to one scale."""
     yield element("h2", "Why not")
     made = table(("composition", "", "step", "peak", "of the device", "reason"), (), numbers={2, 3}, id="why-not")
-    for each in plan["rejected"]:
+    for each in sorted(plan["rejected"], key=step_of):
         step, peak, memory = "", "", element("span")
         if each.get("estimate"):
             step, peak = format_seconds(each["estimate"]["step_s"]), format_bytes(each["estimate"]["peak_bytes"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from atorch.report.html import plan_page
+from atorch.units import format_seconds
 from tests.report.answers import MEMORY, answer
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>&\"'\u2028"
@@ -71,6 +72,17 @@ def test_the_figures_are_in_the_page(page):
     assert "tensor 4 would be 6.0% slower: twice as much" in words
     assert "total memory that torch reports" in words
     assert words.count("one port a device") == 2  # for both figures that it is the source of
+
+
+def test_rows_of_a_table_are_sorted_by_their_step():
+    plan = answer(400)
+    plan["rejected"] = plan["rejected"][::-1] + [{"strategy": ["fp8"], "why": "hardware", "reason": "too old"}]
+    cells = Page(plan_page(plan)).text_of("td")
+    listed = [cells.index(each["reason"]) for each in plan["rejected"][-1:]]
+    steps = [format_seconds(each["estimate"]["step_s"]) for each in plan["rejected"][:-1]]
+    places = [cells.index(step) for step in sorted(steps, key=lambda text: float(text.split()[0]))]
+    assert places == sorted(places)
+    assert listed[0] > places[-1], "what nobody knows the step of comes last"
 
 
 def test_bars_are_to_scale(page):
