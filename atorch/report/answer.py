@@ -148,7 +148,7 @@ def _runners_up(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Iterat
         behind = "" if why == "chosen" else slower(plan, each["estimate"])
         step, peak = format_seconds(each["estimate"]["step_s"]), format_bytes(each["estimate"]["peak_bytes"])
         rows.append((why, " + ".join(apart) or "nothing else", step, behind, peak))
-    yield table(f"Runners-up{_all_with(shared)}", ("", "composition", ">step", ">to chosen", ">peak"), rows)
+    yield table(f"Runners-up{_all_with(shared)}", ("", "composition", ">step", ">vs chosen", ">peak"), rows)
     if "best_applicable" in plan and not plan["best_applicable"]:
         yield Text("None of what fits can be applied today: it needs methods that can only be planned for yet.")
 

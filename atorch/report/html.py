@@ -143,7 +143,7 @@ def _ranking(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Element:
         )
         for number, (why, each) in enumerate(shown, 1)
     )
-    return table(("", "composition", "step", "to chosen", "peak"), rows, numbers={2, 3, 4})
+    return table(("", "composition", "step", "vs chosen", "peak"), rows, numbers={2, 3, 4})
 
 
 def _legend(bars: Bars) -> str:
