@@ -28,7 +28,7 @@ class Efficiency:
 
     matmul: float = 0.75  # of peak FLOP/s, what large matrix products approach
     matmul_half_flops: float = 0.0  # FLOPs of a product that reaches half of that
-    attention: float = 0.5  # of peak FLOP/s, fused attention
+    attention: float = 0.5  # of what the device's kernels reach by themselves; where it names none, of peak FLOP/s
     traffic: float = 0.8  # of memory bandwidth, operations that only move bytes
 
     def matmul_share(self, flops: float) -> float:
@@ -38,6 +38,17 @@ class Efficiency:
         half / (share · peak), as Hockney's r∞ and n½ describe a vector pipeline (Hockney and Jesshope 1981).
         """
         return self.matmul * flops / (flops + self.matmul_half_flops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """What a fused attention kernel reaches by itself: shares of the 16-bit peak in (0, 1], without a mask.
+
+    Heads have 128 features, and sequences are as long as it takes; `cost.attention` has other heads and masks.
+    """
+
+    forward: float
+    backward: float
 
 
 REACHED = Efficiency(matmul=1.0, attention=1.0, traffic=1.0)  # of rates that were measured
@@ -54,6 +65,8 @@ class DeviceSpec:
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)  # dtype → dense FLOP/s
     memory_bandwidth: float = 1e10  # bytes/s
     launch_s: float = 5e-6  # seconds per operation launched
+    multiprocessors: int = 0  # that compute tiles of a product each; 0 where their number is not known
+    attention: Mapping[str, KernelSpec] = field(default_factory=dict, hash=False)  # the first is PyTorch's own choice
     efficiency: Efficiency = REACHED
 
 

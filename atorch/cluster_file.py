@@ -16,7 +16,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, HostSpec, LinkSpec
+from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, HostSpec, KernelSpec, LinkSpec
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.strict_json import Format
 from atorch.units import GiB
@@ -57,8 +57,10 @@ _RANGES: Mapping[str, _Range] = {
 _PEAK = _Range(1e6, 1e18, "FLOP/s")
 _DTYPES: Set[str] = frozenset({"float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4"})
 
+_KERNELS: Set[str] = frozenset({"flash1", "flash2", "flash3", "cudnn", "triton", "efficient"})
 _DEVICE: Set[str] = frozenset(
     {"type", "name", "memory_gib", "capability", "peak_flops", "memory_bandwidth", "launch_s", "efficiency"}
+    | {"multiprocessors", "attention"}
 )
 _CLUSTER: Set[str] = frozenset(
     {"device", "num_nodes", "devices_per_node", "intra_node", "inter_node", "nodes_per_leaf", "inter_leaf"}
@@ -162,6 +164,8 @@ def _device(top: _Part) -> DeviceSpec:
         memory_bandwidth=device.figure("memory_bandwidth", _RANGES["memory_bandwidth"]),
         launch_s=device.figure("launch_s", _RANGES["launch_s"]),
         efficiency=Efficiency(**_figures(device, "efficiency", Efficiency) if "efficiency" in device.data else {}),
+        multiprocessors=device.count("multiprocessors") if "multiprocessors" in device.data else 0,
+        attention=_kernels(device),
     )
 
 
@@ -180,7 +184,14 @@ def _host(top: _Part) -> HostSpec:
     )
 
 
-def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency]) -> dict[str, float]:
+def _kernels(device: _Part) -> dict[str, KernelSpec]:
+    if "attention" not in device.data:
+        return {}
+    kernels = device.part("attention", _KERNELS)
+    return {name: KernelSpec(**_figures(kernels, name, KernelSpec)) for name in kernels.data}
+
+
+def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency | KernelSpec]) -> dict[str, float]:
     """The figures that are a dataclass's fields, required where they have no default."""
     part = outer.part(name, {each.name for each in fields(kind)})
     return {each.name: part.figure(each.name, _RANGES.get(each.name, _SHARE), each.default) for each in fields(kind)}
@@ -223,6 +234,10 @@ def with_source(sources: Mapping[str, str], place: str, source: str) -> dict[str
     return {**kept, place: source}
 
 
+def _attention_data(device: DeviceSpec) -> dict[str, Any]:
+    return {"attention": {name: asdict(each) for name, each in device.attention.items()}} if device.attention else {}
+
+
 def data_of(cluster: ClusterSpec) -> dict[str, Any]:
     """What a cluster file says of `cluster`."""
     device = cluster.device
@@ -236,6 +251,8 @@ def data_of(cluster: ClusterSpec) -> dict[str, Any]:
             "memory_bandwidth": device.memory_bandwidth,
             "launch_s": device.launch_s,
             "efficiency": asdict(device.efficiency),
+            **({"multiprocessors": device.multiprocessors} if device.multiprocessors else {}),
+            **_attention_data(device),
         },
         "num_nodes": cluster.num_nodes,
         "devices_per_node": cluster.devices_per_node,

@@ -46,7 +46,8 @@ def test_what_is_saved_is_loaded(tmp_path):
 def test_a_source_stands_for_all_below():
     cluster = ClusterSpec.load("h100_80g")
     assert "whitepaper" in cluster.source_of("device.peak_flops.bfloat16")
-    assert "published runs" in cluster.source_of("device.efficiency.attention")
+    assert "published runs" in cluster.source_of("device.efficiency.traffic")
+    assert "flash-attention" in cluster.source_of("device.attention.flash3.forward")
     assert cluster.source_of("device.name") == ""
 
 

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.stages import Stage
-from atorch.cost.state import Cost
+from atorch.cost.state import Cost, Kept
 
 REMEMBERED = 2**14  # stages, in some tens of MB: a search comes back to many, and not to those of long ago
 
@@ -91,7 +91,7 @@ class Terms(NamedTuple):
     expert_divisor: float
     stages: int
     recompute: float
-    recompute_keeps: Literal["inputs", "selective", "results", "nothing"]
+    recompute_keeps: Kept
     whole_outside: bool
     own_tokens: bool
     gathers_logits: bool
@@ -327,6 +327,11 @@ def _kept_when_recomputed(terms: Terms, segment: Segment, inside: float, outside
     if terms.recompute_keeps == "selective":
         return selective
     inputs = outside * segment.input_bytes
+    if terms.recompute_keeps == "scores":
+        saved = inside * (segment.inside.saved_bytes - segment.scores_bytes)
+        return saved + outside * segment.outside.saved_bytes
+    if terms.recompute_keeps == "every second":
+        return inputs + (selective + terms.scale * segment.input_bytes * _num_sums(segment)) / 2.0
     if terms.recompute_keeps == "results":
         return selective + inputs + terms.scale * segment.input_bytes * _num_sums(segment)
     return inputs

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from atorch.cluster import DeviceSpec
+from atorch.cost.attention import fused_seconds, written_seconds
 from atorch.cost.communication import is_whole, itemsize, tokens_share
+from atorch.cost.fp8 import cast_bytes, gradient_dtype, slower, takes_fp8
 from atorch.cost.moments import is_gathered
+from atorch.cost.products import ProductTimes, Shape
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.state import Cost
 
-_DEFAULT_PEAK = 1e11  # FLOP/s of a device that says nothing of itself
+_SCORES_TRAFFIC = 3.0  # bytes that move between attention's products for each byte of scores that is kept
+
+_Local = tuple[float, float, float, float]  # rows, inner, columns and count of products as one device has them
 
 
 class Computed(NamedTuple):
@@ -21,69 +26,98 @@ class Computed(NamedTuple):
     launch_s: float
 
 
-def seconds_of_copy(cost: Cost, segment: Segment, device: DeviceSpec) -> Computed:
+def seconds_of_copy(cost: Cost, segment: Segment, products: ProductTimes) -> Computed:
     """A roofline by operation: Williams, Waterman and Patterson 2009, "Roofline".
 
-    Products and attention run at what they reach of the dtype's peak, everything else at what it reaches of the
-    memory's bandwidth; every operation is launched. Selective recomputation keeps the results of the former.
+    Products and attention run at what their shape and kernel reach of the dtype's peak, everything else at what it
+    reaches of the memory's bandwidth; every operation is launched.
     """
     again = cost.recompute if segment.is_block else 0.0
-    multiplied = 0.0 if cost.recompute_keeps in ("selective", "results") else again  # whose results are kept
-    rates = _Rates(
-        share=tokens_share(cost, segment),
-        itemsize=itemsize(cost),
-        peak=peak_flops(device, cost.dtype),
-        bandwidth=device.memory_bandwidth * device.efficiency.traffic,
-    )
-    multiplying = _attention_seconds(cost, segment, multiplied, rates, device)
+    share = tokens_share(cost, segment)
+    multiplying, casting, place = _attention_seconds(cost, segment, share, again, products), 0.0, 0.0
     for each in segment.matmuls:
-        multiplying += _product_seconds(cost, each, multiplied, rates, device)
+        in_fp8, shape = takes_fp8(cost, segment, each), _local_shape(cost, each, share)
+        repeats = again * _recomputed(cost, each, place)
+        multiplying += _product_seconds(cost, each, shape, repeats, in_fp8, products)
+        if in_fp8:
+            casting += cast_bytes(cost, shape, repeats)
+        if each.stored_itemsize:
+            casting += _dequantized_bytes(cost, each, shape, repeats)
+        place += each.count
+    traffic = share * _traffic_bytes(cost, segment, again) + casting
     return Computed(
         matmul_s=multiplying,
-        traffic_s=rates.share * _traffic_bytes(cost, segment, again) / rates.bandwidth,
-        launch_s=(3.0 + again) * segment.num_ops * cost.ops_scale * device.launch_s,
+        traffic_s=traffic / products.bandwidth,
+        launch_s=(3.0 + again) * segment.num_ops * cost.ops_scale * products.device.launch_s,
     )
 
 
-class _Rates(NamedTuple):
-    """What holds for all operations of a copy."""
+def _recomputed(cost: Cost, product: Matmul, place: float) -> float:
+    """The share of some products that run again where blocks are recomputed; `place` others come before them."""
+    if cost.recompute_keeps in ("inputs", "nothing"):
+        return 1.0
+    if cost.recompute_keeps == "every second":
+        before, after = int(place) // 2, int(place + product.count) // 2
+        return (after - before) / product.count
+    return 0.0
 
-    share: float  # of the traced tokens, those that a device computes in a micro-batch
-    itemsize: float
-    peak: float  # FLOP/s
-    bandwidth: float  # bytes/s that are reached
 
-
-def _product_seconds(cost: Cost, product: Matmul, again: float, rates: _Rates, device: DeviceSpec) -> float:
-    """Every pass over one product: its FLOPs at what is reached of the peak, and its operands and result to and fro.
-
-    Backward multiplies every matrix twice where forward did once, for the gradients of its input and of its weight;
-    frozen weights need the first alone (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). All three move the same
-    three matrices.
-    """
-    rows, inner, columns = product.rows * rates.share, float(product.inner), float(product.columns)
-    count = product.count
+def _local_shape(cost: Cost, product: Matmul, share: float) -> _Local:
+    """Rows, inner, columns and count of some products as one device has them."""
+    rows, inner, columns, count = product.rows * share, float(product.inner), float(product.columns), product.count
     if product.of_experts and cost.expert > 1:
         count, rows = count / cost.expert, rows * cost.expert  # fewer experts here, and tokens of more ranks for each
     elif product.split == "columns":
         columns /= cost.tensor
     elif product.split == "rows":
         inner /= cost.tensor
-    flops = 2.0 * rows * inner * columns
-    passes = (3.0 if product.trainable else 2.0) + again
-    moved = rates.itemsize * (rows * inner + inner * columns + rows * columns)
-    if product.stored_itemsize:  # a quantized weight is read, and written whole, before it is multiplied with
-        moved += (product.stored_itemsize + rates.itemsize) * inner * columns
-    return count * passes * (flops / (rates.peak * device.efficiency.matmul_share(flops)) + moved / rates.bandwidth)
+    return rows, inner, columns, count
 
 
-def _attention_seconds(cost: Cost, segment: Segment, again: float, rates: _Rates, device: DeviceSpec) -> float:
-    """Attention that does not keep its scores recomputes them: five products in backward for two in forward.
+def _product_seconds(
+    cost: Cost, product: Matmul, shape: _Local, again: float, in_fp8: bool, products: ProductTimes
+) -> float:
+    """Every pass over some products of one shape.
 
-    Dao et al. 2022, arXiv 2205.14135.
+    Backward multiplies every matrix twice where forward did once, for the gradients of its input and of its weight;
+    frozen weights need the first alone (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). All three move the same
+    three matrices.
     """
-    flops = rates.share * segment.attention_flops / cost.tensor
-    return (3.5 + again) * cost.attention_scale * flops / (rates.peak * device.efficiency.attention)
+    rows, inner, columns, count = shape
+    pitch, wide = _pitch(inner, columns), itemsize(cost)
+
+    def one(height: float, depth: float, width: float, dtype: str) -> float:
+        is_narrow = dtype == "float8"
+        narrow, times = (1.0, slower(cost)) if is_narrow else (wide, 1.0)
+        return times * products.seconds(Shape(height, depth, width, dtype, narrow, wide, count, pitch))
+
+    dtype, of_gradient = ("float8", gradient_dtype(cost)) if in_fp8 else (cost.dtype, cost.dtype)
+    seconds = (1.0 + again) * one(rows, inner, columns, dtype) + one(rows, columns, inner, dtype)
+    return seconds + one(inner, rows, columns, of_gradient) if product.trainable else seconds
+
+
+def _dequantized_bytes(cost: Cost, product: Matmul, shape: _Local, again: float) -> float:
+    """A quantized weight is read, and written whole, before it is multiplied with."""
+    _, inner, columns, count = shape
+    passes = (3.0 if product.trainable else 2.0) + again
+    return count * passes * (product.stored_itemsize + itemsize(cost)) * inner * columns
+
+
+def _pitch(inner: float, columns: float) -> float:
+    """By which rows of memory start apart: inputs and weights have `inner` elements in a row, results `columns`."""
+    if inner != int(inner) or columns != int(columns):
+        return 0.0
+    return float(math.gcd(int(inner), int(columns)))
+
+
+def _attention_seconds(cost: Cost, segment: Segment, share: float, again: float, products: ProductTimes) -> float:
+    flops = share * segment.attention_flops / cost.tensor
+    if not flops:
+        return 0.0
+    repeats = again if cost.recompute_keeps in ("inputs", "nothing", "scores") else 0.0
+    if segment.writes_scores:
+        return written_seconds(segment, flops, repeats, cost.dtype, products)
+    return fused_seconds(segment, cost.attention_kernel, flops, repeats, cost.dtype, products)
 
 
 def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:
@@ -94,9 +128,8 @@ def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:
     inside = 1 if is_gathered(cost, segment) else cost.tensor
     outside = cost.tensor if cost.splits_norms and not is_whole(cost, segment) else 1
     forward = segment.inside.traffic_bytes / inside + segment.outside.traffic_bytes / outside
-    return cost.traffic_scale * forward * (2.5 + again)
-
-
-def peak_flops(device: DeviceSpec, dtype: str) -> float:
-    """FLOP/s of a dtype; one that the device does not list runs as fp32 does."""
-    return device.peak_flops.get(dtype) or device.peak_flops.get("float32") or _DEFAULT_PEAK
+    if cost.recompute_keeps == "scores":
+        repeated = again * _SCORES_TRAFFIC * segment.scores_bytes / inside
+    else:
+        repeated = again * forward
+    return cost.traffic_scale * (2.5 * forward + repeated)

@@ -77,6 +77,10 @@ class Segment:
     num_losses: int = 0  # cross entropies that are taken of a head's logits
     num_heads: int = 0  # attention heads that tensor parallelism would share out
     num_kv_heads: int = 0
+    head_dim: int = 0  # features of a head; 0 where it is not known
+    is_causal: bool = False  # whether attention leaves out what the mask hides; its FLOPs are then counted so
+    writes_scores: bool = False  # whether attention writes its scores out, as products of activations do
+    scores_bytes: float = 0.0  # of the saved bytes inside, those of scores that are written out
     num_experts: int = 0
     dispatched_bytes: float = 0.0  # tokens that are sent to experts, one way, in forward
     sequence_length: int = 0  # tokens of a sample

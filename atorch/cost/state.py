@@ -16,6 +16,14 @@ from atorch.cost.profile import AttentionKind, Segment
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
+Kept = Literal["inputs", "selective", "results", "every second", "scores", "nothing"]
+"""What recomputation keeps of a block: its inputs; besides, results of products and attention, as they stand in memory
+or of every product; of every second product alone; all but attention's scores; or its inputs on the host."""
+
+Fp8Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise"]
+"""How operands come to 8 bits: scaled by earlier steps' largest values, by the tensor's, by those of every row, so but
+for the product that makes the weight's gradient, or in blocks, as of 32 numbers in the microscaling formats."""
+
 
 @dataclass(frozen=True, slots=True)
 class Comm:
@@ -94,9 +102,11 @@ class Cost:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
 
     # How it computes.
-    dtype: str = "float32"  # of the matmuls
+    dtype: str = "float32"  # of the matmuls, but for those that fp8 computes
+    fp8: Fp8Scaling | None = None  # how products of Linear layers are scaled to 8 bits, where they are
+    fp8_outside: bool = False  # those outside of blocks as well, the head above all
     activation_scale: float = 1.0  # bytes of activations against those traced
-    attention_scale: float = 1.0  # seconds of attention against those of the device's fused kernel
+    attention_kernel: str = ""  # of fused attention, one that clusters name; "": what PyTorch takes on the device
     traffic_scale: float = 1.0  # bytes moved by operations that are no matmuls, against those traced
     hop_wait_s: float = (
         0.0  # what every hop adds to a collective's launch in a pipeline whose stages send from node to node
@@ -106,7 +116,7 @@ class Cost:
     attention: AttentionKind = "fused"
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
     recompute: float = 0.0  # share of the blocks that run forward again in backward
-    recompute_keeps: Literal["inputs", "selective", "results", "nothing"] = "inputs"  # "results": of every product
+    recompute_keeps: Kept = "inputs"
 
     num_counts: int = 0  # figures on what the loss is a mean over, which ranks with other samples tell each other
     comm: tuple[Comm, ...] = ()

@@ -11,6 +11,7 @@ from atorch.cost.collectives import Group, group_of, group_of_neighbours, rounds
 from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.offload import host_time
 from atorch.cost.operations import seconds_of_copy
+from atorch.cost.products import ProductTimes
 from atorch.cost.profile import Segment
 from atorch.cost.stages import Cut, Parts, cut_of, heaviest_stages
 from atorch.cost.state import Cost
@@ -97,9 +98,9 @@ class _Whole(NamedTuple):
 
 
 _read_by_copies = attrgetter(
-    "dtype", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens", "gathers_logits", "sequence",
-    "context", "expert", "recompute", "recompute_keeps", "attention_scale", "activation_scale", "traffic_scale",
-    "ops_scale", "hop_wait_s", "traced_batch", "batch_size", "num_micro_batches",
+    "dtype", "fp8", "fp8_outside", "compiled", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens",
+    "gathers_logits", "sequence", "context", "expert", "recompute", "recompute_keeps", "attention_kernel",
+    "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s", "traced_batch", "batch_size", "num_micro_batches",
 )  # fmt: skip
 """What copies' seconds follow from, beside the cluster, the mesh and the cut."""
 
@@ -114,6 +115,7 @@ class StepTimes:
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster = cluster
+        self._products = ProductTimes(cluster.device)
         self._groups: dict[tuple[tuple[str, ...], _Mesh | tuple[int, int]], Group] = {}
         self._copies: dict[tuple[object, ...], _Copies] = {}
 
@@ -176,7 +178,7 @@ class StepTimes:
 
     def _copy(self, cost: Cost, segment: Segment, waiting_s: float) -> _Copy:
         device = self.cluster.device
-        computed, exposed, hidden = seconds_of_copy(cost, segment, device), 0.0, 0.0
+        computed, exposed, hidden = seconds_of_copy(cost, segment, self._products), 0.0, 0.0
         carried = [0.0, 0.0]
         launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * device.launch_s
         meeting = MEETING_S if device.type == "cuda" else 0.0

@@ -36,6 +36,11 @@ class LatentAttention:
     rope_dim: int  # of those with positions; the keys' are shared by all heads
     value_dim: int
 
+    @property
+    def mean_dim(self) -> int:
+        """Features of a head, on average over the product that makes scores and the one that uses them."""
+        return (self.nope_dim + self.rope_dim + self.value_dim) // 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
@@ -66,6 +71,8 @@ class Implementation:
     stream_itemsize: float = 0.0  # of the residual stream, where it is kept in another dtype than the rest
     flash_attention: bool = True  # scores are recomputed, not kept: Dao et al. 2022, arXiv 2205.14135
     causal: bool = True  # flash attention leaves out what the mask hides, half of the FLOPs
+    fused_softmax: bool = True  # else scores that are written are scaled, masked, and cast there and back one by one
+    fused_projections: bool = True  # one product for queries, keys and values, and one for a gate and what it gates
     fused_norm: bool = True  # else norms are computed in fp32, operation by operation, and keep those copies
     fused_activation: bool = True  # else the activation's result is kept beside what it is multiplied with
     dropout: bool = False  # masks, a byte an element, of attention and both residual branches
@@ -83,6 +90,7 @@ class _Part:
     expert_params: float = 0.0
     matmuls: tuple[Matmul, ...] = ()
     attention_flops: float = 0.0
+    scores_bytes: float = 0.0
     outside: Region = Region()
     inside: Region = Region()
     working_bytes: float = 0.0
@@ -164,6 +172,10 @@ class _Build:
             num_ops=sum(each.num_ops for each in parts),
             num_heads=shape.heads,
             num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim if shape.latent is None else shape.latent.mean_dim,
+            is_causal=self.keep.flash_attention and self.keep.causal,
+            writes_scores=not self.keep.flash_attention,
+            scores_bytes=attention.scores_bytes,
             num_experts=shape.experts.count if shape.experts is not None and feed_forward.expert_params else 0,
             dispatched_bytes=feed_forward.dispatched_bytes,
             sequence_length=shape.seq_len,
@@ -227,15 +239,19 @@ class _Build:
         core = self._core(query, key, key, query)
         weights = float(shape.hidden * (2 * query + 2 * key))
         columns = float(query + 2 * key) if shape.bias else 0.0
-        matmuls = (
-            self._product(shape.hidden, query + 2 * key, "columns"),
-            self._product(query, shape.hidden, "rows"),
-        )
+        into: tuple[Matmul, ...] = (self._product(shape.hidden, query + 2 * key, "columns"),)
+        if not self.keep.fused_projections:
+            into = (
+                self._product(shape.hidden, query, "columns"),
+                self._product(shape.hidden, key, "columns"),
+                self._product(shape.hidden, key, "columns"),
+            )
         return _Part(
             params=weights + columns + (shape.hidden if shape.bias else 0.0),
             split_params=weights + columns,
-            matmuls=matmuls,
+            matmuls=(*into, self._product(query, shape.hidden, "rows")),
             attention_flops=core.attention_flops,
+            scores_bytes=core.scores_bytes,
             inside=core.inside,
             working_bytes=core.working_bytes,
             num_ops=core.num_ops + 4.0,
@@ -263,6 +279,7 @@ class _Build:
                 self._product(value, shape.hidden, "rows"),
             ),
             attention_flops=core.attention_flops,
+            scores_bytes=core.scores_bytes,
             outside=_together(Region(saved_bytes=shared_keys), *(each.outside for each in norms)),
             inside=core.inside,
             working_bytes=core.working_bytes,
@@ -288,13 +305,20 @@ class _Build:
         # Probabilities, and with dropout what is left of them and a mask: 5 bytes a score in 16 bits.
         scores = self.tokens * shape.seq_len * shape.heads
         written = (2.0 * keep.itemsize + 1.0 if keep.dropout else keep.itemsize) * scores
-        passes = 6.0 if keep.dropout else 4.0
+        # The softmax reads and writes them, and so does dropout; what products read and write is theirs.
+        passes = (2.0 if keep.fused_softmax else 10.0) + (2.0 if keep.dropout else 0.0)
         region = Region(
             saved_bytes=kept + written,
             selective_bytes=kept,
             traffic_bytes=rotated + passes * keep.itemsize * scores,
         )
-        return _Part(attention_flops=flops, inside=region, working_bytes=2.0 * keep.itemsize * scores, num_ops=6.0)
+        return _Part(
+            attention_flops=flops,
+            scores_bytes=written,
+            inside=region,
+            working_bytes=2.0 * keep.itemsize * scores,
+            num_ops=6.0,
+        )
 
     def feed_forward(self, width: int) -> _Part:
         """Two products, or three with a gate: Shazeer 2020, arXiv 2002.05202."""
@@ -302,10 +326,12 @@ class _Build:
         kept = self._activation(self.tokens, width)
         matrices = 3 if shape.gated else 2
         weights, first = float(matrices * shape.hidden * width), (matrices - 1) * width
+        parts = 1 if self.keep.fused_projections else matrices - 1
+        into = (self._product(shape.hidden, first // parts, "columns"),) * parts
         return _Part(
             params=weights + (first + shape.hidden if shape.bias else 0.0),
             split_params=weights + (first if shape.bias else 0.0),
-            matmuls=(self._product(shape.hidden, first, "columns"), self._product(width, shape.hidden, "rows")),
+            matmuls=(*into, self._product(width, shape.hidden, "rows")),
             inside=kept.inside,
             working_bytes=kept.working_bytes,
             num_ops=kept.num_ops + 2.0,

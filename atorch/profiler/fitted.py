@@ -23,7 +23,7 @@ from atorch.cost import Cost, step_seconds
 SPREAD: Mapping[str, float] = {
     # The standard deviation of a constant's logarithm before anything is measured.
     "device.efficiency.matmul": 0.2,
-    "device.efficiency.attention": 0.3,
+    "device.efficiency.attention": 0.1,
     "device.efficiency.traffic": 0.25,
     "device.launch_s": 0.3,
     "intra_node.efficiency": 0.2,

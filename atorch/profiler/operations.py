@@ -80,6 +80,7 @@ class Attention:
     num_heads: int = 0
     num_kv_heads: int = 0
     batch: int = 0  # batch and heads, where they are one dimension
+    is_causal: bool = False
 
 
 def kind_of(packet: Any) -> Kind:
@@ -137,7 +138,8 @@ def attention_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return None
     query, key, value = args[:3]
     named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    share = 0.5 if named.get("is_causal") and query.shape[-2] == key.shape[-2] else 1.0
+    is_causal = bool(named.get("is_causal")) and query.shape[-2] == key.shape[-2]
+    share = 0.5 if is_causal else 1.0
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     return Attention(
         flops=share * 2.0 * scores * (query.shape[-1] + value.shape[-1]),
@@ -146,4 +148,5 @@ def attention_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         head_dim=query.shape[-1],
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
+        is_causal=is_causal,
     )

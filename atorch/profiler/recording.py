@@ -44,6 +44,7 @@ class Operation:
     flops: float = 0.0
     head_dim: int = 0
     num_heads: int = 0  # 0 where they are one dimension with the batch, of so many
+    is_causal: bool = False  # whether fused attention leaves out what the mask hides
     num_kv_heads: int = 0
     batch: int = 0
     is_log_softmax: bool = False  # as a cross entropy takes one
@@ -190,7 +191,7 @@ class Recorder:
         node.kind, node.query, node.key = "attention", self.value(attention.query), self.value(attention.key)
         operation.flops, operation.head_dim = attention.flops, attention.head_dim
         operation.num_heads, operation.num_kv_heads = attention.num_heads, attention.num_kv_heads
-        operation.batch = attention.batch
+        operation.batch, operation.is_causal = attention.batch, attention.is_causal
 
     def _other(self, operation: Operation, operands: Mapping[Value, torch.Tensor], results: list[torch.Tensor]) -> None:
         """An operation that is memory traffic; what is computed from weights alone is a weight, and flows nowhere."""

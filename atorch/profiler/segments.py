@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -203,6 +204,7 @@ class _Assembly:
         by_rows = [each for each in experts if each.split == "rows"]
         num_experts = min((each.count for each in by_rows or experts), default=0.0)
         segment = replace(segment, num_heads=heads, num_kv_heads=kv_heads, num_experts=int(num_experts))
+        segment = replace(segment, **_attention(operations))
         of_experts = frozenset(
             number for place in layout.of_experts for number in (*operations[place].weight, *operations[place].bias)
         )
@@ -254,6 +256,17 @@ def _region(stretch: Stretch, layout: Layout, *, is_inside: bool) -> Region:
             )
         ),
     )
+
+
+def _attention(operations: Sequence[Operation]) -> dict[str, Any]:
+    """The fields of a segment that say how it attends; heads are what the first of its products sums over."""
+    found = [each for each in operations if each.flops]
+    fused = [each for each in found if each.num_heads]
+    return {
+        "head_dim": min((each.head_dim for each in fused or found), default=0),
+        "is_causal": bool(fused) and all(each.is_causal for each in fused),
+        "writes_scores": bool(found) and not fused,
+    }
 
 
 def _dispatched_bytes(operations: Sequence[Operation], layout: Layout) -> float:

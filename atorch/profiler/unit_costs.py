@@ -19,6 +19,7 @@ from atorch.cluster import DeviceSpec
 from atorch.cost import Cost, Segment
 from atorch.cost.communication import tokens_share
 from atorch.cost.operations import seconds_of_copy
+from atorch.cost.products import ProductTimes
 from atorch.cost.start import plain_cost
 from atorch.profiler.trace import trace
 
@@ -85,7 +86,7 @@ def _with(unit: UnitCost, other: UnitCost | None) -> UnitCost:
 
 def _unit_cost(cost: Cost, segment: Segment, device: DeviceSpec) -> UnitCost:
     """A unit holds parameters that it shares with others as well; an operation of a GPU hides the next one's launch."""
-    computed, share = seconds_of_copy(cost, segment, device), tokens_share(cost, segment)
+    computed, share = seconds_of_copy(cost, segment, ProductTimes(device)), tokens_share(cost, segment)
     busy = computed.matmul_s + computed.traffic_s
     seconds = max(busy, computed.launch_s) if device.type == "cuda" else busy + computed.launch_s
     tied = segment.tied_params if segment.name else 0.0

@@ -25,6 +25,7 @@ CALIBRATIONS: tuple[Calibration, ...] = ("none", "shipped", "5")
 
 TYPICAL = Efficiency(matmul=0.72, attention=0.4, traffic=0.7)
 """What training reaches of a data sheet's figures, as a rule, and where nobody measured products alone."""
+TYPICAL_OF_KERNELS = 0.95  # of what attention kernels reach by themselves, where a cluster tells
 FEW = 5  # rows that a cluster's constants are refitted on
 
 
@@ -102,7 +103,9 @@ def by_data_sheet(case: Case) -> Case:
         return case
     device = case.cluster.device
     matmul, half = matmul_share(device, TYPICAL.matmul), device.efficiency.matmul_half_flops  # told from the peak alone
-    typical = replace(TYPICAL, matmul=matmul, matmul_half_flops=half)
+    # Of attention, a share of what its kernels reach by themselves.
+    attention = TYPICAL_OF_KERNELS if device.attention else TYPICAL.attention
+    typical = replace(TYPICAL, matmul=matmul, matmul_half_flops=half, attention=attention)
     return replace(case, cluster=replace(case.cluster, device=replace(device, efficiency=typical)))
 
 

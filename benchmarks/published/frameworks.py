@@ -38,12 +38,13 @@ class Framework:
     bucket_bytes: float = 25 * MiB  # of gradients that are reduced together
     optimizer_group: int = 0  # neighbours that share the optimizer's state out under ZeRO-1; 0 for all
     broadcasts: bool = False  # what a rank stepped is sent by broadcasts of every rank, not gathered
-    attention_scale: float = 1.0  # seconds of attention against those of FlashAttention-2
     hop_wait_s: float = 0.0  # of a collective in a pipeline over nodes, while sends and receives keep the device busy
     send_wait_s: float = 0.0  # of every send and receipt of a stage, on 64 nodes and where tensor ranks are on four
     scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
     cuts_by_stages: bool = False  # a batch is cut into as many micro-batches as a pipeline has stages unless told
     keeps_gathered_in_pipelines: bool = False  # sharded parameters, from forward to backward
+    vocab_multiple: int = 1  # of tensor ranks, to which vocabularies are padded
+    delays_scales: bool = False  # those of 8-bit products, as transformer-engine's first recipe does
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
 
 
@@ -57,6 +58,10 @@ _UNFUSED = Implementation(fused_norm=False, fused_activation=False)
 # Beside the probabilities: logits in fp32, which are returned, their shifted copy, and two gradients. Autocast leaves
 # embeddings, norms and sums in the fp32 of their parameters, and so the stream.
 _HUGGING_FACE = Implementation(fused_norm=False, fused_activation=False, loss_bytes=12.0, stream_itemsize=4.0)
+
+# Norms and gates operation by operation unless compiled; a product for each of q, k, v, w1 and w3, which counts where
+# every second one runs again (`torchtitan/models/llama/model.py`).
+_TORCHTITAN = Implementation(fused_norm=False, fused_activation=False, fused_projections=False)
 
 _KNOWN: Mapping[str, Framework] = {
     # A part of the name in lower case; the first that is found counts.
@@ -75,11 +80,19 @@ _KNOWN: Mapping[str, Framework] = {
         send_wait_s=0.26,
         launches=22.0,
     ),
-    "megatron-deepspeed": Framework(implementation=Implementation(dropout=True), overlaps=False, scatters_sends=True),
-    "megatron-lm (may 2021)": Framework(
-        implementation=Implementation(dropout=True), grad_itemsize=2.0, overlaps=False, scatters_sends=True
+    "megatron-deepspeed": Framework(
+        implementation=Implementation(dropout=True), overlaps=False, scatters_sends=True, vocab_multiple=128
     ),
-    "megatron": Framework(implementation=_MEGATRON, placeholder_itemsize=2.0, scatters_sends=True),
+    "megatron-lm (may 2021)": Framework(
+        implementation=Implementation(dropout=True),
+        grad_itemsize=2.0,
+        overlaps=False,
+        scatters_sends=True,
+        vocab_multiple=128,
+    ),
+    "megatron": Framework(
+        implementation=_MEGATRON, delays_scales=True, vocab_multiple=128, placeholder_itemsize=2.0, scatters_sends=True
+    ),
     "internevo": Framework(
         grad_itemsize=2.0,
         grads_persist=False,
@@ -89,8 +102,7 @@ _KNOWN: Mapping[str, Framework] = {
         optimizer_group=8,
     ),
     "oneflow": Framework(implementation=Implementation(dropout=True), keeps_masters=False),
-    # FlashAttention-2 doubles the first version's speed: Dao 2023, arXiv 2307.08691.
-    "composer": Framework(implementation=_FUSED_LOSS, keeps_masters=False, grads_persist=False, attention_scale=2.0),
+    "composer": Framework(implementation=_FUSED_LOSS, keeps_masters=False, grads_persist=False, delays_scales=True),
     # Its autocast is PyTorch's, beside which FSDP gathers what it has, in fp32, and DDP has buckets for all gradients.
     "atorch": Framework(
         implementation=_HUGGING_FACE,
@@ -109,7 +121,11 @@ _KNOWN: Mapping[str, Framework] = {
     "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1, buffer_bytes=2e9),
     # In `parallelisms/pipelining_utils.py` and `parallelize_llama.py` of 2024.
     "torchtitan": Framework(
-        keeps_masters=False, grads_persist=False, cuts_by_stages=True, keeps_gathered_in_pipelines=True
+        implementation=_TORCHTITAN,
+        keeps_masters=False,
+        grads_persist=False,
+        cuts_by_stages=True,
+        keeps_gathered_in_pipelines=True,
     ),
     "transformers": Framework(implementation=_HUGGING_FACE, keeps_masters=False, grads_persist=False),
 }

@@ -20,6 +20,7 @@ from atorch.cost.splits import (
     split_pipeline,
     split_tensor,
 )
+from atorch.cost.state import Fp8Scaling
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
 from benchmarks.published.adapters import adapters_of
@@ -27,7 +28,7 @@ from benchmarks.published.frameworks import Framework
 from benchmarks.published.hardware import NODE, cluster_described
 from benchmarks.published.layout import Layout, framework_for, layout_of
 from benchmarks.published.shapes import shape_of
-from benchmarks.published.table import BLANK, Row
+from benchmarks.published.table import BLANK, UNKNOWN, Row
 from benchmarks.published.words import (
     WRITES_SCORES,
     Precision,
@@ -40,8 +41,10 @@ from benchmarks.published.words import (
 
 def profile_of(row: Row) -> ModelProfile:
     """The profile of one micro-batch of the run."""
-    framework = framework_for(row)
-    return _profile(shape_of(row), _implementation(row, framework), adapters_of(row, framework))
+    framework, shape = framework_for(row), shape_of(row)
+    multiple = framework.vocab_multiple * layout_of(row).tensor
+    padded = replace(shape, vocab=-(-shape.vocab // multiple) * multiple)
+    return _profile(padded, _implementation(row, framework), adapters_of(row, framework))
 
 
 @lru_cache(maxsize=256)
@@ -56,6 +59,7 @@ def _implementation(row: Row, framework: Framework) -> Implementation:
     found = replace(
         framework.implementation,
         flash_attention=attention_of(row) not in WRITES_SCORES,
+        fused_softmax=attention_of(row) != "eager",
         itemsize=2.0 if precision_of(row).is_mixed else 4.0,
     )
     if any(word in f"{row.text('arch')} {row.text('model')}" for word in ("bert", "vit", "bidirectional")):
@@ -84,7 +88,9 @@ def cost_of(row: Row) -> Cost:
     cost = replace(
         _mix(cost, framework, precision),
         ops_scale=min(framework.launches, COMPILED) if is_compiled(row) else framework.launches,
-        attention_scale=framework.attention_scale,
+        attention_kernel="" if row.text("attn") in UNKNOWN else attention_of(row),
+        fp8=_fp8_scaling(framework, precision),
+        compiled=is_compiled(row),
         hop_wait_s=framework.hop_wait_s,
         scatters_sends=framework.scatters_sends,
         extra_s=_waiting_seconds(layout, framework),
@@ -136,7 +142,7 @@ def _mix(cost: Cost, framework: Framework, precision: Precision) -> Cost:
     """Bytes an element, as the framework mixes precisions; in fp32 nothing is mixed."""
     cost = replace(
         cost,
-        dtype=precision.dtype,
+        dtype="bfloat16" if precision.dtype == "float8" else precision.dtype,  # of what is not in 8 bits
         grads_persist=framework.grads_persist,
         fresh_itemsize=framework.fresh_itemsize,
         placeholder_itemsize=framework.placeholder_itemsize,
@@ -153,13 +159,24 @@ def _mix(cost: Cost, framework: Framework, precision: Precision) -> Cost:
     return replace(cost, param_itemsize=4.0, grad_itemsize=4.0, cast_itemsize=2.0, cast_traffic_bytes=6.0)
 
 
+def _fp8_scaling(framework: Framework, precision: Precision) -> Fp8Scaling | None:
+    """How products come to 8 bits; the head and attention never do."""
+    if precision.dtype != "float8":
+        return None
+    if precision.scaling in ("", "tensorwise"):
+        return "delayed" if framework.delays_scales else "tensorwise"
+    return "blockwise" if precision.scaling == "mx" else precision.scaling
+
+
 def _recompute(cost: Cost, recomputation: Recomputation) -> Cost:
     """Checkpointing: of whole blocks, of a share of them, or only of what is cheap to compute again."""
     if recomputation.what == "nothing":
         return cost
     if recomputation.what == "blocks":
         return replace(cost, recompute=recomputation.share)
-    return replace(cost, recompute=1.0, recompute_keeps="selective")
+    if recomputation.what == "products":
+        return replace(cost, recompute=1.0, recompute_keeps="every second")
+    return replace(cost, recompute=1.0, recompute_keeps="scores")
 
 
 def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: Precision) -> Cost:

@@ -39,7 +39,7 @@ def test_a_source_is_what_one_publisher_published():
 
 def test_constants_come_from_other_sources_of_the_device_alone():
     found = leave_one_out({"a": runs("a", 1.3), "b": runs("b", 1.3), "c": runs("c", 1.3, hardware="A100-80GB")})
-    assert max(map(abs, errors(found["a"]))) < 0.1  # nearly as slow as b's
+    assert max(map(abs, errors(found["a"]))) < 0.12  # nearly as slow as b's
     assert min(errors(found["c"])) < -0.1  # nobody else has the device: as fast as any
     alone = leave_one_out({"a": runs("a", 1.3)})
     assert errors(alone["a"])[0] < -0.1  # not even its own runs are known

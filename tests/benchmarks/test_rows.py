@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.cost import peak_memory
+from atorch.cost import peak_memory, step_time
 from atorch.errors import ArgumentError
 from atorch.units import GiB
 from benchmarks.published.layout import layout_of
@@ -224,8 +224,8 @@ def test_shards_within_a_node_hold_more_and_send_less_between_nodes():
     ("words", "share", "keeps"),
     [
         ("none", 0, "inputs"), ("False", 0, "inputs"), ("full", 1, "inputs"), ("True", 1, "inputs"),
-        ("selective", 1, "selective"), ("core attention", 1, "selective"), ("every 4 layers", 0.25, "inputs"),
-        ("selective op", 1, "selective"), ("selective layer", 0.5, "inputs"),
+        ("selective", 1, "scores"), ("core attention", 1, "scores"), ("every 4 layers", 0.25, "inputs"),
+        ("selective op", 1, "every second"), ("selective layer", 0.5, "inputs"),
     ],
 )  # fmt: skip
 def test_recomputation_by_its_many_names(words, share, keeps):
@@ -329,3 +329,29 @@ def test_sends_of_nanotron_wait_on_many_nodes_and_where_tensor_ranks_are_on_four
     assert waited(n_gpus="512", tp="2", pp="4") == pytest.approx(0.26 * (4 * 32 + 2 * 2))  # four, and the filling
     assert waited(n_gpus="64", tp="32", pp="2", heads="32") == pytest.approx(0.26 * 2 * 2048)
     assert cost_of(row(n_gpus="512", dp="", global_batch="4096")).extra_s == 0  # another framework
+
+
+def test_what_recomputes_the_least_is_attention_and_then_every_second_product():
+    cluster = cluster_of(row())
+    ways = ("none", "core attention", "selective op", "full")
+    none, attention, second, full = (step_time(cost_of(row(ckpt=ckpt)), cluster).matmul_s for ckpt in ways)
+    assert none < attention < second < full
+
+
+@pytest.mark.parametrize(
+    ("words", "framework", "scaling"),
+    [
+        ("bf16", "torchtitan", None), ("bf16 + float8", "torchtitan", "tensorwise"),
+        ("fp8 hybrid", "Megatron-LM", "delayed"),
+        ("bf16 + float8 rowwise", "torchtitan", "rowwise"), ("bf16 + mxfp8_cublas", "torchtitan", "blockwise"),
+        ("bf16 + rowwise_with_gw_hp", "torchtitan", "rowwise_gw_hp"),
+    ],
+)  # fmt: skip
+def test_fp8_is_of_products_alone_and_scaled_as_the_recipe_says(words, framework, scaling):
+    cost = cost_of(row(precision=words, framework=framework))
+    assert (cost.dtype, cost.fp8, cost.fp8_outside) == ("bfloat16", scaling, False)
+
+
+def test_megatron_pads_its_vocabulary():
+    head = profile_of(row(framework="Megatron-LM", vocab="50257", tp="2")).segments[-1]
+    assert head.matmuls[0].columns == 50432

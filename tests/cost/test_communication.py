@@ -230,11 +230,6 @@ def test_stages_send_a_share_where_tensor_ranks_hold_the_same():
     assert boundary_bytes(replace(cost, scatters_sends=True)) == 32
 
 
-def test_attention_that_is_slower_than_the_devices_own_takes_as_much_longer():
-    fast, slow = (step_time(replace(PLAIN, attention_scale=scale), CLUSTER).matmul_s for scale in (1.0, 2.0))
-    assert slow - fast == pytest.approx(4 * 8 * 3.5 * 100 / 1e9 / CLUSTER.device.efficiency.attention)
-
-
 def test_where_launches_and_work_are_alike_neither_hides_the_other():
     cost = replace(PLAIN, segments=(replace(BLOCK, attention_flops=0.0, matmuls=(), num_params=0, num_trainable=0),))
     busy = 4 * 8 * 2.5 * 100 / CLUSTER.device.memory_bandwidth

@@ -31,7 +31,7 @@ WHOLE = replicate(
 OTHERS = {
     "segments": (replace(BLOCK, num_ops=1000), HEAD), "axes": AXES | {"data": 2, "zero": 2}, "schedule": "gpipe",
     "dtype": "bfloat16", "recompute_keeps": "selective", "comm": (), "device_bytes": 1e9,
-    "attention": "written",
+    "attention": "written", "fp8": "tensorwise", "attention_kernel": "flash3",
 }  # fmt: skip
 
 

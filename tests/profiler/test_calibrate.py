@@ -74,6 +74,8 @@ def test_a_described_device_keeps_its_peaks_and_learns_its_shares(monkeypatch):
     assert cluster.device.efficiency.matmul == pytest.approx(0.7)
     assert cluster.device.efficiency.matmul_half_flops == pytest.approx(4e-6 * 0.7 * spec.device.peak_flops["bfloat16"])
     assert cluster.device.efficiency.attention == pytest.approx(0.4)
+    assert not cluster.device.attention  # published shares of kernels, which were not measured here
+    assert cluster.device.multiprocessors == 132
     assert cluster.device.efficiency.traffic == pytest.approx(0.9)
     assert cluster.device.launch_s == 6e-6
     assert cluster.host_link.bandwidth == spec.host_link.bandwidth

@@ -13,6 +13,7 @@ from torch import nn
 from atorch.blocks import units
 from atorch.cluster import DeviceSpec
 from atorch.cost.operations import seconds_of_copy
+from atorch.cost.products import ProductTimes
 from atorch.cost.start import plain_cost
 from atorch.profiler.trace import trace
 from atorch.profiler.unit_costs import UnitCost, unit_costs
@@ -34,7 +35,7 @@ def test_units_cost_together_what_the_planner_expects_of_the_model(make: Callabl
     model, batch = make()
     profile = trace(model, batch, lambda m, b: m(**b), lambda b, output: output["loss"])
     cost = plain_cost(profile)
-    expected = sum(each.count * sum(seconds_of_copy(cost, each, CPU)) for each in profile.segments)
+    expected = sum(each.count * sum(seconds_of_copy(cost, each, ProductTimes(CPU))) for each in profile.segments)
     found = costs_of((model, batch))
     assert list(found) == [name for name in units(model) if name in found]  # defined in the order of execution
     assert sum(each.held_bytes for each in found.values()) >= ADAM * sum(each.numel() for each in model.parameters())

@@ -46,7 +46,7 @@ class AmpNative(Precision):
         """
         return replace(
             self.agree(cost) if self.dtype == "fp16" or self.skip_if_nonfinite else cost,
-            dtype=cost.dtype if cost.dtype == "float8" else NAMES[self.dtype],
+            dtype=NAMES[self.dtype],
             activation_scale=cost.activation_scale * 2 / 3,
             traffic_scale=cost.traffic_scale * 2 / 3,
             ops_scale=cost.ops_scale * 4 / 3,

@@ -93,7 +93,7 @@ class Chunk(Method):
 
     def unfit(self, cost: Cost) -> str | None:
         """What `apply` refuses."""
-        beside = {"fp8": cost.dtype == "float8", "pipeline_parallel": cost.stages > 1}
+        beside = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1}
         return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
 
     def cost(self, cost: Cost) -> Cost:

@@ -50,7 +50,7 @@ class ContextParallel(Method):
     def unfit(self, cost: Cost) -> str | None:
         """Sequences are cut into one piece a process, two with load balance, ulysses cuts these again; and attention is
         fused."""
-        if cost.dtype == "float8":
+        if cost.fp8 is not None:
             return fp8_beside(self.name)
         pieces = cost.size("context", "sequence") * (2 if self.load_balance else 1)
         reason = unmet_tokens(cost) if cost.size("context") > 1 else None

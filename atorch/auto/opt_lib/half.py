@@ -40,7 +40,7 @@ class Half(Precision):
         """Everything in 16 bits but the optimizer, which steps fp32 masters and casts them back."""
         return replace(
             self.agree(cost) if self.dtype == "fp16" else cost,
-            dtype=cost.dtype if cost.dtype == "float8" else NAMES[self.dtype],
+            dtype=NAMES[self.dtype],
             param_itemsize=cost.param_itemsize / 2,
             grad_itemsize=cost.grad_itemsize / 2,
             buffer_bytes=cost.buffer_bytes / 2,

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Context
 from atorch.auto.strategy import Phase, Strategy
-from atorch.cost.operations import peak_flops
+from atorch.cost.products import peak_flops
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.profiler.copying import copy_structure

@@ -55,7 +55,7 @@ class SequenceParallel(Method):
         """Tokens are shared out evenly, under ulysses heads as well, beside those of tensor; and attention is fused."""
         if self.mode == "megatron":
             return uncuttable(cost.segments, cost.size("tensor", "context"), str(self))
-        if cost.dtype == "float8":
+        if cost.fp8 is not None:
             return fp8_beside(self.name)
         reason = unmet_tokens(cost) if cost.size("sequence") > 1 else None
         reason = reason or indivisible(cost.segments, cost.size("tensor", "sequence"), "tensor × sequence")

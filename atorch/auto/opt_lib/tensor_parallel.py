@@ -75,7 +75,7 @@ class TensorParallel(Method):
 
     def unfit(self, cost: Cost) -> str | None:
         """Heads, groups of keys and values, and experts are shared out whole."""
-        if cost.dtype == "float8":
+        if cost.fp8 is not None:
             return BESIDE_FP8
         if all(each.split == "none" for segment in cost.segments for each in segment.matmuls):
             return "no matrix product of the model can be split over tensor"

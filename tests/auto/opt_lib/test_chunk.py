@@ -89,7 +89,7 @@ def test_a_fraction_is_of_the_device(knobs, fraction):
 
 def test_what_it_cannot_stand_beside_is_unfit():
     assert "pipeline_parallel" in Chunk().unfit(cost_of({"pipeline": 2, "data": 2}, "pipeline_parallel"))
-    assert "fp8" in Chunk().unfit(replace(plain_cost(PROFILE), dtype="float8"))
+    assert "fp8" in Chunk().unfit(replace(plain_cost(PROFILE), fp8="tensorwise"))
     assert Chunk().unfit(cost_of({"data": 2}, "checkpoint")) is None
 
 

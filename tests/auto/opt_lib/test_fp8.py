@@ -108,9 +108,16 @@ class TestApply:
             apply({"exclude": ("lm_heads",), "emulate": True})
 
 
-def test_the_cost_is_that_of_float8_matmuls_unless_emulated(plain_cost: Any) -> None:
-    assert Fp8().cost(plain_cost).dtype == "float8"
+def test_the_cost_is_that_of_8_bit_products_unless_emulated(plain_cost: Any) -> None:
+    assert (Fp8().cost(plain_cost).fp8, Fp8().cost(plain_cost).dtype) == ("tensorwise", plain_cost.dtype)
+    assert Fp8(backend="te").cost(plain_cost).fp8 == "delayed"
     assert Fp8(emulate=True).cost(plain_cost) == plain_cost
+
+
+def test_a_head_that_is_left_out_costs_what_it_did(plain_cost: Any) -> None:
+    assert Fp8().cost(plain_cost).fp8_outside
+    assert not Fp8(exclude=("lm_head",)).cost(plain_cost).fp8_outside
+    assert not Fp8(include=("layers",)).cost(plain_cost).fp8_outside
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from atorch.cost import Cost, Memory, StepTimes, peak_memory
 from atorch.cost.collectives import group_of, group_of_neighbours, rounds_of
 from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.memory import beside_host, stage_memory
-from atorch.cost.operations import peak_flops
+from atorch.cost.products import peak_flops
 from atorch.cost.stages import Stage, stages_of
 from tests.auto.planner.drawn import Drawn, drawn, strategies
 
@@ -98,8 +98,8 @@ def check_work(cost: Cost, job: Drawn, times: StepTimes) -> None:
     flops = 0.0
     for each in cost.segments:
         passes = [(3.0 if product.trainable else 2.0) * product.flops for product in each.matmuls]
-        flops += each.count * (sum(passes) + 3.0 * each.attention_flops * min(1.0, cost.attention_scale))
-    seconds = samples * flops / job.cluster.world_size / peak_flops(device, cost.dtype)
+        flops += each.count * (sum(passes) + 3.0 * each.attention_flops)
+    seconds = samples * flops / job.cluster.world_size / peak_flops(device, "float8" if cost.fp8 else cost.dtype)
     assert times.of(cost).total_s >= seconds * (1 - ROUNDING)
     if not cost.optim_offload and cost.stages == 1:
         moved = cost.num_trainable * (2 * cost.optim_itemsize + 2 * cost.param_itemsize) / cost.optim_shards
