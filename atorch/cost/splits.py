@@ -125,16 +125,19 @@ def shard(
     itemsize: float = 2.0,
     reduced_itemsize: float = 4.0,
     keeps_gathered: bool = False,
+    once_a_step: bool = False,
     replicas: tuple[str, ...] = (),
     overlap: float = 0.8,
 ) -> Cost:
     """Parameters, gradients and optimizer state sharded; each block gathered before it computes, its gradients reduced.
 
-    Zhao et al. 2023, arXiv 2304.11277. All of it in every micro-batch. Blocks are gathered again in backward unless
+    Zhao et al. 2023, arXiv 2304.11277. All of it in every micro-batch, or `once_a_step`: then parameters stay gathered
+    over a step's micro-batches, and their gradients whole. Blocks are gathered again in backward unless
     `keeps_gathered`; over `replicas` the shards of gradients are all-reduced.
     """
     shards, around = cost.size(*axes), _num_groups_around(cost.segments)
     calls = float(cost.num_blocks + around)
+    keeps_gathered = keeps_gathered or once_a_step
     again = 0.0 if keeps_gathered else float(cost.num_blocks)  # the others stay gathered, as torch does with a root
     trained = tuple(each for each in cost.segments if each.num_trainable)
     reductions = float(sum(each.count for each in trained if each.is_block) + _num_groups_around(trained))
@@ -146,16 +149,17 @@ def shard(
     reduced = reduced_itemsize * cost.num_trainable
     return cost.but(
         param_shards=cost.param_shards * shards,
-        grad_shards=cost.grad_shards * shards,
+        grad_shards=cost.grad_shards * (1.0 if once_a_step else shards),
         optim_shards=cost.optim_shards * shards,
         gathered_itemsize=itemsize,
         keeps_gathered=keeps_gathered,
+        whole_grads=once_a_step,
         cast_itemsize=0.0,  # shards are cast before they are gathered
         cast_traffic_bytes=cost.cast_traffic_bytes / shards,
     ).send(
-        Comm("all_gather", axes, gathered, calls + again, overlap, each_micro_batch=True),
-        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=True),
-        Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=True),
+        Comm("all_gather", axes, gathered, calls + again, overlap, each_micro_batch=not once_a_step),
+        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=not once_a_step),
+        Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=not once_a_step),
     )
 
 

@@ -42,7 +42,7 @@ class Framework:
     send_wait_s: float = 0.0  # of every send and receipt of a stage, on 64 nodes and where tensor ranks are on four
     scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
     cuts_by_stages: bool = False  # a batch is cut into as many micro-batches as a pipeline has stages unless told
-    keeps_gathered_in_pipelines: bool = False  # sharded parameters, from forward to backward
+    gathers_once_in_pipelines: bool = False  # sharded parameters, for all micro-batches; gradients are reduced once
     vocab_multiple: int = 1  # of tensor ranks, to which vocabularies are padded
     delays_scales: bool = False  # those of 8-bit products, as transformer-engine's first recipe does
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
@@ -119,13 +119,14 @@ _KNOWN: Mapping[str, Framework] = {
     ),
     # Its buckets of 5e8 elements, one to reduce and one to gather.
     "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1, buffer_bytes=2e9),
-    # In `parallelisms/pipelining_utils.py` and `parallelize_llama.py` of 2024.
+    # In `parallelisms/pipelining_utils.py` and `parallelize_llama.py` of 2024, and torch's `pipelining/stage.py`, which
+    # neither shards again nor reduces before the last micro-batch's backward.
     "torchtitan": Framework(
         implementation=_TORCHTITAN,
         keeps_masters=False,
         grads_persist=False,
         cuts_by_stages=True,
-        keeps_gathered_in_pipelines=True,
+        gathers_once_in_pipelines=True,
     ),
     "transformers": Framework(implementation=_HUGGING_FACE, keeps_masters=False, grads_persist=False),
 }

@@ -47,7 +47,7 @@ def layout_of(row: Row) -> Layout:
     framework = framework_for(row)
     micro, times = _batch(row, data, pipeline, framework)
     level, keeps = _sharding(row)
-    keeps |= level == 3 and pipeline > 1 and framework.keeps_gathered_in_pipelines
+    keeps |= level == 3 and pipeline > 1 and framework.gathers_once_in_pipelines
     if not level and tensor * pipeline > 1 and row.text("zero") == "" and row.text("fsdp") in BLANK:
         level = framework.zero_when_split
     return Layout(

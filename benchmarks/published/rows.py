@@ -190,6 +190,7 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: 
             itemsize=1.0 if precision.gathers_float8 else itemsize,
             reduced_itemsize=2.0 if precision.reduces_16_bits else 4.0,
             keeps_gathered=layout.keeps_gathered,
+            once_a_step=layout.pipeline > 1 and framework.gathers_once_in_pipelines,
         )
         return replace(sharded, cast_itemsize=cost.cast_itemsize) if framework.whole_casts else sharded
     if layout.data > 1 and layout.zero < 2:

@@ -273,6 +273,16 @@ def test_torchtitan_keeps_what_it_gathered_in_pipelines():
     assert not layout_of(row(fsdp="FSDP2")).keeps_gathered
 
 
+def test_torchtitan_gathers_and_reduces_once_a_step_in_pipelines():
+    piped = cost_of(row(framework="torchtitan", fsdp="FSDP2"))
+    assert piped.whole_grads
+    assert piped.grad_shards == 1
+    assert not any(each.each_micro_batch for each in piped.comm)
+    alone = cost_of(row(framework="torchtitan", fsdp="FSDP2", pp="1", dp=""))
+    assert not alone.whole_grads
+    assert all(each.each_micro_batch for each in alone.comm)
+
+
 def test_heads_that_are_not_told_divide_the_width():
     assert shape_of(row(heads="", kv_heads="", hidden="14400")).heads == 120
     assert shape_of(row(heads="", kv_heads="", hidden="13824")).heads == 108

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
-from atorch.cost import Comm, Cost, Matmul, Region, Segment, step_time
+from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
 from atorch.cost.collectives import Group, group_of, group_of_neighbours
 from atorch.cost.communication import boundary_bytes, of_copy
 from atorch.cost.splits import (
@@ -126,6 +126,16 @@ def test_sharded_parameters_are_gathered_twice_in_every_micro_batch():
     assert shard(arrange(PLAIN, {"data": 2}), keeps_gathered=True).comm[0].num_bytes == 2 * 480
     once, twice = (step_time(accumulate(cost, times), CLUSTER).exposed_comm_s for times in (1, 2))
     assert twice == pytest.approx(2 * once, rel=0.05)
+
+
+def test_what_is_gathered_once_a_step_is_sent_once_and_stays():
+    arranged = arrange(PLAIN, {"data": 2})
+    each, once = shard(arranged), shard(arranged, once_a_step=True)
+    few, many = (step_time(accumulate(once, times), CLUSTER).exposed_comm_s for times in (1, 4))
+    assert many == pytest.approx(few, rel=0.01), "more micro-batches send nothing more"
+    assert step_time(accumulate(each, 4), CLUSTER).exposed_comm_s > 3 * few
+    assert peak_memory(accumulate(once, 4)).total > peak_memory(accumulate(each, 4)).total
+    assert (once.whole_grads, once.grad_shards, once.param_shards) == (True, 1, 2)
 
 
 def test_groups_inside_a_node_across_nodes_and_of_neighbours():
