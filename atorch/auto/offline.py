@@ -118,7 +118,6 @@ def plan_for(
     reserve: float = RESERVE,
     verify: int | None = None,
     doing: Doing = nullcontext,
-    breadth: int | None = None,
     advise: bool = True,
 ) -> ClusterPlan:
     """The best composition for the cluster by estimate, and the best `verify` of the ranking simulated.
@@ -130,7 +129,7 @@ def plan_for(
         reserve: share of a device's memory that nothing may use.
         verify: None: the best 3, as far as that takes little memory, and with the search not more than half a minute.
         doing: is entered with what takes time, while it does.
-        breadth, advise: see `answer`.
+        advise: see `answer`.
 
     Raises:
         NoFeasiblePlanError: nothing fits; the nearest miss is named, with what would make it fit.
@@ -153,7 +152,6 @@ def plan_for(
             host_memory=host_memory,
             objective=objective,
             reserve=reserve,
-            breadth=breadth,
             advise=advise,
         )
     if verify is None:

@@ -161,17 +161,17 @@ def _fitting(
     if what == "seq":
 
         def of_length(size: int) -> ClusterPlan:
-            return plan_for(source.subject(size, spec), spec, verify=0, breadth=0, advise=False, **wanted)
+            return plan_for(source.subject(size, spec), spec, verify=0, advise=False, **wanted)
 
         return _border(what, largest(of_length, seq or FIRST_SEQ, MAX_SEQ, _tell("tokens a sample")))
     subject = read(spec)
     if what == "devices":
-        of_cluster = partial(plan_for, subject, verify=0, breadth=0, advise=False, **wanted)
+        of_cluster = partial(plan_for, subject, verify=0, advise=False, **wanted)
         return _border(what, smallest_cluster(of_cluster, spec, MAX_DEVICES, _tell("devices")))
     whole = {**wanted, "excluded": sorted({*(wanted["excluded"] or ()), *IN_PARTS})}
 
     def of_batch(size: int) -> ClusterPlan:
-        return plan_for(subject, spec, verify=0, breadth=0, advise=False, **{**whole, "global_batch": size})
+        return plan_for(subject, spec, verify=0, advise=False, **{**whole, "global_batch": size})
 
     return _border(what, largest(of_batch, spec.world_size, MAX_BATCH, _tell("samples a step")))
 

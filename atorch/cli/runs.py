@@ -53,7 +53,7 @@ def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> Run:
     strategy = _strategy(data["strategy"], folder)
     # It ran, so it fitted, whatever the estimate says. What it leaves open, as the mesh, is as the estimate has it.
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=ROOM * cluster.device.memory_bytes))
-    plan = plan_for(subject, roomy, global_batch=data["batch"], fixed=strategy, verify=0, advise=False, breadth=0)
+    plan = plan_for(subject, roomy, global_batch=data["batch"], fixed=strategy, verify=0, advise=False)
     cost = plan.strategy.cost(plain_cost(subject.profile, data["batch"], cluster.device.memory_bytes))
     return Run(str(plan.strategy), cost, cluster, float(data["step_s"]))
 

@@ -27,7 +27,7 @@ def planned(named: str, cluster: str, batch: int) -> tuple[float, ClusterPlan]:
     """The model's parameters, and the plan."""
     spec = ClusterSpec.load(cluster)
     subject = source_of(str(ROOT / "examples" / named), None, {}).subject(None, spec)
-    return subject.profile.num_params, plan_for(subject, spec, global_batch=batch, excluded=FEW, verify=0, breadth=0)
+    return subject.profile.num_params, plan_for(subject, spec, global_batch=batch, excluded=FEW, verify=0)
 
 
 @pytest.mark.parametrize(("named", "cluster", "batch", "num_params"), JOBS, ids=[job[0] for job in JOBS])

@@ -12,14 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from atorch.auto.planner.best_first import TIE, Found, best_first
+from atorch.auto.planner.best_first import Found, best_first
 from atorch.auto.planner.cluster_plan import ClusterPlan, Ranked
 from atorch.auto.planner.columns import Columns
 from atorch.auto.planner.counterfactuals import Room, counterfactuals
 from atorch.auto.planner.estimate import RESERVE, estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Estimate, Rejected
+from atorch.auto.planner.preference import EQUAL, TIE, preferred
 from atorch.auto.planner.remedies import Job, remedies
 from atorch.auto.planner.space import MESH, Space, names_in, plannable
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
@@ -31,11 +32,9 @@ from atorch.units import format_bytes
 
 Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
-BREADTH, LEAST_BREADTH = 50, 5_000  # compositions to be scored: for each device, and at least
 MOST = 50_000  # compositions that are scored without proof that the best is among them
 EXAMPLES = 3  # of what each constraint rejects
 MOST_TIES = 100
-EQUAL = 1e-3  # a share of a step: what differs by less is as fast
 WORTH = 0.2  # of a step, what waiting on the host must save: so wrong may estimates of it be, which no run was held to
 
 
@@ -52,7 +51,6 @@ def answer(
     reserve: float = RESERVE,
     objective: str = "step_time",
     keep: int = 20,
-    breadth: int | None = None,
     prove: bool = False,
     advise: bool = True,
 ) -> ClusterPlan:
@@ -69,8 +67,6 @@ def answer(
             least device-seconds a step, on all of the cluster or a part of it; "fewest_devices" the smallest part that
             fits, and the fastest there.
         keep: compositions in the ranking.
-        breadth: how many compositions are scored at least, where there are as many and bounds would do with fewer;
-            None: 50 for each device, and 5,000.
         prove: search until the best under the estimate is proven, however long it takes; else the search ends with
             50,000 compositions, and `gap` says what one that was not scored might save.
         advise: where nothing fits, look for the nearest miss and for what would make it fit.
@@ -92,20 +88,10 @@ def answer(
     listed = None if included is None or isinstance(included, str) else tuple(included)
     job = Job(profile, cluster, global_batch, names_in(excluded, "excluded"), precision, bool(host_memory))
     question = _Question(job, included if listed is None else listed, fixed, reserve)
-    if host_memory is None and not question.fits():
-        question = replace(question, job=replace(job, host_memory=True))
-    if objective in ("cost", "fewest_devices"):
-        question = replace(question, job=_best_part(question, _MEASURES[objective]))
-    space = question.space()
-    if breadth is None:
-        breadth = max(BREADTH * question.job.cluster.world_size, LEAST_BREADTH)
-    most = math.inf if prove else max(breadth, MOST)
-    found = question.found(space, keep=keep, breadth=breadth, most=most, nearest=advise)
+    question, space, found = _searched(
+        question, host_memory, objective, breadth=keep, most=math.inf if prove else MOST, nearest=advise
+    )
     rows = found.columns.fastest(keep)
-    plain = _without_host(question, found, rows)
-    if plain is not None:
-        question, space, found = plain
-        rows = found.columns.fastest(keep)
     if not rows and not advise:
         raise NoFeasiblePlanError(f"nothing fits on {question.job.cluster.world_size} × {cluster.device.name}")
     if not rows:
@@ -123,7 +109,7 @@ class _Question:
     def fits(self) -> bool:
         """Whether anything fits."""
         try:
-            return bool(self.found(nearest=False, most=1).columns.fits.any())
+            return bool(self.found(self.space(), nearest=False, most=1).columns.fits.any())
         except StrategyError:
             return False
 
@@ -150,17 +136,17 @@ class _Question:
         )
 
     def found(
-        self, space: Space | None = None, *, keep: int = 1, breadth: int = 0, most: float = MOST, nearest: bool = True
+        self, space: Space, *, breadth: int = 1, most: float = MOST, limit_s: float = math.inf, nearest: bool = True
     ) -> Found:
         return best_first(
-            space or self.space(),
+            space,
             self.start,
             self.job.cluster,
             device_bytes=self.room.device_bytes,
             host_bytes=self.room.host_bytes,
-            keep=keep,
             breadth=breadth,
             most=most,
+            limit_s=limit_s,
             nearest=nearest,
         )
 
@@ -171,13 +157,44 @@ class _Question:
         return Ranked(Strategy(methods), self.estimate(methods))
 
 
+_Search = tuple[_Question, Space, Found]
+
+
+def _searched(question: _Question, host_memory: bool | None, objective: str, **wanted: Any) -> _Search:
+    """What was found in which space; with host memory where nothing fits without, or it is allowed and saves enough."""
+    plain = _without_host(question, objective, wanted) if host_memory is None else None
+    if plain is not None:
+        return plain
+    question = replace(question, job=replace(question.job, host_memory=host_memory is not False))
+    if objective in _MEASURES:
+        question = replace(question, job=_best_part(question, _MEASURES[objective]))
+    if host_memory:
+        plain = _without_host(question, "", wanted)
+    limit_s = math.inf if plain is None else plain[2].least_s / (1 + WORTH)
+    space = question.space()
+    found = question.found(space, limit_s=limit_s, **wanted)
+    return plain if plain is not None and not found.columns.fits.any() else (question, space, found)
+
+
+def _without_host(question: _Question, objective: str, wanted: Mapping[str, Any]) -> _Search | None:
+    """What was found without host memory; None where nothing fits then."""
+    try:
+        plain = _searched(question, False, objective, **{**wanted, "nearest": False})
+    except StrategyError:
+        return None
+    return plain if plain[2].columns.fits.any() else None
+
+
 def _plan(
     question: _Question, space: Space, found: Found, rows: Sequence[int], objective: str, began: float
 ) -> ClusterPlan:
     columns, room, cluster = found.columns, question.room, question.job.cluster
-    first = _preferred(columns, rows)
+    first = preferred(columns)
     chosen = columns.methods[first]
     best = question.ranked(chosen)
+    ranking = (best, *(question.ranked(columns.methods[row]) for row in rows if row != first))
+    near_ties = tuple(question.ranked(columns.methods[row]) for row in _ties(columns, first))
+    neighbours = counterfactuals(space, chosen, question.start, cluster, room, columns)
     return ClusterPlan(
         strategy=best.strategy,
         estimate=best.estimate,
@@ -190,53 +207,16 @@ def _plan(
         global_batch=question.job.global_batch,
         objective=objective,
         usable_bytes=room.device_bytes,
-        ranking=(best, *(question.ranked(columns.methods[row]) for row in rows if row != first)),
-        near_ties=tuple(question.ranked(columns.methods[row]) for row in _ties(columns, first)),
+        ranking=ranking,
+        near_ties=near_ties,
         best_applicable=_best_applicable(question, best),
-        counterfactuals=counterfactuals(space, chosen, question.start, cluster, room),
+        counterfactuals=neighbours,
         counts_by_axis=_counts(columns, space),
         candidates=columns,
         gap=found.gap,
         num_unopened={"slower": found.num_slow, "memory": found.num_large},
         seconds=time.monotonic() - began,
     )
-
-
-def _without_host(question: _Question, found: Found, rows: Sequence[int]) -> tuple[_Question, Space, Found] | None:
-    """The same question without host memory, where that takes hardly longer than what was found with it; else None."""
-    columns = found.columns
-    if not rows or not question.job.host_memory or not columns.on_host[_preferred(columns, rows)]:
-        return None
-    plain = replace(question, job=replace(question.job, host_memory=False))
-    try:
-        space = plain.space()
-        instead = plain.found(space, keep=len(rows), nearest=False)
-    except StrategyError:
-        return None
-    best = instead.columns.fastest(1)
-    if not best or instead.columns.step_s[best[0]] > columns.step_s[rows[0]] * (1 + WORTH):
-        return None
-    return plain, space, instead
-
-
-def _preferred(columns: Columns, rows: Sequence[int]) -> int:
-    """Of the rows that the estimate cannot tell from the fastest the simplest, and one that can be applied today.
-
-    What waits on the host is less simple than what does not, and a method more than one less; then what splits the
-    model along fewer axes of the mesh is simpler.
-    """
-    limit = columns.step_s[rows[0]] * (1 + TIE)
-    near = [row for row in columns.fastest() if columns.step_s[row] <= limit]
-    able = [row for row in near if all(each.can_apply() for each in columns.methods[row])]
-    if columns.step_s[(able or near)[0]] > columns.step_s[rows[0]] * (1 + EQUAL):
-        able = []
-    return min(able or near, key=lambda row: (*_intricacy(columns, row), columns.step_s[row]))
-
-
-def _intricacy(columns: Columns, row: int) -> tuple[bool, int, int]:
-    methods = columns.methods[row]
-    axes = sum(len(getattr(each, "slices", ())) for each in methods if each.slot == MESH)
-    return bool(columns.on_host[row] > 0), len(methods), axes
 
 
 def _ties(columns: Columns, chosen: int) -> Iterator[int]:
@@ -322,7 +302,8 @@ def _best_part(question: _Question, measure: Callable[[float, int], float]) -> J
         if measure(0.0, part.world_size) >= least:
             break
         try:
-            columns = replace(question, job=job).found(nearest=False).columns
+            asked = replace(question, job=job)
+            columns = asked.found(asked.space(), nearest=False).columns
         except StrategyError:
             continue
         rows = columns.fastest(1)

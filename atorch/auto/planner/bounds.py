@@ -1,18 +1,17 @@
 """What the best of all compositions below a node of the tree can at most reach: least seconds, and least bytes.
 
 A node's cost is relaxed to one that is no worse than that of any composition below it, and then estimated by the same
-functions. What is still to be chosen can at best do this:
+functions. What is below is told apart by what is recomputed, and then by the number of micro-batches, so that seconds
+and bytes are of the same ones. What is still to be chosen can at best do this:
 
-- checkpoint recomputes nothing; compile only takes from traffic, launches and activations, so it is on;
-- the data-parallel methods send something and hold something: at best they send nothing, shard parameters, gradients
-  and optimizer states over all processes that hold the same ones, and cast no weights;
-- offload and chunk let states make way for nothing; activations that make way cross the link to the host, and the step
-  waits for them;
+- compile only takes from traffic, launches and activations, so it is on;
+- the data-parallel methods send something and hold something: at best they send nothing, and shard parameters,
+  gradients and optimizer states as far as any of them does;
+- what waits on the host takes at least what it takes of states that are sharded so; under chunk states make way for
+  nothing;
 - micro_batch cuts the batch into n. A micro-batch takes a start-up and a part in proportion to its samples, or the
   largest of several such sums, so that all of them take least where n is 1. What a pipeline waits to fill and drain is
-  of single micro-batches and least where n is largest, and so are activations: a stage holds no more of them. Gradients
-  need the least where n is 1, when they appear one by one; without a pipeline that is when all activations are there.
-  So do weights that autocast has cast, once for each micro-batch in flight.
+  of single micro-batches and least where n is largest, and so are activations: a stage holds no more of them.
 
 Only methods that this reasoning covers may be left to choose: above any other, a third party's say, nodes have no
 bound. Tests hold the outcome to brute force.
@@ -21,8 +20,10 @@ bound. Tests hold the outcome to brute force.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from atorch.auto.opt_lib.checkpoint import Checkpoint
 from atorch.auto.opt_lib.chunk import Chunk
@@ -33,149 +34,190 @@ from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
-from atorch.auto.planner.space import Level, Space
+from atorch.auto.planner.space import Choice, Level, Node, Only, Space
 from atorch.auto.strategy import Method, Phase
 from atorch.cost import Cost, StepTimes, peak_bytes
-from atorch.cost.memory import least_on_host, saved_in_blocks, states_bytes, uses_host
-from atorch.cost.offload import rates_of
-from atorch.cost.splits import REPLICA_AXES
+from atorch.cost.memory import least_on_host, uses_host
 
-SHARING = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
+SHARING: frozenset[type[Method]] = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
 COVERED = SHARING | {Checkpoint, Compile, Offload, MicroBatch}
 SLACK = 1e-9  # of a bound, for rounding
 
-Kinds = frozenset[type[Method]]
+Fold = Callable[[Cost], Cost]
+
+
+class Part(NamedTuple):
+    """Of what is below a node, what recomputes alike or, once settled, cuts, compiles and uses the host alike, too."""
+
+    short_bytes: float  # at least
+    seconds: float  # of a step, at least; where none is short
+    only: Only
+    cost: Cost  # the node's, with what is settled of recomputation and micro-batches
+    shard: Fold  # as far as data-parallel methods do
+    is_settled: bool = False
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of one space on one cluster, at some of its depths."""
+    """The bounds of one space on one cluster, below one of its depths."""
 
+    space: Space
     times: StepTimes
     device_bytes: float  # usable of a device
     host_bytes: float  # of host memory for a device
-    depths: tuple[int, ...]
-    left: tuple[Kinds, ...]  # depth → kinds that are still to be chosen
-    offloads: tuple[Offload | None, ...]  # what may become of a node: none, or one of these
 
-    @classmethod
-    def of(cls, space: Space, times: StepTimes, device_bytes: float, host_bytes: float) -> Bounds:
-        """Bounds before recomputation, before shards and before micro-batches, where all that follows is covered."""
-        levels = space.levels
-        left = tuple(frozenset(level.kind for level in levels[depth:]) for depth in range(len(levels) + 1))
-        covered = next(depth for depth in range(len(left)) if left[depth] <= COVERED)
-        phases = (Phase.RECOMPUTE, Phase.SHARD, Phase.STEP)
-        depths = sorted({max(_first(levels, phase), covered) for phase in phases} - {len(levels)})
-        return cls(times, device_bytes, host_bytes, tuple(depths), left, tuple(_offloads(levels)))
+    @cached_property
+    def depth(self) -> int:
+        """Before recomputation, where all that follows is covered; as many as there are levels: nothing has bounds."""
+        levels = self.space.levels
+        first = next((depth for depth, level in enumerate(levels) if level.kind.phase >= Phase.RECOMPUTE), len(levels))
+        others = [depth for depth, level in enumerate(levels) if level.kind not in COVERED]
+        return max([first, *(depth + 1 for depth in others)])
 
-    def least_seconds(self, cost: Cost, depth: int) -> float:
-        """No composition below a node at `depth`, whose cost so far is given, has a quicker step."""
-        left, quick = self.left[depth], self._relaxed(cost, depth)
-        # Gathers for every micro-batch stay; when and how gradients are reduced, micro-batches change.
-        gathers = tuple(each for each in cost.comm if each.each_micro_batch and each.kind == "all_gather")
-        quick = quick.but(
-            comm=gathers, param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf,
-            grad_itemsize=0.0,
-        )  # fmt: skip
-        if MicroBatch not in left:
-            whole = self.times.of(quick)
-            seconds = whole.total_s - whole.optimizer_s
-        else:
-            whole = self.times.of(quick.but(num_micro_batches=1.0))
-            seconds = whole.total_s - whole.optimizer_s - whole.bubble_s
-            if cost.stages > 1:
-                seconds += self.times.of(_finest(quick)).bubble_s
-        return seconds * (1 - SLACK)
+    def parts(self, node: Node) -> Iterator[Part]:
+        """What is below a node at the depth of bounds, apart by what is recomputed."""
+        shard = self._sharing(node.cost)
+        for only, cost in self._each(Checkpoint, node.cost):
+            part = Part(0.0, 0.0, only, cost, shard)
+            if MicroBatch not in self._below:
+                yield from self._settled(part._replace(is_settled=True))
+                continue
+            finest, alone = self._compiled(_finest(cost)), {"grad_itemsize": 0.0, "cast_itemsize": 0.0}
+            short = min(self._short(fold(finest).but(**alone)) for _, fold in self._ways(part))
+            if short > 0:
+                yield part._replace(short_bytes=short)
+            else:
+                yield part._replace(seconds=self._seconds_of_any(shard(self._compiled(cost))))
 
-    def fitting(self, cost: Cost, depth: int) -> tuple[float, float]:
-        """Least bytes that are short, and least seconds of a step that has none short, of what is below a node."""
-        relaxed, left = self._relaxed(cost, depth), self.left[depth]
-        if Checkpoint in left:
-            return 0.0, 0.0
-        least, seconds = math.inf, math.inf
-        for settled in self._settled(relaxed, left):
-            short = self._short(settled, left)
-            least = min(least, short)
-            if short <= 0:
-                seconds = min(seconds, self._crossing_seconds(settled))
-                if not seconds:
-                    break
-        seconds *= 1 - SLACK
-        return max(0.0, least), seconds
+    def cut(self, part: Part, enough_s: float = math.inf) -> Iterator[Part]:
+        """A part, apart by the number of micro-batches, by what waits on the host, and by whether it is compiled.
 
-    def _relaxed(self, cost: Cost, depth: int) -> Cost:
-        """What is still to be chosen for blocks and shards at its best."""
-        left = self.left[depth]
-        if Compile in left:
-            cost = Compile().cost(cost)
-        if Checkpoint in left:
-            cost = cost.but(recompute=0.0)
-        if left.isdisjoint(SHARING):
-            return cost
-        replicas = cost.size(*REPLICA_AXES)
-        return cost.but(
-            param_shards=cost.param_shards * replicas,
-            grad_shards=cost.grad_shards * replicas,
-            optim_shards=cost.optim_shards * replicas,
-            cast_itemsize=0.0,
-            cast_traffic_bytes=0.0,
-        )
+        Of what takes longer than `enough_s` no more is told than that.
+        """
+        depth, _ = self._below[MicroBatch]
+        for number, choices in self._numbers(part.cost).items():
+            cost = part.cost.but(num_micro_batches=number)
+            each = part._replace(only={**part.only, depth: choices}, cost=cost, is_settled=True)
+            seconds = self._seconds(part.shard(self._compiled(_without_reductions(cost))))
+            if seconds > enough_s:
+                yield each._replace(seconds=seconds)
+            else:
+                yield from self._settled(each)
 
-    def _settled(self, cost: Cost, left: Kinds) -> Iterable[Cost]:
-        """A relaxed cost under each way to use host memory; under chunk all states may make way."""
-        if Offload not in left:
-            options: Iterable[Cost] = (cost,)
-        else:
-            options = (cost if each is None else each.cost(cost) for each in self.offloads)
-        if Chunk not in left:
-            return options
-        away = {each.activation_offload for each in options}
-        return [cost.but(param_offload=1.0, optim_offload=1.0, activation_offload=each) for each in away]
+    @cached_property
+    def _below(self) -> Mapping[type[Method], tuple[int, Level]]:
+        """Kinds that are still to be chosen, each with its depth and its level."""
+        return {level.kind: (depth, level) for depth, level in enumerate(self.space.levels) if depth >= self.depth}
 
-    def _short(self, cost: Cost, left: Kinds) -> float:
-        """Least bytes that are short on the device, on the host, or on both together, as far as one look tells."""
-        short = self._least_bytes(cost, left) * (1 - SLACK) - self.device_bytes
-        if short > 0 or not uses_host(cost) and left.isdisjoint((Offload, Chunk)):
-            return short
-        if left.isdisjoint((Offload, Chunk)):
-            return least_on_host(cost) * (1 - SLACK) - self.host_bytes
-        return states_bytes(cost) * (1 - SLACK) - self.device_bytes - self.host_bytes  # which are somewhere
+    def _legal(self, kind: type[Method], cost: Cost) -> Iterator[Choice]:
+        """Choices of a kind that are still to be made, and may be."""
+        if kind in self._below:
+            for choice in self._below[kind][1].choices:
+                if self._is_trusted(choice) or choice.method.unfit(cost) is None:
+                    yield choice
 
-    def _least_bytes(self, cost: Cost, left: Kinds) -> float:
-        """Bytes at the peak of what is below: with one micro-batch, or of several the smallest."""
-        if MicroBatch not in left:
-            return peak_bytes(cost)
-        one, finest = cost.but(num_micro_batches=1.0), _finest(cost)
-        if cost.stages == 1:  # of several, the gradients of the first are there while the others compute
-            return min(peak_bytes(one), peak_bytes(finest))
-        alone = finest.but(grad_itemsize=0.0, cast_itemsize=0.0)
-        return max(peak_bytes(one.but(activation_scale=0.0)), peak_bytes(alone))
+    def _is_trusted(self, choice: Choice) -> bool:
+        return choice.is_given and not self.space.is_checked
 
-    def _crossing_seconds(self, cost: Cost) -> float:
-        """What activations that wait on the host take to get there, or back."""
-        if not cost.activation_offload:
-            return 0.0
-        alone = cost.but(
-            num_micro_batches=1.0, param_itemsize=0.0, grad_itemsize=0.0, optim_itemsize=0.0, master_itemsize=0.0,
-            cast_itemsize=0.0, gathered_itemsize=0.0,
-        )  # fmt: skip
-        return cost.activation_offload * saved_in_blocks(alone) / rates_of(self.times.cluster).one_way
+    def _each(self, kind: type[Method], cost: Cost) -> Iterator[tuple[Only, Cost]]:
+        """A cost with each choice of a kind, and without."""
+        if kind not in self._below:
+            yield {}, cost
+            return
+        depth, level = self._below[kind]
+        for choice in self._legal(kind, cost):
+            yield {depth: (choice,)}, choice.method.cost(cost)
+        if not level.is_needed:
+            yield {depth: (None,)}, cost
+
+    def _numbers(self, cost: Cost) -> Mapping[float, Sequence[Choice | None]]:
+        """Numbers of micro-batches, each with the choices that make them."""
+        level = self._below[MicroBatch][1]
+        numbers: dict[float, list[Choice | None]] = {} if level.is_needed else {cost.num_micro_batches: [None]}
+        for choice in level.choices:
+            cut = choice.method.cost(cost)
+            if self._is_trusted(choice) or (cut.num_micro_batches > 1 and cut.batch_size == cost.batch_size):
+                numbers.setdefault(cut.num_micro_batches, []).append(choice)
+        return numbers
+
+    def _sharing(self, cost: Cost) -> Fold:
+        """Shards as many as any data-parallel method makes, and casts no more than any."""
+        ways = [cost, *(choice.method.cost(cost) for kind in SHARING for choice in self._legal(kind, cost))]
+        most = {
+            name: max(getattr(each, name) for each in ways) for name in ("param_shards", "grad_shards", "optim_shards")
+        }
+        least = {name: min(getattr(each, name) for each in ways) for name in ("cast_itemsize", "cast_traffic_bytes")}
+        return lambda cost: cost.but(**most, **least)
+
+    def _compiled(self, cost: Cost) -> Cost:
+        """A cost compiled, where it can be."""
+        return next((choice.method.cost(cost) for choice in self._legal(Compile, cost)), cost)
+
+    def _settled(self, part: Part) -> Iterator[Part]:
+        """A part of which the cost tells the number of micro-batches, apart by the host and by what is compiled."""
+        for of_host, fold in self._ways(part):
+            way = part._replace(only={**part.only, **of_host})
+            short = self._short(fold(self._compiled(part.cost)))
+            if short > 0:
+                yield way._replace(short_bytes=short)
+                continue
+            for of_compile, cost in self._each(Compile, _without_reductions(part.cost)):
+                yield way._replace(seconds=self._seconds(fold(cost)), only={**way.only, **of_compile})
+
+    def _ways(self, part: Part) -> Iterator[tuple[Only, Fold]]:
+        """Ways to use host memory, without first: what they make of a cost."""
+        for of_chunk, chunked in self._each_fold(Chunk, part.cost):
+            shard = part.shard if chunked is None else chunked.cost
+            for of_offload, offload in self._each_fold(Offload, shard(part.cost)):
+                yield {**of_chunk, **of_offload}, shard if offload is None else _both(shard, offload.cost)
+
+    def _each_fold(self, kind: type[Method], cost: Cost) -> Iterator[tuple[Only, Method | None]]:
+        """Each choice of a kind, to go without first."""
+        if kind not in self._below:
+            yield {}, None
+            return
+        depth, level = self._below[kind]
+        if not level.is_needed:
+            yield {depth: (None,)}, None
+        for choice in self._legal(kind, cost):
+            yield {depth: (choice,)}, choice.method
+
+    def _short(self, cost: Cost) -> float:
+        """Least bytes that are short on the device, or on the host where only that is short."""
+        short = peak_bytes(cost) * (1 - SLACK) - self.device_bytes
+        if short > 0 or not uses_host(cost):
+            return max(0.0, short)
+        return max(0.0, least_on_host(cost) * (1 - SLACK) - self.host_bytes)
+
+    def _seconds(self, quick: Cost) -> float:
+        """Of a step, but for the optimizer's, which may be sharded further or wait on the host."""
+        whole = self.times.of(quick)
+        return (whole.total_s - whole.optimizer_s) * (1 - SLACK)
+
+    def _seconds_of_any(self, cost: Cost) -> float:
+        """Of a step in any number of micro-batches."""
+        quick, finest_s = _without_reductions(cost), 0.0
+        one = self.times.of(quick.but(num_micro_batches=1.0))
+        if cost.stages > 1:
+            finest_s = self.times.of(_finest(quick)).bubble_s
+        return (one.total_s - one.optimizer_s - one.bubble_s + finest_s) * (1 - SLACK)
+
+
+def _without_reductions(cost: Cost) -> Cost:
+    """For seconds: nothing waits on the host, and nothing is sent but gathers for every micro-batch.
+
+    When and how gradients are reduced, micro-batches change.
+    """
+    gathers = tuple(each for each in cost.comm if each.each_micro_batch and each.kind == "all_gather")
+    return cost.but(
+        comm=gathers, param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf,
+        grad_itemsize=0.0,
+    )  # fmt: skip
 
 
 def _finest(cost: Cost) -> Cost:
     return cost.but(num_micro_batches=max(1.0, cost.batch_size))
 
 
-def _first(levels: Sequence[Level], phase: Phase) -> int:
-    """The depth of the first level in a phase or a later one."""
-    return next((depth for depth, level in enumerate(levels) if level.kind.phase >= phase), len(levels))
-
-
-def _offloads(levels: Sequence[Level]) -> Iterable[Offload | None]:
-    for level in levels:
-        if level.kind is Offload:
-            if not level.is_needed:
-                yield None
-            for choice in level.choices:
-                assert isinstance(choice.method, Offload)
-                yield choice.method
+def _both(first: Fold, second: Fold) -> Fold:
+    return lambda cost: second(first(cost))

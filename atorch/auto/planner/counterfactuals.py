@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from atorch.auto.planner.cluster_plan import Counterfactual
+from atorch.auto.planner.columns import Columns
 from atorch.auto.planner.estimate import estimate_of, needs
 from atorch.auto.planner.plan import Estimate
 from atorch.auto.planner.space import MESH, Level, Node, Space
 from atorch.auto.strategy import Method
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost
+from atorch.cost import Cost, peak_memory
 from atorch.units import format_bytes, format_seconds
 
 STEP = "micro_batch"  # the slot that makes up for what no longer divides
@@ -43,10 +44,13 @@ class Room:
 
 
 def counterfactuals(
-    space: Space, chosen: Methods, start: Cost, cluster: ClusterSpec, room: Room
+    space: Space, chosen: Methods, start: Cost, cluster: ClusterSpec, room: Room, columns: Columns
 ) -> tuple[Counterfactual, ...]:
-    """The neighbours, the fastest first, then those that do not fit; each kind of change once."""
-    look = _Look(space, chosen, start, cluster, room)
+    """The neighbours, the fastest first, then those that do not fit; each kind of change once.
+
+    Those that are not among `columns` yet are added.
+    """
+    look = _Look(space, chosen, start, cluster, room, columns, set(columns.methods))
     base = look.estimated(chosen)
     assert base is not None, "the chosen composition is legal"
     found: dict[tuple[str, str], tuple[bool, Estimate]] = {}
@@ -104,6 +108,8 @@ class _Look:
     start: Cost
     cluster: ClusterSpec
     room: Room
+    columns: Columns
+    known: set[Methods]
 
     def neighbours(self) -> Iterator[tuple[str, str, Methods]]:
         """`(what, change, methods)` of all; several of one change where it can be made up for in several ways."""
@@ -117,12 +123,19 @@ class _Look:
         """The estimate of a composition, its micro-batches changed where they no longer divide; None: not legal."""
         node = self.space.follow(methods, self.start)
         if node is not None:
-            return estimate_of(node.cost, self.cluster)
+            return self._scored(node)
         mesh, cut = _in_slot(self.chosen, MESH), _in_slot(self.chosen, STEP)
         if _in_slot(methods, MESH) == mesh and _in_slot(methods, STEP) != cut:
             return None  # the cut is what was changed
-        estimates = [estimate_of(each.cost, self.cluster) for each in self._recut(methods)]
+        estimates = [self._scored(each) for each in self._recut(methods)]
         return min(estimates, key=lambda each: _order((self.room.short(each) is not None, each)), default=None)
+
+    def _scored(self, node: Node) -> Estimate:
+        estimate = estimate_of(node.cost, self.cluster)
+        if node.methods not in self.known:
+            self.known.add(node.methods)
+            self.columns.add(node.methods, estimate.step_s, peak_memory(node.cost))
+        return estimate
 
     def _recut(self, methods: Methods) -> Iterator[Node]:
         kept = tuple(each for each in methods if each.slot != STEP)

@@ -8,7 +8,7 @@ Branches in which nothing legal is left end early; what is legal is said by the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,6 +41,15 @@ class Level:
     kind: type[Method]
     choices: tuple[Choice, ...]
     is_needed: bool = False  # whether no composition goes without it
+
+    @property
+    def options(self) -> tuple[Choice | None, ...]:
+        """The choices, and None to go without where that may be."""
+        return self.choices if self.is_needed else (*self.choices, None)
+
+
+Only = Mapping[int, Collection[Choice | None]]
+"""Depth of a level → those of its choices that are taken, None to go without; at other depths all."""
 
 
 class Node(NamedTuple):
@@ -84,17 +93,17 @@ class Space:
         """No method yet."""
         return Node(0, (), cost)
 
-    def leaves(self, node: Node) -> Iterator[Node]:
-        """All whole compositions below a node."""
-        return self.descend(node, len(self.levels))
+    def leaves(self, node: Node, only: Only | None = None) -> Iterator[Node]:
+        """All whole compositions below a node, or of these `only` some."""
+        return self.descend(node, len(self.levels), only)
 
-    def descend(self, node: Node, depth: int) -> Iterator[Node]:
+    def descend(self, node: Node, depth: int, only: Only | None = None) -> Iterator[Node]:
         """All compositions below a node that are decided down to `depth`."""
         if node.depth == depth:
             yield node
             return
-        for child in self.children(node):
-            yield from self.descend(child, depth)
+        for child in self.children(node, only):
+            yield from self.descend(child, depth, only)
 
     def follow(self, methods: Sequence[Method], cost: Cost) -> Node | None:
         """The composition of exactly these methods, or None where it is not legal."""
@@ -113,17 +122,14 @@ class Space:
             node = following
         return node
 
-    def children(self, node: Node) -> Iterator[Node]:
-        """What the next level makes of a node: with each of its choices, and without."""
+    def children(self, node: Node, only: Only | None = None) -> Iterator[Node]:
+        """What the next level makes of a node: with each of its choices, and without; or of these `only` some."""
         level = self.levels[node.depth]
-        if level.kind.slot not in node.slots:
-            for choice in level.choices:
-                taken = self._taken(node, level, choice)
-                if taken is not None and self._is_open(taken):
-                    yield taken
-        without = self._without(node, level)
-        if without is not None and self._is_open(without):
-            yield without
+        among = level.options if only is None else only.get(node.depth, level.options)
+        for choice in among if level.kind.slot not in node.slots else (None,) if None in among else ():
+            taken = self._without(node, level) if choice is None else self._taken(node, level, choice)
+            if taken is not None and self._is_open(taken):
+                yield taken
 
     def _without(self, node: Node, level: Level) -> Node | None:
         needs_mesh = self.is_checked and self.world_size > 1 and level.kind.slot == MESH

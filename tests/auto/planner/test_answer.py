@@ -65,7 +65,7 @@ def test_the_choice_leads_the_ranking_also_where_others_are_as_fast():
             yield cls()
 
     try:
-        plan = answer(llama(), CLUSTER, global_batch=64, excluded=splits, breadth=0)
+        plan = answer(llama(), CLUSTER, global_batch=64, excluded=splits)
     finally:
         METHODS.remove("only_planned")
     equal = [each for each in plan.ranking if each.estimate.step_s == plan.estimate.step_s]
@@ -113,7 +113,7 @@ def test_every_scored_composition_has_its_bytes_and_what_binds(plan):
         )
     assert {each["why"] for each in data["rejected"]} >= {"memory", "slower"}
     assert all(sum(counts.values()) == plan.num_compositions for counts in data["counts_by_axis"].values())
-    assert len(data["counts_by_axis"]["tensor"]) > 1
+    assert any(len(counts) > 1 for counts in data["counts_by_axis"].values())
     assert data["nearest_miss"] is None
     assert ClusterSpec.of_json_data(data["cluster"]) == CLUSTER
 
@@ -121,14 +121,15 @@ def test_every_scored_composition_has_its_bytes_and_what_binds(plan):
 def test_a_search_that_ends_early_says_what_it_may_have_missed(monkeypatch):
     plan = answer(llama(), CLUSTER, global_batch=16, host_memory=True)
     assert plan.gap == 0.0, "proven"
-    monkeypatch.setattr("atorch.auto.planner.answer.MOST", 40)
-    hasty = answer(llama(), CLUSTER, global_batch=16, breadth=0, host_memory=True)
-    assert 40 <= hasty.num_compositions < plan.num_compositions
+    monkeypatch.setattr("atorch.auto.planner.answer.MOST", 1)
+    hasty = answer(llama(), CLUSTER, global_batch=16, host_memory=True)
+    assert 1 <= hasty.num_compositions < plan.num_compositions
     assert hasty.gap > 0
-    assert hasty.estimate.step_s * (1 - hasty.gap) <= plan.estimate.step_s
-    proven = answer(llama(), CLUSTER, global_batch=16, breadth=0, prove=True, host_memory=True)
+    fastest = min(each.estimate.step_s for each in plan.ranking)
+    assert min(each.estimate.step_s for each in hasty.ranking) * (1 - hasty.gap) <= fastest
+    proven = answer(llama(), CLUSTER, global_batch=16, prove=True, host_memory=True)
     assert proven.gap == 0.0
-    assert proven.estimate.step_s == plan.estimate.step_s
+    assert proven.estimate == plan.estimate
 
 
 def test_a_reserve_is_kept_free():
@@ -186,10 +187,11 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss_and_remedies_that_work()
     devices = [remedy for remedy in miss["remedies"] if "of these devices" in remedy]
     for remedy in devices:
         nodes = int(remedy.split()[1]) // 4
-        assert answer(llama(), replace(small, num_nodes=nodes), global_batch=16, excluded=excluded, keep=1, breadth=0)
+        assert answer(llama(), replace(small, num_nodes=nodes), global_batch=16, excluded=excluded, keep=1)
 
 
-METHODS_OF = {"fp32": set(), "autocast": {"amp_native"}, "half": {"amp_native", "half"}}
+METHODS_OF = {"fp32": set(), "autocast": {"amp_native"}, "half": {"half"}, "fp8": {"half", "fp8"}}
+LESS_EXACT = {"amp_native", "half", "fp8"}
 H100 = ClusterSpec.load("8xH100-80GB")
 
 
@@ -201,8 +203,9 @@ def names_of(plan):
 def test_numbers_are_no_less_exact_than_is_allowed(precision):
     profile = replace(llama(4), module_classes=frozenset({"Linear"}), block_classes=frozenset({"Linear"}))
     plan = answer(profile, H100, global_batch=16, precision=precision)
-    less = {"amp_native", "half", "fp8"} & names_of(plan)
-    assert less == METHODS_OF.get(precision, {"amp_native", "half", "fp8"})
+    allowed = METHODS_OF[precision]
+    assert LESS_EXACT & set(plan.strategy.names()) == allowed, "the least exact are fastest here"
+    assert LESS_EXACT & names_of(plan) <= allowed | ({"amp_native"} if allowed else set())
 
 
 def test_fp8_is_not_chosen_unasked_and_what_is_included_is_allowed():

@@ -1,5 +1,6 @@
 """Pruning loses nothing: the best N under the estimate are exactly those of brute force, whatever model and machine."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.best_first import TIE, best_first
+from atorch.auto.planner.best_first import best_first
 from atorch.auto.planner.bounds import Bounds
+from atorch.auto.planner.columns import Columns
+from atorch.auto.planner.preference import intricacy, least_intricacy, preferred
 from atorch.auto.planner.space import plannable
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.cluster import ClusterSpec, LinkSpec
@@ -70,10 +73,18 @@ def test_the_best_are_those_of_brute_force(job, tightness):
     fitting = sorted(seconds for _, seconds, held in every if held.total <= device and held.on_host <= host)
     found = best_first(space, start, spec, device_bytes=device, host_bytes=host, keep=5).columns
     assert found.step_s[found.fastest(5)].tolist() == fitting[:5]
-    if fitting:
-        near = [seconds for seconds in fitting if seconds <= fitting[0] * (1 + TIE)]
-        assert sum(found.fits & (found.step_s <= fitting[0] * (1 + TIE))) == len(near)
     assert len(found) == len(set(found.methods)) <= len(every)
+    least = best_first(space, start, spec, device_bytes=device, host_bytes=host).columns
+    assert found.step_s[found.fastest(1)].tolist() == least.step_s[least.fastest(1)].tolist() == fitting[:1]
+    if fitting:
+        whole = Columns(device, host)
+        for each in every:
+            whole.add(*each)
+        chosen = preferred(whole)
+        order = intricacy(whole.methods[chosen], on_host=whole.on_host[chosen] > 0), whole.step_s[chosen]
+        for columns in (found, least):
+            row = preferred(columns)
+            assert (intricacy(columns.methods[row], on_host=columns.on_host[row] > 0), columns.step_s[row]) == order
 
 
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
@@ -106,23 +117,57 @@ def test_casts_of_many_micro_batches_are_no_bound():
 
 
 def hold_bounds(profile, spec, batch, excluded):
+    """Without any room, without host memory, with all: every composition is in one part, and none is above it."""
     space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
     times = StepTimes(spec)
-    bounds, hostless = Bounds.of(space, times, 0.0, 0.0), Bounds.of(space, times, math.inf, 0.0)
-    for depth in bounds.depths:
-        for node in space.descend(space.root(start), depth):
-            least_s, (short, crossing_s) = bounds.least_seconds(node.cost, depth), bounds.fitting(node.cost, depth)
-            on_host, _ = hostless.fitting(node.cost, depth)
-            for methods, seconds, memory in ((m, s, held) for m, s, held in brute_below(space, node, spec)):
-                assert least_s <= seconds, methods
-                assert short <= memory.total + memory.on_host, methods
-                assert on_host <= memory.on_host, methods
-                assert crossing_s == float("inf") or crossing_s <= seconds
+    for room in ((0, 0), (math.inf, 0), (math.inf, math.inf)):
+        bounds = Bounds(space, times, *room)
+        for node in space.descend(space.root(start), bounds.depth):
+            scored = {
+                each.methods: (times.of(each.cost).total_s, peak_memory(each.cost)) for each in space.leaves(node)
+            }
+            for part in bounds.parts(node):
+                held = hold_part(part, node, space, scored, room)
+                cuts = () if part.is_settled else bounds.cut(part)
+                assert part.is_settled or held == set().union(
+                    *(hold_part(each, node, space, scored, room) for each in cuts)
+                )
+                for methods in held:
+                    del scored[methods]
+            assert not scored
 
 
-def brute_below(space, node, spec):
-    for leaf in space.leaves(node):
-        yield leaf.methods, step_seconds(leaf.cost, spec), peak_memory(leaf.cost)
+def hold_part(part, node, space, scored, room):
+    held = {leaf.methods for leaf in space.leaves(node, part.only)}
+    for methods in held:
+        seconds, memory = scored[methods]
+        short = max(memory.total - room[0], memory.on_host - room[1])
+        assert part.short_bytes <= max(0, short), methods
+        assert part.seconds <= seconds, methods
+        assert least_intricacy(node, part.only) <= intricacy(methods, on_host=memory.on_host > 0)
+    return held
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(jobs(), draw.randoms())
+def test_what_just_fits_is_in_a_part_that_may_fit_and_takes_no_less(job, chance):
+    profile, spec, batch, excluded = job
+    space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
+    times, depth = StepTimes(spec), Bounds(space, StepTimes(spec), 0, 0).depth
+    for node in itertools.islice(space.descend(space.root(start), depth), 20):
+        leaves = list(space.leaves(node))
+        for leaf in chance.sample(leaves, min(3, len(leaves))):
+            memory = peak_memory(leaf.cost)
+            bounds = Bounds(space, times, memory.total, memory.on_host)
+            parts = [each for each in bounds.parts(node) if has(space, node, each, leaf)]
+            if not parts[0].is_settled:
+                parts += [each for each in bounds.cut(parts[0]) if has(space, node, each, leaf)]
+            assert len(parts) == 1 + (not parts[0].is_settled)
+            assert all(each.short_bytes == 0.0 and each.seconds <= times.of(leaf.cost).total_s for each in parts)
+
+
+def has(space, node, part, leaf):
+    return leaf.methods in {each.methods for each in space.leaves(node, part.only)}
 
 
 def small():
@@ -138,10 +183,9 @@ def test_much_is_left_unopened_and_breadth_opens_it():
     few = best_first(space, start, spec, device_bytes=spec.device.memory_bytes)
     more = best_first(space, start, spec, device_bytes=spec.device.memory_bytes, breadth=4 * len(few.columns))
     assert few.num_slow > 0
-    assert len(more.columns) >= 4 * len(few.columns)
-    assert (
-        few.columns.step_s[few.columns.fastest(20)].tolist() == more.columns.step_s[more.columns.fastest(20)].tolist()
-    )
+    assert few.gap == more.gap == 0
+    assert more.columns.fits.sum() >= 4 * len(few.columns)
+    assert few.columns.step_s.min() == more.columns.step_s.min()
 
 
 def test_a_strangers_late_method_is_not_pruned_away():

@@ -30,9 +30,7 @@ def test_published_jobs_fit_in_chunks_with_eight_samples_a_device(model, cluster
 
 def planned(model, cluster, excluded=()):
     batch = 8 * cluster.world_size
-    return answer(
-        profile_of(model), cluster, global_batch=batch, fixed=RECIPE, excluded=excluded, breadth=0, advise=False
-    )
+    return answer(profile_of(model), cluster, global_batch=batch, fixed=RECIPE, excluded=excluded, advise=False)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,7 @@ def llama(hidden, layers):
 @pytest.mark.parametrize("batch", [1, 4])
 def test_what_fits_plainly_is_given_no_host_memory(name, batch):
     cluster = ClusterSpec.load(name)
-    plan = answer(llama(2048, 16), cluster, global_batch=batch * cluster.world_size, breadth=0)
+    plan = answer(llama(2048, 16), cluster, global_batch=batch * cluster.world_size)
     assert not ON_HOST & set(plan.strategy.names())
 
 
@@ -82,8 +80,8 @@ def test_what_fits_plainly_is_given_no_host_memory(name, batch):
 def test_what_does_not_fit_is_given_some(name):
     cluster = ClusterSpec.load(name)
     model = llama(4096, 26 * cluster.world_size)  # 16 bytes for each of 7.2 billion parameters a device
-    plan = answer(model, cluster, global_batch=cluster.world_size, breadth=0)
+    plan = answer(model, cluster, global_batch=cluster.world_size)
     assert ON_HOST & set(plan.strategy.names())
     little = replace(cluster, host_memory_bytes=16e9)
     with pytest.raises(NoFeasiblePlanError, match="nothing fits"):
-        answer(model, little, global_batch=cluster.world_size, breadth=0, advise=False)
+        answer(model, little, global_batch=cluster.world_size, advise=False)

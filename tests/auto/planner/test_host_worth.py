@@ -23,7 +23,7 @@ def plans(link):
     cluster = ClusterSpec.load("2xA100-40GB")
     cluster = replace(cluster, host_link=replace(cluster.host_link, bandwidth=link), host=None)
     return [
-        answer(PROFILE, cluster, global_batch=16, excluded=(*SLOW, "context_parallel"), host_memory=allowed, breadth=0)
+        answer(PROFILE, cluster, global_batch=16, excluded=(*SLOW, "context_parallel"), host_memory=allowed)
         for allowed in (True, False)
     ]
 
@@ -47,5 +47,5 @@ def test_405b_on_1024_keeps_no_activations_on_the_host(allowed):
     profile = transformer_profile(whole, 1, Implementation(itemsize=4.0))
     splits = ("context_parallel", "sequence_parallel", "zero1", "zero2", "chunk")  # a smaller space: seconds
     cluster = ClusterSpec.load("128x8xH100-80GB")
-    plan = answer(profile, cluster, global_batch=1024, host_memory=allowed, excluded=splits, breadth=0, advise=False)
+    plan = answer(profile, cluster, global_batch=1024, host_memory=allowed, excluded=splits, advise=False)
     assert plan.estimate.on_host_bytes == 0

@@ -57,10 +57,10 @@ def counted() -> Iterator[Counter[str]]:
 
         return call
 
-    looks, scores = counting("branches", Bounds.fitting), counting("scores", Columns.add)
+    looks, scores = counting("branches", Bounds.parts), counting("scores", Columns.add)
     estimates = counting("estimates", rankings.estimate_of)
     with (
-        mock.patch.object(Bounds, "fitting", looks),
+        mock.patch.object(Bounds, "parts", looks),
         mock.patch.object(Columns, "add", scores),
         mock.patch.object(rankings, "estimate_of", estimates),
     ):

@@ -1,0 +1,53 @@
+"""Which of the compositions that the estimate cannot tell apart is preferred: the simplest.
+
+What waits on the host is less simple than what does not, and a method more than one less; then what splits the model
+along fewer axes of the mesh is simpler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atorch.auto.opt_lib.completion import SLOT as DATA_PARALLEL
+from atorch.auto.planner.columns import Columns
+from atorch.auto.planner.space import MESH, Node, Only
+from atorch.auto.strategy import Method
+from atorch.cost.splits import REPLICA_AXES
+
+TIE = 0.03  # of a step: nearer than the estimate is right
+EQUAL = 1e-3  # a share of a step: what differs by less is as fast
+
+Intricacy = tuple[bool, int, int]  # whether something waits on the host, methods, axes of the mesh
+
+
+def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
+    """How far from simple a composition is."""
+    return on_host, len(methods), _num_axes(methods)
+
+
+def least_intricacy(node: Node, only: Only) -> Intricacy:
+    """How simple at most what is below a node can be, of these alone."""
+    slots = {choice.method.slot for choices in only.values() if None not in choices for choice in choices if choice}
+    if not node.large.isdisjoint(REPLICA_AXES):
+        slots.add(DATA_PARALLEL)  # for something keeps parameters equal that several processes hold
+    number = len(slots | node.slots)
+    return False, number, _num_axes(node.methods)
+
+
+def preferred(columns: Columns) -> int:
+    """Of the rows that the estimate cannot tell from the fastest the simplest, and one that can be applied today."""
+    rows = columns.fastest()
+    limit = columns.step_s[rows[0]] * (1 + TIE)
+    near = [row for row in rows if columns.step_s[row] <= limit]
+    able = [row for row in near if all(each.can_apply() for each in columns.methods[row])]
+    if columns.step_s[(able or near)[0]] > columns.step_s[rows[0]] * (1 + EQUAL):
+        able = []
+
+    def order(row: int) -> tuple[Intricacy, float]:
+        return intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)), columns.step_s[row]
+
+    return min(able or near, key=order)
+
+
+def _num_axes(methods: Sequence[Method]) -> int:
+    return sum(len(getattr(each, "slices", ())) for each in methods if each.slot == MESH)
