@@ -220,8 +220,9 @@ ON_HOST = {"offload", "chunk"}
 def test_host_memory_is_used_where_it_is_allowed_or_nothing_fits_without():
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=5e9))
     assert not ON_HOST & names_of(answer(llama(), CLUSTER, global_batch=16))
-    assert ON_HOST & names_of(answer(llama(), CLUSTER, global_batch=16, host_memory=True))
+    assert not ON_HOST & names_of(answer(llama(), CLUSTER, global_batch=16, host_memory=True)), "it saves too little"
     needed = answer(llama(), small, global_batch=4)
+    assert answer(llama(), small, global_batch=4, host_memory=True).strategy == needed.strategy
     assert ON_HOST & set(needed.strategy.names())
     assert needed.estimate.on_host_bytes > 0
     told = "allow host memory (host_memory=True, --host-memory)"
