@@ -43,6 +43,7 @@ class Framework:
     scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
     cuts_by_stages: bool = False  # a batch is cut into as many micro-batches as a pipeline has stages unless told
     gathers_once_in_pipelines: bool = False  # sharded parameters, for all micro-batches; gradients are reduced once
+    splits_norms: bool = False  # along the sequence, beside tensor parallelism, where nothing is said of it
     vocab_multiple: int = 1  # of tensor ranks, to which vocabularies are padded
     delays_scales: bool = False  # those of 8-bit products, as transformer-engine's first recipe does
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
@@ -63,6 +64,16 @@ _HUGGING_FACE = Implementation(fused_norm=False, fused_activation=False, loss_by
 # every second one runs again (`torchtitan/models/llama/model.py`).
 _TORCHTITAN = Implementation(fused_norm=False, fused_activation=False, fused_projections=False)
 
+_MEGATRON_RECIPES = Framework(
+    implementation=_MEGATRON,
+    delays_scales=True,
+    vocab_multiple=128,
+    placeholder_itemsize=2.0,
+    scatters_sends=True,
+    splits_norms=True,
+    zero_when_split=1,
+)
+
 _KNOWN: Mapping[str, Framework] = {
     # A part of the name in lower case; the first that is found counts.
     "nanotron": Framework(
@@ -80,6 +91,10 @@ _KNOWN: Mapping[str, Framework] = {
         send_wait_s=0.26,
         launches=22.0,
     ),
+    "automodel": Framework(keeps_masters=False, grads_persist=False),
+    # Recipes of NeMo and Megatron Bridge have sequence_parallel and use_distributed_optimizer on.
+    "nemo": _MEGATRON_RECIPES,
+    "bridge": _MEGATRON_RECIPES,
     "megatron-deepspeed": Framework(
         implementation=Implementation(dropout=True), overlaps=False, scatters_sends=True, vocab_multiple=128
     ),

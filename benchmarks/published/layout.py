@@ -58,7 +58,7 @@ def layout_of(row: Row) -> Layout:
         interleave=_count(row, "vpp"),
         context=context,
         expert=_count(row, "ep"),
-        splits_norms=tensor > 1 and row.text("sp") not in BLANK,
+        splits_norms=tensor > 1 and (framework.splits_norms if row.text("sp") == "" else row.text("sp") not in BLANK),
         zero=level,
         keeps_gathered=keeps,
         shared_by=_shared_by(row, level, data, tensor * context) or data,

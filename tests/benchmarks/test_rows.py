@@ -283,6 +283,14 @@ def test_torchtitan_gathers_and_reduces_once_a_step_in_pipelines():
     assert all(each.each_micro_batch for each in alone.comm)
 
 
+def test_recipes_of_nemo_split_norms_and_share_states_unless_told():
+    layout = layout_of(row(framework="Megatron Bridge (NeMo)", sp="", zero=""))
+    assert (layout.splits_norms, layout.zero) == (True, 1)
+    assert not layout_of(row(framework="NeMo", sp="False")).splits_norms
+    assert not layout_of(row(sp="")).splits_norms
+    assert layout_of(row(framework="NeMo AutoModel", sp="", zero="")).zero == 0
+
+
 def test_heads_that_are_not_told_divide_the_width():
     assert shape_of(row(heads="", kv_heads="", hidden="14400")).heads == 120
     assert shape_of(row(heads="", kv_heads="", hidden="13824")).heads == 108
