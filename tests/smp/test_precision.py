@@ -25,20 +25,35 @@ DEGREES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2": (2, {"partitions": 2}),
     "data 2": (2, {}),
     "pipeline 2 data 2": (4, {"partitions": 2}),
+    "tensor 2": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
+    "tensor 2 pipeline 2": (4, {"tensor_parallel_degree": 2, "partitions": 2, "prescaled_batch": True}),
 }
+SAMPLE = [("bf16", "pipeline 2"), ("fp16", "pipeline 2 data 2"), ("bf16", "tensor 2")]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
 
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return smp.optimizers.FusedLamb(model.parameters(), lr=0.01)
+
+
 def in_halves(
-    rank: int, size: int, kind: str, config: Mapping[str, Any], clip: float = 0.0, **scaling: Any
+    rank: int,
+    size: int,
+    kind: str,
+    config: Mapping[str, Any],
+    clip: float = 0.0,
+    optimizer_of: Any = sgd,
+    **scaling: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], set[torch.dtype]]:
     """The masters and the model after some steps, the norms of gradients, and the types of parameters."""
     with begun({"microbatches": MICROBATCHES, "ddp": True, **config}):
-        model = smp.DistributedModel(made(kind))
-        optimizer = smp.DistributedOptimizer(sgd(model), **scaling)
+        whole = made(kind)
+        smp.set_tensor_parallelism(whole)
+        model = smp.DistributedModel(whole)
+        optimizer = smp.DistributedOptimizer(optimizer_of(model), **scaling)
         replica = session().mesh.rank("data", "zero")
         norms = []
         for step in range(STEPS):
@@ -52,13 +67,15 @@ def in_halves(
         own = [name for names in optimizer._names for name in names]
         state = optimizer.state_dict()["state"]
         masters = {name: state[number]["master"].clone() for number, name in enumerate(own)}
-        whole = {name: value.clone() for name, value in model.state_dict().items() if name in masters}
-        return masters, whole, norms, types
+        halves = {name: value.clone() for name, value in model.state_dict().items() if name in masters}
+        return masters, halves, norms, types
 
 
-def plainly(kind: str, replicas: int, clip: float = 0.0) -> tuple[dict[str, Tensor], list[float]]:
+def plainly(
+    kind: str, replicas: int, clip: float = 0.0, optimizer_of: Any = sgd
+) -> tuple[dict[str, Tensor], list[float]]:
     model = made(kind)
-    optimizer = sgd(model)
+    optimizer = optimizer_of(model)
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -81,12 +98,11 @@ def deviation(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tenso
 @pytest.mark.parametrize(
     ("dtype", "degrees"),
     [
-        ("bf16", "pipeline 2"),
-        ("fp16", "pipeline 2 data 2"),
+        *SAMPLE,
         *(
-            pytest.param(dtype, degrees, marks=pytest.mark.matrix)
-            for dtype, degrees in itertools.product(("bf16", "fp16"), DEGREES)
-            if (dtype, degrees) not in (("bf16", "pipeline 2"), ("fp16", "pipeline 2 data 2"))
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in itertools.product(("bf16", "fp16"), DEGREES)
+            if case not in SAMPLE
         ),
     ],
 )
@@ -94,15 +110,24 @@ def test_sixteen_bits_follow_plain_training(pool: Pool, dtype: str, degrees: str
     ranks, config = DEGREES[degrees]
     scaling = {"static_loss_scale": 1024.0} if dtype == "fp16" else {}
     for kind in ("gpt2",) if degrees != "alone" else ("llama", "cnn"):
-        expected, _ = plainly(kind, ranks // config.get("partitions", 1))
+        expected, _ = plainly(kind, ranks // (config.get("partitions", 1) * config.get("tensor_parallel_degree", 1)))
         for masters, model, _, types in pool.run(_halves, kind, {dtype: True, **config}, scaling, ranks=ranks):
             assert deviation(kind, masters, expected) < BAND
             assert types == {torch.bfloat16 if dtype == "bf16" else torch.float16}
             assert all(torch.equal(masters[name].to(value.dtype), value) for name, value in model.items())
 
 
-def _halves(rank: int, size: int, kind: str, config: Any, scaling: Any, clip: float = 0.0) -> Any:
-    return in_halves(rank, size, kind, config, clip, **scaling)
+def _halves(rank: int, size: int, kind: str, config: Any, scaling: Any, *how: Any) -> Any:
+    return in_halves(rank, size, kind, config, *how, **scaling)
+
+
+@pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("tensor 2 pipeline 2", marks=pytest.mark.matrix)])
+def test_lamb_takes_the_norms_of_the_whole_masters(pool: Pool, degrees: str) -> None:
+    ranks, config = DEGREES[degrees]
+    expected, _ = plainly("gpt2", 1, 0.0, lamb)
+    scaling = {"static_loss_scale": 1024.0}
+    for masters, *_ in pool.run(_halves, "gpt2", {"fp16": True, **config}, scaling, 0.0, lamb, ranks=ranks):
+        assert deviation("gpt2", masters, expected) < BAND
 
 
 @pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("pipeline 2 data 2", marks=pytest.mark.matrix)])
