@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, shown
 from atorch.runtime.pipeline.stage import STAGE, Stage, stage_of
@@ -41,8 +42,9 @@ class Body:
     ) -> None:
         self.number, self.part = number, part
         self._function, self._arguments, self._owners = function, arguments, owners
-        self._called = self._goes_back = False
+        self._called = False
         self._losses: list[Tensor] = []
+        self._checks: list[RemovableHandle] = []
         self.call: Arguments | None = None
         """With what the model was called."""
         self.output: Any = None
@@ -107,7 +109,7 @@ class Body:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 self._owners[leaf.grad_fn] = self.number
-                leaf.register_hook(self._check_backward)
+                self._checks.append(leaf.register_hook(_refuse_backward))
         return output
 
     def backward(self, tensors: Any, grad_tensors: Any) -> None:
@@ -129,16 +131,18 @@ class Body:
 
     def allow_backward(self) -> None:
         """From now on gradients may pass the model's output: the function has ended."""
-        self._goes_back = True
-
-    def _check_backward(self, gradient: Tensor) -> None:
-        if not self._goes_back:
-            raise ArgumentError(_BY_ITSELF)
+        while self._checks:
+            self._checks.pop().remove()
 
 
 def stage_in(part: nn.Module | None) -> Stage | None:
     """The stage that a part is, or has inside of what is around it; None for a whole model."""
     return None if part is None or getattr(part, STAGE, None) is None else stage_of(part)
+
+
+def _refuse_backward(gradient: Tensor) -> None:
+    """A hook of the model's output. It knows no Body: autograd would hold that, which holds the output, for ever."""
+    raise ArgumentError(_BY_ITSELF)
 
 
 class _EndsError(BaseException):

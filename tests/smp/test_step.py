@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.errors import AtorchError
+from tests.contract.test_steps import num_tensors
 from tests.pool import Pool
-from tests.smp.job import begun
+from tests.smp.job import batch_of, begun, made, optimizer_of, train_step
 
 WIDTH = 8
 
@@ -257,3 +258,25 @@ def test_faults_are_told_on_all_processes_soon(pool: Pool, how: str, ranks: int)
     for message, goes_on in pool.run(faults, how, ranks=ranks, timeout=40):
         assert FAULTS[how] in message
         assert goes_on
+
+
+def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int, int]:
+    """The tensors that are alive after a few steps, and after as many again."""
+    with begun({"microbatches": 2, "ddp": True, **config}):
+        model = smp.DistributedModel(made("cnn"))
+        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+        held = []
+        for step in range(6):
+            optimizer.zero_grad()
+            train_step(model, "cnn", *batch_of("cnn", step % 3, 0), "mean")
+            optimizer.step()
+            if step in (2, 5):
+                held.append(num_tensors())
+        early, late = held
+        return early, late
+
+
+@pytest.mark.parametrize("config", [{}, {"partitions": 2}, {"partitions": 2, "pipeline": "simple"}], ids=str)
+def test_steps_leave_nothing_behind(pool: Pool, config: dict[str, Any]) -> None:
+    for early, late in pool.run(held_after_steps, config, ranks=2):
+        assert late <= early
