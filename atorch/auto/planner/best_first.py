@@ -26,7 +26,7 @@ from atorch.cost import Cost, StepTimes, peak_memory
 
 PATIENCE = 4  # times as many branches are looked at before it is believed that nothing fits
 
-_Branch = tuple[float, int, Node, Part]  # bound, number, node, and what of it
+_Branch = tuple[float, int, Node, Part | None]  # bound, number, node, and what of it, or all
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Search:
             self._score(root, None)
             return
         for node in self._space.descend(root, depth):
-            self._push(node, self._bounds.parts(node))
+            heapq.heappush(self._open, (self._bounds.least_seconds(node), next(self._count), node, None))
 
     def _push(self, node: Node, parts: Iterable[Part], bound: float = 0.0, short: float = 0.0) -> None:
         for part in parts:
@@ -136,12 +136,14 @@ class _Search:
             else:
                 heapq.heappush(self._open, (max(bound, part.seconds), next(self._count), node, part))
 
-    def _visit(self, bound: float, _: int, node: Node, part: Part) -> None:
+    def _visit(self, bound: float, _: int, node: Node, part: Part | None) -> None:
         if self._is_known(bound, node, part):
             self._num_slow += 1
             return
         self._looks += 1
-        if part.is_settled:
+        if part is None:
+            self._push(node, self._bounds.parts(node), bound=bound)
+        elif part.is_settled:
             self._score(node, part.only)
         else:
             self._push(node, self._bounds.cut(part, self._enough_s()), bound=bound)
@@ -164,6 +166,7 @@ class _Search:
             if len(missed) and self._aside[0][0] >= missed.min():
                 return
             short, _, node, part = heapq.heappop(self._aside)
+            assert part is not None, "what is short is known of parts alone"
             self._looks += 1
             if part.is_settled:
                 self._score(node, part.only)
@@ -183,7 +186,7 @@ class _Search:
             return self._limit_s
         return min(self._limit_s, max(self._fitting[self._keep - 1][0], self._fitting[0][0] * (1 + TIE)))
 
-    def _is_known(self, bound: float, node: Node, part: Part) -> bool:
+    def _is_known(self, bound: float, node: Node, part: Part | None) -> bool:
         """Whether nothing of a branch is among the best, or both ties with the best and is simpler than what does.
 
         Bounds ascend: once one is above what was found, that is the best.
@@ -192,4 +195,6 @@ class _Search:
             return False
         limit = self._fitting[0][0] * (1 + TIE)
         ties = itertools.takewhile(lambda each: each[0] <= limit, self._fitting)
-        return (least_intricacy(node, part.only), bound) >= min((how, seconds) for seconds, how in ties)
+        return (least_intricacy(node, {} if part is None else part.only), bound) >= min(
+            (how, seconds) for seconds, how in ties
+        )

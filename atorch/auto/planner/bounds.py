@@ -74,6 +74,10 @@ class Bounds:
         others = [depth for depth, level in enumerate(levels) if level.kind not in COVERED]
         return max([first, *(depth + 1 for depth in others)])
 
+    def least_seconds(self, node: Node) -> float:
+        """No composition below a node at the depth of bounds has a quicker step."""
+        return self._seconds_of_any(self._compiled(node.cost.but(cast_traffic_bytes=0.0)))
+
     def parts(self, node: Node) -> Iterator[Part]:
         """What is below a node at the depth of bounds, apart by what is recomputed."""
         shard = self._sharing(node.cost)
@@ -197,6 +201,8 @@ class Bounds:
     def _seconds_of_any(self, cost: Cost) -> float:
         """Of a step in any number of micro-batches."""
         quick, finest_s = _without_reductions(cost), 0.0
+        if MicroBatch not in self._below:
+            return self._seconds(quick)
         one = self.times.of(quick.but(num_micro_batches=1.0))
         if cost.stages > 1:
             finest_s = self.times.of(_finest(quick)).bubble_s

@@ -126,6 +126,7 @@ def hold_bounds(profile, spec, batch, excluded):
             scored = {
                 each.methods: (times.of(each.cost).total_s, peak_memory(each.cost)) for each in space.leaves(node)
             }
+            assert all(bounds.least_seconds(node) <= seconds for seconds, _ in scored.values())
             for part in bounds.parts(node):
                 held = hold_part(part, node, space, scored, room)
                 cuts = () if part.is_settled else bounds.cut(part)
