@@ -120,7 +120,7 @@ def _planned(job: Job, row: Row, case: Case) -> Job:
         job,
         published=str(published),
         published_s=known.step_s,
-        published_fits=known.peak_bytes <= usable_bytes(case.cluster),
+        published_fits=known.needed_bytes <= usable_bytes(case.cluster),
     )
     precision = "fp8" if precision_of(row).dtype == "float8" else "half"
     plan = answer(profile, case.cluster, global_batch=batch, precision=precision, advise=False)

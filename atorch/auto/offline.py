@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
-from atorch.auto.planner.estimate import RESERVE
 from atorch.auto.strategy import Exactness, Strategy
 from atorch.auto.verify import Allowance, Doing, simulated
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
+from atorch.cost.memory import RESERVE
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, shown
 from atorch.logs import logger

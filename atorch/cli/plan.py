@@ -17,6 +17,7 @@ import typer
 from atorch.cli.answers import Found, Outputs, give
 from atorch.cli.clusters import HELP, clusters_of
 from atorch.cli.sources import Source, source_of
+from atorch.cost.memory import RESERVE
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -73,7 +74,7 @@ def plan(
     fixed: Annotated[File, _file("--fixed", "A strategy file: these methods alone.", exists=True)] = None,
     precision: Annotated[Precision, typer.Option(help="The least exact numbers that are allowed.")] = "half",
     host_memory: Annotated[bool | None, typer.Option(help="Whether something may wait in host memory.")] = None,
-    reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of a device's memory to keep free.")] = 0.08,
+    reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of a device's memory to keep free.")] = RESERVE,
     verify: Annotated[
         Number, typer.Option(min=0, max=32, metavar="N", help="How many of the best are simulated, however long.")
     ] = None,

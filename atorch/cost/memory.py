@@ -18,8 +18,15 @@ from atorch.cost.stages import Stage, heaviest_stages, stages_of
 from atorch.cost.state import Cost
 
 SLACK = 0.2
-"""Of what comes and goes in a step, the share that a caching allocator reserves beside it: 0.2 to 0.4 in published runs
-of Megatron on B200 that tell both. An allocator that runs short gives most of it back."""
+"""Of the most that comes and goes at a moment of a step, the share that a caching allocator reserves beside: pieces of
+one kind's segments that the next kind does not fit into, and pools of other streams. 0.2 to 0.4 in published runs of
+Megatron on B200 that tell both."""
+STUCK = 0.4
+"""Of slack, what an allocator cannot give back when it runs short: segments with a piece in use. Those that are free as
+a whole it returns and asks for anew (`release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp)."""
+RESERVE = 0.05
+"""Of a device's memory, what no category counts: CUDA's context, 0.5 GiB; NCCL's buffers, 0.4 GiB for each communicator
+of a step (32 channels of 10 + 2 MiB: NVIDIA/nccl issue 1685); and 3 % that an estimate may be wrong by."""
 
 
 ROUNDING = 1e-9  # of the bytes of moments that fill a budget alike
@@ -49,8 +56,13 @@ class Memory:
 
     @property
     def reserved(self) -> float:
-        """What the allocator holds: CUDA's `max_memory_reserved`."""
+        """What the allocator holds where there is room: CUDA's `max_memory_reserved`."""
         return self.total + self.slack
+
+    @property
+    def needed(self) -> float:
+        """What the allocator must have: what tensors hold, and of slack what it cannot give back."""
+        return self.total + STUCK * self.slack
 
     def by_category(self) -> dict[str, float]:
         """Category → bytes, the largest first, without those that hold nothing."""
@@ -71,6 +83,7 @@ class Held(NamedTuple):
     working: float
     on_host: float = 0.0  # of all moments
     stepped: float = 0.0  # the share of the parameters that the host steps
+    coming: float = 0.0  # the most that comes and goes at any moment
 
     @property
     def total(self) -> float:
@@ -97,8 +110,8 @@ def peak_memory(cost: Cost) -> Memory:
     """The bytes at a step's peak, on the stage that needs the most; `on_host` is of the stage with the most there."""
     stages = heaviest_stages(cost)
     peaks = _peaks(cost, stages)
-    stage, (moment, held) = max(zip(stages, peaks, strict=True), key=lambda each: each[1][1].total)
-    return _memory(stage, moment, held, on_host=max(held.on_host for _, held in peaks))
+    stage, (_, held) = max(zip(stages, peaks, strict=True), key=lambda each: each[1][1].total)
+    return _memory(stage, held, on_host=max(held.on_host for _, held in peaks))
 
 
 def peak_bytes(cost: Cost) -> float:
@@ -108,8 +121,8 @@ def peak_bytes(cost: Cost) -> float:
 
 def stage_memory(cost: Cost, stage: Stage) -> Memory:
     """The bytes at the peak of one stage."""
-    ((moment, held),) = _peaks(cost, (stage,))
-    return _memory(stage, moment, held, on_host=held.on_host)
+    ((_, held),) = _peaks(cost, (stage,))
+    return _memory(stage, held, on_host=held.on_host)
 
 
 def beside_host(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Course, Held]]:
@@ -151,8 +164,7 @@ def uses_host(cost: Cost) -> bool:
     return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
 
 
-def _memory(stage: Stage, moment: Moment, held: Held, on_host: float) -> Memory:
-    slack = SLACK * (moment.activations + moment.transient + moment.working)
+def _memory(stage: Stage, held: Held, on_host: float) -> Memory:
     return Memory(
         stage=stage.index,
         parameters=held.parameters,
@@ -163,7 +175,7 @@ def _memory(stage: Stage, moment: Moment, held: Held, on_host: float) -> Memory:
         buffers=held.buffers,
         transient=held.transient,
         working=held.working,
-        slack=slack,
+        slack=SLACK * held.coming,
         on_host=on_host,
     )
 
@@ -190,7 +202,9 @@ def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) ->
     shared = [(moment, _with_host(course, moment, buffer_bytes, waiting)) for moment in (*passes, step)]
     full = max(held.total for _, held in shared) * (1 - ROUNDING)
     fullest = [each for each in shared if each[1].total >= full]
-    return max(fullest, key=lambda each: (each[1].on_host, -each[1].parameters))
+    moment, held = max(fullest, key=lambda each: (each[1].on_host, -each[1].parameters))
+    coming = max(each.activations + each.transient + each.working for _, each in shared)
+    return moment, held._replace(coming=coming - course.buckets)
 
 
 def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
@@ -203,6 +217,7 @@ def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
         buffer_bytes,
         moment.transient + course.buckets,
         moment.working,
+        coming=course.coming,
     )
 
 

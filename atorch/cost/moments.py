@@ -52,6 +52,7 @@ class Course:
     stepped_gradients: float
     moments: tuple[Moment, ...]
     peak: Moment
+    coming: float  # the most that comes and goes at any moment
     in_flight: float  # micro-batches
     in_backward: tuple[Moment, ...]  # while some blocks have gone backward and others have not
 
@@ -155,6 +156,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
         stepped_gradients=state * terms.grad_itemsize,
         moments=moments,
         peak=max(moments, key=attrgetter("total")),
+        coming=max(moment.total - moment.gradients for moment in moments),
         in_flight=stage.in_flight,
         in_backward=tuple(in_backward),
     )

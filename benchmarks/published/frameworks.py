@@ -24,8 +24,10 @@ class Framework:
     buffer_bytes: float = 0.0  # of communication, whatever the model
     bucket_itemsize: float = 0.0  # of communication buffers for all gradients, where several replicas share them
     placeholder_itemsize: float = 0.0
-    held_gathers: float = 0.0
-    held_in_pipelines: float = 0.0  # as held_gathers; of some runs, so that what fits must have room for it
+    split_loss_bytes: float = 0.0  # as loss_bytes, where logits are split over tensor ranks
+    compiles_loss: bool = False  # with the model: logits in 16 bits are kept, and their gradient is made from them
+    held_at_most: float = 0.0  # inputs of a block that are kept gathered by some versions: what fits has room for it
+    held_without_pipelines: float = 0.0  # by most runs
     step_itemsize: float = 0.0
     zero_when_split: int = 0  # level of ZeRO under tensor or pipeline parallelism where none is named
     split_by: str = ""  # the framework that it leaves tensor and pipeline parallelism to
@@ -62,7 +64,16 @@ _HUGGING_FACE = Implementation(fused_norm=False, fused_activation=False, loss_by
 
 # Norms and gates operation by operation unless compiled; a product for each of q, k, v, w1 and w3, which counts where
 # every second one runs again (`torchtitan/models/llama/model.py`).
-_TORCHTITAN = Implementation(fused_norm=False, fused_activation=False, fused_projections=False)
+# Plain `F.cross_entropy` of logits in fp32 keeps their log-softmax, and makes of it the gradients of both its steps. Of
+# split logits DTensor's has four tensors at once (torch/distributed/tensor/parallel/loss.py, in backward).
+_TORCHTITAN = Framework(
+    implementation=Implementation(fused_norm=False, fused_activation=False, fused_projections=False, loss_bytes=8.0),
+    split_loss_bytes=12.0,
+    keeps_masters=False,
+    grads_persist=False,
+    cuts_by_stages=True,
+    gathers_once_in_pipelines=True,
+)
 
 _MEGATRON_RECIPES = Framework(
     implementation=_MEGATRON,
@@ -81,8 +92,10 @@ _KNOWN: Mapping[str, Framework] = {
         fresh_itemsize=2.0,
         bucket_itemsize=2.0,
         balances_flops=True,
-        held_gathers=2.0,
-        held_in_pipelines=1.0,
+        # Of attention and of the feed-forward layer, unless `tp_recompute_allgather` is on, as it is by default in the
+        # version of February 2025 (src/nanotron/parallel/tensor_parallel/functional.py) and was not in all runs.
+        held_at_most=2.0,
+        held_without_pipelines=2.0,
         reports_first=True,
         bucket_bytes=512 * MiB,
         hop_wait_s=2.8e-4,
@@ -135,21 +148,17 @@ _KNOWN: Mapping[str, Framework] = {
     # Its buckets of 5e8 elements, one to reduce and one to gather.
     "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1, buffer_bytes=2e9),
     # In `parallelisms/pipelining_utils.py` and `parallelize_llama.py` of 2024, and torch's `pipelining/stage.py`, which
-    # neither shards again nor reduces before the last micro-batch's backward.
-    "torchtitan": Framework(
-        implementation=_TORCHTITAN,
-        keeps_masters=False,
-        grads_persist=False,
-        cuts_by_stages=True,
-        gathers_once_in_pipelines=True,
-    ),
+    # neither shards again nor reduces before the last micro-batch's backward. Its loss is compiled again since 2025
+    # (`components/loss.py`); in December 2024 that was off (`train.py` at 9dec370).
+    "torchtitan 9dec370": _TORCHTITAN,
+    "torchtitan": replace(_TORCHTITAN, compiles_loss=True),
     "transformers": Framework(implementation=_HUGGING_FACE, keeps_masters=False, grads_persist=False),
 }
 
 
 READ_OFF: Mapping[str, tuple[str, ...]] = {
     # Traits that were read off published runs, not off sources: a held-out source is estimated without its own.
-    "nanotron": ("hop_wait_s", "send_wait_s", "launches", "held_gathers", "held_in_pipelines"),
+    "nanotron": ("hop_wait_s", "send_wait_s", "launches", "held_without_pipelines"),
     "atorch": ("whole_casts", "frozen_itemsize"),
 }
 

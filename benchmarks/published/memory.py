@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atorch.cost import Cost, Memory, peak_memory
-from atorch.cost.memory import stage_memory
+from atorch.cost.memory import RESERVE, stage_memory
 from atorch.cost.stages import stages_of
 from atorch.units import GiB
 from benchmarks.published.layout import framework_for
@@ -15,10 +15,6 @@ from benchmarks.published.table import Row
 
 CONTEXT = 1.5 * GiB
 """What the driver's figure has beside the allocator's: CUDA's context, kernels, and buffers of NCCL."""
-RESERVE = 0.06
-"""Of a device's memory, what is kept free: the context, and what the estimate may be wrong by."""
-STUCK = 0.5
-"""Of the allocator's slack, what it cannot give back when memory runs short."""
 
 
 def metric_of(row: Row) -> Metric:
@@ -40,9 +36,10 @@ def predicted_memory(row: Row) -> Memory:
 
 def memory_of(row: Row, cost: Cost) -> Memory:
     """`predicted_memory` where the row's cost is known."""
-    if cost.stages > 1:
-        cost = replace(cost, held_gathers=0.0)  # as most runs; what fits has room for the others
-    if framework_for(row).reports_first:
+    framework = framework_for(row)
+    if cost.held_gathers:  # of what some versions keep, what most runs did
+        cost = replace(cost, held_gathers=framework.held_without_pipelines if cost.stages == 1 else 0.0)
+    if framework.reports_first:
         return stage_memory(cost, stages_of(cost)[0])
     return peak_memory(cost)
 
@@ -56,6 +53,5 @@ def comparable_bytes(row: Row, cost: Cost) -> float:
 
 
 def fits(cost: Cost, device_bytes: float) -> bool:
-    """Whether the stage that needs the most has room on a device, but for the reserve."""
-    memory = peak_memory(cost)
-    return memory.total + STUCK * memory.slack <= (1.0 - RESERVE) * device_bytes
+    """Whether the stage that needs the most has room on a device, by the planner's own rule."""
+    return peak_memory(cost).needed <= (1.0 - RESERVE) * device_bytes

@@ -64,7 +64,14 @@ def _implementation(row: Row, framework: Framework) -> Implementation:
     )
     if any(word in f"{row.text('arch')} {row.text('model')}" for word in ("bert", "vit", "bidirectional")):
         found = replace(found, causal=False)
-    return replace(found, fused_norm=True, fused_activation=True) if is_compiled(row) else found
+    is_split = (row.number("tp") or 1) > 1
+    if is_split and framework.split_loss_bytes:
+        found = replace(found, loss_bytes=framework.split_loss_bytes)
+    if not is_compiled(row):
+        return found
+    if framework.compiles_loss and not is_split:
+        found = replace(found, logit_bytes=2.0, loss_bytes=2.0)
+    return replace(found, fused_norm=True, fused_activation=True)
 
 
 def is_compiled(row: Row) -> bool:
@@ -146,7 +153,7 @@ def _mix(cost: Cost, framework: Framework, precision: Precision) -> Cost:
         grads_persist=framework.grads_persist,
         fresh_itemsize=framework.fresh_itemsize,
         placeholder_itemsize=framework.placeholder_itemsize,
-        held_gathers=framework.held_in_pipelines if cost.size("pipeline") > 1 else framework.held_gathers,
+        held_gathers=framework.held_at_most,
         step_itemsize=framework.step_itemsize,
         bucket_bytes=framework.buffer_bytes if cost.size("data", "zero") > 1 else 0.0,
         balances_flops=framework.balances_flops,

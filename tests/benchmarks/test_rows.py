@@ -373,3 +373,16 @@ def test_fp8_is_of_products_alone_and_scaled_as_the_recipe_says(words, framework
 def test_megatron_pads_its_vocabulary():
     head = profile_of(row(framework="Megatron-LM", vocab="50257", tp="2")).segments[-1]
     assert head.matmuls[0].columns == 50432
+
+
+def test_torchtitan_s_loss_keeps_less_where_it_is_compiled_and_more_where_logits_are_split():
+    def of_loss(**given):
+        usual = {"tp": "1", "pp": "1", "dp": "16", "framework": "torchtitan"}
+        head = profile_of(row(**{**usual, **given})).segments[-1]
+        logits = head.matmuls[0].rows * head.matmuls[0].columns
+        return (head.inside.saved_bytes / logits, head.working_bytes / logits)
+
+    assert of_loss() == (4, 8)
+    assert of_loss(compile="True") == (2, 2)
+    assert of_loss(compile="True", framework="torchtitan 9dec370 / torch 2.6 nightly") == (4, 8)
+    assert of_loss(compile="True", tp="8", dp="2") == (4, 12)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from atorch.cost import Cost, Matmul, Region, Segment, peak_memory
-from atorch.cost.memory import SLACK, stage_memory
+from atorch.cost.memory import SLACK, STUCK, stage_memory
 from atorch.cost.stages import heaviest_stages, in_flight, stages_of
 
 EMBEDDING = Segment(name="embedding", num_params=1000, num_trainable=1000, split_params=1000)
@@ -126,3 +126,13 @@ def test_slack_is_reserved_beside_what_comes_and_goes():
     memory = peak_memory(replace(COST, bucket_bytes=100.0))
     assert memory.slack == pytest.approx(SLACK * (7200 + 2000))
     assert memory.reserved == memory.total + memory.slack
+    assert memory.needed == memory.total + STUCK * memory.slack
+
+
+def test_slack_is_of_the_moment_at_which_most_comes_and_goes():
+    many = replace(BLOCK, num_params=9000, num_trainable=9000)
+    memory = peak_memory(replace(COST, segments=(EMBEDDING, many, HEAD)))
+    assert memory.activations == 0  # at the peak, which all gradients make
+    assert memory.slack == SLACK * (7200 + 2000)  # of the loss
+    away = peak_memory(replace(COST, activation_offload=0.5))
+    assert away.slack == pytest.approx(SLACK * (4000 + 2000 + 1600))

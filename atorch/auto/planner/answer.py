@@ -18,7 +18,7 @@ from atorch.auto.planner.best_first import Found, best_first
 from atorch.auto.planner.cluster_plan import ClusterPlan, Ranked
 from atorch.auto.planner.columns import Columns
 from atorch.auto.planner.counterfactuals import Room, counterfactuals
-from atorch.auto.planner.estimate import RESERVE, estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Estimate, Rejected
 from atorch.auto.planner.preference import EQUAL, TIE, preferred
 from atorch.auto.planner.remedies import Job, remedies
@@ -26,6 +26,7 @@ from atorch.auto.planner.space import MESH, Space, names_in, plannable
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
+from atorch.cost.memory import RESERVE
 from atorch.distributed.mesh import AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
 from atorch.units import format_bytes

@@ -27,7 +27,7 @@ class Columns:
         self.limit_bytes = limit_bytes  # usable of a device
         self.host_bytes = host_bytes  # of host memory for a device
         self.methods: list[tuple[Method, ...]] = []
-        self._step_s, self._peak, self._on_host = array("d"), array("d"), array("d")
+        self._step_s, self._peak, self._needed, self._on_host = array("d"), array("d"), array("d"), array("d")
         self._stage, self._binds = array("l"), array("b")
         self._memory = array("d")
 
@@ -37,10 +37,11 @@ class Columns:
     def add(self, methods: tuple[Method, ...], step_s: float, memory: Memory) -> bool:
         """One more row; whether it fits."""
         peak = memory.total
-        binds = DEVICE if peak > self.limit_bytes else HOST if memory.on_host > self.host_bytes else FITS
+        binds = DEVICE if memory.needed > self.limit_bytes else HOST if memory.on_host > self.host_bytes else FITS
         self.methods.append(methods)
         self._step_s.append(step_s)
         self._peak.append(peak)
+        self._needed.append(memory.needed)
         self._on_host.append(memory.on_host)
         self._stage.append(memory.stage)
         self._binds.append(binds)
@@ -56,6 +57,11 @@ class Columns:
     def peak_bytes(self) -> Floats:
         """Bytes of a device at the peak."""
         return np.frombuffer(self._peak) if self.methods else np.zeros(0)
+
+    @property
+    def needed_bytes(self) -> Floats:
+        """Bytes that a device must have: those, and what the allocator cannot use."""
+        return np.frombuffer(self._needed) if self.methods else np.zeros(0)
 
     @property
     def on_host(self) -> Floats:
@@ -80,7 +86,7 @@ class Columns:
     @property
     def short_bytes(self) -> Floats:
         """Bytes that are missing on the device, or on the host where that is short alone."""
-        device = np.maximum(0.0, self.peak_bytes - self.limit_bytes)
+        device = np.maximum(0.0, self.needed_bytes - self.limit_bytes)
         return np.where(self.binds == HOST, self.on_host - self.host_bytes, device)
 
     def why(self) -> list[str]:

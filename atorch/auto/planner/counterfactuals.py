@@ -35,7 +35,7 @@ class Room:
 
     def short(self, estimate: Estimate) -> str | None:
         """Why an estimate does not fit, or None."""
-        if estimate.peak_bytes > self.device_bytes:
+        if estimate.needed_bytes > self.device_bytes:
             return needs(estimate, self.device_bytes)
         if estimate.on_host_bytes > self.host_bytes:
             held, short = estimate.on_host_bytes, estimate.on_host_bytes - self.host_bytes
@@ -67,7 +67,7 @@ def counterfactuals(
 
 def _order(entry: tuple[bool, Estimate]) -> tuple[bool, float]:
     is_short, estimate = entry
-    return is_short, estimate.peak_bytes if is_short else estimate.step_s
+    return is_short, estimate.needed_bytes if is_short else estimate.step_s
 
 
 def _told(what: str, change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:

@@ -39,14 +39,14 @@ def fastest_mesh(strategy: Strategy, profile: ModelProfile, start: Cost, cluster
     """
     tried = [_on(strategy, mode, start, cluster) for mode in ParallelMode.choices(profile, cluster)]
     legal = [(each, estimate_of(each.cost, cluster)) for each in tried if each.cost is not None]
-    fitting = [each for each in legal if each[1].peak_bytes <= usable_bytes(cluster)]
+    fitting = [each for each in legal if each[1].needed_bytes <= usable_bytes(cluster)]
     if fitting:
         return min(fitting, key=lambda each: each[1].step_s)[0].mode
     if legal:
-        nearest, estimate = min(legal, key=lambda each: each[1].peak_bytes)
+        nearest, estimate = min(legal, key=lambda each: each[1].needed_bytes)
         raise StrategyError(
             f"{strategy} fits on no mesh of {cluster.world_size} processes; the nearest is {nearest.mode}, which "
-            f"needs {format_bytes(estimate.peak_bytes)} of {format_bytes(usable_bytes(cluster))} a device. "
+            f"needs {format_bytes(estimate.needed_bytes)} of {format_bytes(usable_bytes(cluster))} a device. "
             "Add fsdp, checkpoint or micro_batch, or use more processes"
         )
     raise StrategyError(

@@ -10,11 +10,10 @@ from atorch.auto.planner.space import Node, Space
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, StepTime, peak_memory, step_time
+from atorch.cost.memory import RESERVE
 from atorch.cost.splits import SAMPLE_AXES
 from atorch.cost.useful import useful_flops, utilisation_peak
 from atorch.units import format_bytes
-
-RESERVE = 0.08  # of a device's memory, for what no category counts: allocator slack, library workspaces
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ def estimate_of(cost: Cost, cluster: ClusterSpec) -> Estimate:
     return Estimate(
         step_s=spent.total_s,
         peak_bytes=memory.total,
+        reserve_bytes=memory.needed - memory.total,
         memory={name: held for name, held in memory.by_category().items() if name != "slack"},
         stage=memory.stage,
         on_host_bytes=memory.on_host,
@@ -81,11 +81,11 @@ def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
 def split_by_memory(candidates: Sequence[Scored], cluster: ClusterSpec) -> tuple[list[Scored], list[Rejected]]:
     """What fits, and what cannot, with the bytes by category."""
     limit = usable_bytes(cluster)
-    fitting = [each for each in candidates if each.estimate.peak_bytes <= limit]
+    fitting = [each for each in candidates if each.estimate.needed_bytes <= limit]
     rejected = [
         Rejected(strategy=each.strategy, why="memory", reason=needs(each.estimate, limit), estimate=each.estimate)
         for each in candidates
-        if each.estimate.peak_bytes > limit
+        if each.estimate.needed_bytes > limit
     ]
     return fitting, rejected
 
@@ -93,5 +93,5 @@ def split_by_memory(candidates: Sequence[Scored], cluster: ClusterSpec) -> tuple
 def needs(estimate: Estimate, limit: float) -> str:
     """Why an estimate does not fit: how much is short, and what takes the most."""
     most = ", ".join(f"{name} {format_bytes(held)}" for name, held in list(estimate.memory.items())[:3])
-    short, stage = format_bytes(estimate.peak_bytes - limit), f" on stage {estimate.stage}" if estimate.stage else ""
-    return f"is {short} short{stage} of the {format_bytes(estimate.peak_bytes)} that it needs: {most}"
+    short, stage = format_bytes(estimate.needed_bytes - limit), f" on stage {estimate.stage}" if estimate.stage else ""
+    return f"is {short} short{stage} of the {format_bytes(estimate.needed_bytes)} that it needs: {most}"

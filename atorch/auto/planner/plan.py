@@ -22,6 +22,7 @@ class Estimate:
     peak_bytes: float
     memory: Mapping[str, float]  # category → bytes, the largest first
     stage: int = 0  # of the pipeline, whose device needs the most
+    reserve_bytes: float = 0.0  # beside the peak, what the allocator cannot use: it must have both
     on_host_bytes: float = 0.0  # beside them, in host memory for that device
     time: Mapping[str, float] = field(default_factory=dict)  # category → seconds, which add up to the step's
     samples_per_s: float | None = None
@@ -30,6 +31,11 @@ class Estimate:
     mfu: float | None = None  # the share of the device's 16-bit peak that this is
     low_s: float | None = None  # between which the step is expected, where it is known how far estimates are off
     high_s: float | None = None
+
+    @property
+    def needed_bytes(self) -> float:
+        """Of a device: what fits, or not."""
+        return self.peak_bytes + self.reserve_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

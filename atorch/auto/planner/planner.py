@@ -231,7 +231,7 @@ def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, w
     if not missed:
         told = obstacles(profile, ctx.cluster, wanted.excluded, wanted.included, wanted.fixed, wanted.levels[-1])
         raise NoFeasiblePlanError(f"no composition is left to try: {told}", rejected)
-    nearest = min(missed, key=lambda each: each.estimate.peak_bytes if each.estimate else 0.0)
+    nearest = min(missed, key=lambda each: each.estimate.needed_bytes if each.estimate else 0.0)
     raise NoFeasiblePlanError(
         f"none of {len(missed)} compositions fits in {format_bytes(usable_bytes(ctx.cluster))} a device. The nearest, "
         f"{nearest.strategy}, {nearest.reason}. {_remedy(wanted)}",

@@ -254,8 +254,8 @@ def test_an_estimate_adds_up(start):
 def test_what_cannot_fit_says_what_takes_the_room(start):
     profile, cost = start
     scored = score(compositions(profile, cluster(2)), cost, cluster(2))
-    sizes = sorted(each.estimate.peak_bytes for each in scored)
-    small = cluster(2, memory_bytes=sizes[len(sizes) // 2] / 0.92)
+    sizes = sorted(each.estimate.needed_bytes for each in scored)
+    small = cluster(2, memory_bytes=sizes[len(sizes) // 2] / 0.95)
     fitting, rejected = split_by_memory(scored, small)
     assert fitting
     assert len(fitting) + len(rejected) == len(scored)
