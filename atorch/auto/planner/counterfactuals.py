@@ -17,7 +17,7 @@ from atorch.auto.planner.plan import Estimate
 from atorch.auto.planner.space import MESH, Level, Node, Space
 from atorch.auto.strategy import Method
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost, peak_memory
+from atorch.cost import Cost, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds
 
 STEP = "micro_batch"  # the slot that makes up for what no longer divides
@@ -50,7 +50,7 @@ def counterfactuals(
 
     Those that are not among `columns` yet are added.
     """
-    look = _Look(space, chosen, start, cluster, room, columns, set(columns.methods))
+    look = _Look(space, chosen, start, cluster, room, columns, set(columns.methods), StepTimes(cluster))
     base = look.estimated(chosen)
     assert base is not None, "the chosen composition is legal"
     found: dict[tuple[str, str], tuple[bool, Estimate]] = {}
@@ -110,6 +110,7 @@ class _Look:
     room: Room
     columns: Columns
     known: set[Methods]
+    times: StepTimes
 
     def neighbours(self) -> Iterator[tuple[str, str, Methods]]:
         """`(what, change, methods)` of all; several of one change where it can be made up for in several ways."""
@@ -131,7 +132,7 @@ class _Look:
         return min(estimates, key=lambda each: _order((self.room.short(each) is not None, each)), default=None)
 
     def _scored(self, node: Node) -> Estimate:
-        estimate = estimate_of(node.cost, self.cluster)
+        estimate = estimate_of(node.cost, self.cluster, self.times)
         if node.methods not in self.known:
             self.known.add(node.methods)
             self.columns.add(node.methods, estimate.step_s, peak_memory(node.cost))

@@ -9,7 +9,7 @@ from atorch.auto.planner.plan import Estimate, Rejected
 from atorch.auto.planner.space import Node, Space
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost, StepTime, peak_memory, step_time
+from atorch.cost import Cost, StepTime, StepTimes, peak_memory
 from atorch.cost.memory import RESERVE
 from atorch.cost.splits import SAMPLE_AXES
 from atorch.cost.useful import useful_flops, utilisation_peak
@@ -39,9 +39,9 @@ def fastest_first(found: Iterable[Scored]) -> list[Scored]:
     return sorted(found, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
 
 
-def estimate_of(cost: Cost, cluster: ClusterSpec) -> Estimate:
-    """The seconds and bytes of a step."""
-    memory, spent = peak_memory(cost), step_time(cost, cluster)
+def estimate_of(cost: Cost, cluster: ClusterSpec, times: StepTimes | None = None) -> Estimate:
+    """The seconds and bytes of a step; `times`, where many are asked for, keeps what they have in common."""
+    memory, spent = peak_memory(cost), (times or StepTimes(cluster)).of(cost)
     rate = cost.batch_size * cost.size(*SAMPLE_AXES) / spent.total_s if spent.total_s else 0.0
     flops = useful_flops(cost) / (spent.total_s * cluster.world_size) if spent.total_s else None
     peak = utilisation_peak(cluster.device.peak_flops)
