@@ -67,10 +67,10 @@ def test_the_best_are_those_of_brute_force(job, tightness):
     every = list(brute(space, start, spec))
     if not every:
         return
-    peaks = sorted(memory.total for _, _, memory in every)
+    peaks = sorted(memory.needed for _, _, memory in every)
     device = peaks[min(len(peaks) - 1, int(tightness * len(peaks) / 2))]
     host = spec.host_memory_bytes / spec.devices_per_node
-    fitting = sorted(seconds for _, seconds, held in every if held.total <= device and held.on_host <= host)
+    fitting = sorted(seconds for _, seconds, held in every if held.needed <= device and held.on_host <= host)
     found = best_first(space, start, spec, device_bytes=device, host_bytes=host, keep=5).columns
     assert found.step_s[found.fastest(5)].tolist() == fitting[:5]
     assert len(found) == len(set(found.methods)) <= len(every)
@@ -95,10 +95,10 @@ def test_where_nothing_fits_the_nearest_miss_is_found(job, share):
     every = list(brute(space, start, spec))
     if not every:
         return
-    device = share * min(memory.total for _, _, memory in every)
+    device = share * min(memory.needed for _, _, memory in every)
     found = best_first(space, start, spec, device_bytes=device).columns
     assert not found.fits.any()
-    assert found.short_bytes.min() == min(memory.total for _, _, memory in every) - device
+    assert found.short_bytes.min() == min(memory.needed for _, _, memory in every) - device
 
 
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
@@ -142,7 +142,7 @@ def hold_part(part, node, space, scored, room):
     held = {leaf.methods for leaf in space.leaves(node, part.only)}
     for methods in held:
         seconds, memory = scored[methods]
-        short = max(memory.total - room[0], memory.on_host - room[1])
+        short = max(memory.needed - room[0], memory.on_host - room[1])
         assert part.short_bytes <= max(0, short), methods
         assert part.seconds <= seconds, methods
         assert least_intricacy(node, part.only) <= intricacy(methods, on_host=memory.on_host > 0)
@@ -159,7 +159,7 @@ def test_what_just_fits_is_in_a_part_that_may_fit_and_takes_no_less(job, chance)
         leaves = list(space.leaves(node))
         for leaf in chance.sample(leaves, min(3, len(leaves))):
             memory = peak_memory(leaf.cost)
-            bounds = Bounds(space, times, memory.total, memory.on_host)
+            bounds = Bounds(space, times, memory.needed, memory.on_host)
             parts = [each for each in bounds.parts(node) if has(space, node, each, leaf)]
             if not parts[0].is_settled:
                 parts += [each for each in bounds.cut(parts[0]) if has(space, node, each, leaf)]
