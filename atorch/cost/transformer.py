@@ -123,6 +123,8 @@ def transformer_profile(
         param_bytes=int(num_params * itemsize),
         trainable_bytes=int(num_params * itemsize),
         output_bytes=int(build.tokens * shape.vocab * itemsize),
+        module_classes=frozenset({"Embedding", "Linear"}),
+        block_classes=frozenset({"Linear"}),
     )
 
 

@@ -100,7 +100,8 @@ class Fp8(Method):
         """Where the hardware multiplies in fp8: the Linear layers of the repeated blocks; the head stands it badly."""
         if "Linear" in (profile.block_classes if profile.blocks else profile.module_classes):
             lists = sorted({block.name.rpartition(".")[0] for block in profile.blocks} - {""})
-            yield cls(include=tuple(lists) or None)
+            by_shape = bool(profile.blocks) and not lists  # of a shape, modules have no names
+            yield cls(include=tuple(lists) or None, exclude=("head",) if by_shape else None)
 
     def check(self, ctx: Context) -> None:
         """Its backend runs here, beside the others, and there is a layer to convert."""

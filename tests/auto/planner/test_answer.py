@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.opt_lib.fp8 import Fp8
 from atorch.auto.planner.answer import answer
 from atorch.auto.planner.best_first import TIE
 from atorch.auto.planner.estimate import estimate_of
@@ -202,17 +203,21 @@ def names_of(plan):
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "half", "fp8"])
 def test_numbers_are_no_less_exact_than_is_allowed(precision):
-    profile = replace(llama(4), module_classes=frozenset({"Linear"}), block_classes=frozenset({"Linear"}))
-    plan = answer(profile, H100, global_batch=16, precision=precision)
+    plan = answer(llama(4), H100, global_batch=16, precision=precision)
     allowed = METHODS_OF[precision]
     assert LESS_EXACT & set(plan.strategy.names()) == allowed, "the least exact are fastest here"
     assert LESS_EXACT & names_of(plan) <= allowed | ({"amp_native"} if allowed else set())
 
 
 def test_fp8_is_not_chosen_unasked_and_what_is_included_is_allowed():
-    profile = replace(llama(4), module_classes=frozenset({"Linear"}), block_classes=frozenset({"Linear"}))
-    assert "fp8" not in names_of(answer(profile, H100, global_batch=16))
-    assert "fp8" in answer(profile, H100, global_batch=16, included=["fp8"], precision="fp32").strategy.names()
+    assert "fp8" not in names_of(answer(llama(4), H100, global_batch=16))
+    assert "fp8" in answer(llama(4), H100, global_batch=16, included=["fp8"], precision="fp32").strategy.names()
+
+
+def test_fp8_leaves_the_head_of_a_shape_out():
+    (choice,) = Fp8.choices(llama(4), H100)
+    assert choice.exclude == ("head",)
+    assert not choice.cost(plain_cost(llama(4))).fp8_outside
 
 
 ON_HOST = {"offload", "chunk"}
