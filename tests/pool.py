@@ -40,6 +40,8 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
 )
 GRACE_S = 8.0  # what a failed rank's peers get to fail by themselves
+MOST_THREADS = 40
+"""A worker with more is replaced: groups that something still holds wake their threads a hundred times a second."""
 
 
 class RankFailure(AssertionError):
@@ -56,6 +58,7 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
         """`function(rank, size, *args)` on `ranks` processes; the results by rank."""
+        self._workers = [worker.replaced() if worker.is_worn else worker for worker in self._workers]
         while len(self._workers) < ranks:
             self._workers.append(_Worker())
         workers, self._calls = self._workers[:ranks], self._calls + 1
@@ -109,6 +112,14 @@ class _Worker:
         self.process = fork.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether calls have left more threads behind than it is worth to keep."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task")) > MOST_THREADS
+        except FileNotFoundError:  # no Linux, or it has ended, which its next call tells
+            return False
 
     def answer(self) -> tuple[bool, Any]:
         try:
