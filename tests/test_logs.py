@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from atorch import logs
 
 
-@pytest.fixture
-def ranked() -> Iterator[None]:
-    before = list(logs.logger.filters)
-    yield
-    logs.logger.filters[:] = before
-
-
-@pytest.mark.usefixtures("ranked")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_zero_speaks_for_all(rank: int, caplog: pytest.LogCaptureFixture) -> None:
     logs.name_rank(rank)

@@ -163,7 +163,7 @@ def test_where_nothing_is_left_the_message_names_what_to_change(arguments, match
 
 def test_nothing_fits():
     ctx = replace(context(), cluster=cluster(memory_bytes=1000.0))
-    with pytest.raises(NoFeasiblePlanError, match=r"none of \d+ compositions fits in 920 B.*needs") as none:
+    with pytest.raises(NoFeasiblePlanError, match=r"none of \d+ compositions fits in 950 B.*needs") as none:
         find(ctx)
     assert all(each["estimate"]["peak_bytes"] > 920 for each in none.value.rejected if each["why"] == "memory")
     assert any(each["why"] == "memory" for each in none.value.rejected)
