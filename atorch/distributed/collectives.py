@@ -236,13 +236,21 @@ def _naming_the_missing(call: str, group: dist.ProcessGroup | None) -> Iterator[
         return
     here = Arrivals(call, "door", group)
 
-    def tell() -> None:
+    with warning_late(lambda: f"{here.told()} (this process waits for them)"):
+        yield
+
+
+@contextmanager
+def warning_late(told: Callable[[], str]) -> Iterator[None]:
+    """Inside, what `told` says is logged as a warning of this rank once MEETING has passed."""
+
+    def warn() -> None:
         try:
-            logger.warning("%s (this process waits for them)", here.told(), extra=OF_THIS_RANK)
+            logger.warning("%s", told(), extra=OF_THIS_RANK)
         except RuntimeError:  # the store went with the process that held it, which the call says itself
             return
 
-    timer = threading.Timer(MEETING.total_seconds(), tell)
+    timer = threading.Timer(MEETING.total_seconds(), warn)
     timer.daemon = True
     timer.start()
     try:

@@ -6,11 +6,9 @@ Tensors in them arrive in host memory, without what their memory is shared with.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from atorch.distributed.arrivals import NoAnswerError, listed
-from atorch.distributed.collectives import MEETING, several
+from atorch.distributed.collectives import several, warning_late
 from atorch.errors import ArgumentError
 from atorch.logs import OF_THIS_RANK, logger
 
@@ -63,7 +61,7 @@ class Messages:
             ArgumentError: one had not before the group's time-out, or ended; who it is.
         """
         messages = self._begin(obj, dests)
-        with _told_late(lambda: self._told(messages)):
+        with warning_late(lambda: self._told(messages)):
             try:
                 for message in messages:
                     for work, _ in message.transfers:
@@ -84,7 +82,7 @@ class Messages:
             return self._own.popleft()
         size = torch.zeros(1, dtype=torch.int64)
         waiting = f"rank {_rank()} waits for an object from rank {source}, which has sent none"
-        with _told_late(lambda: f"{waiting}; call smp.send or smp.broadcast there"):
+        with warning_late(lambda: f"{waiting}; call smp.send or smp.broadcast there"):
             try:
                 dist.recv(size, source, tag=TAG)
                 content = torch.zeros(int(size), dtype=torch.uint8)
@@ -153,15 +151,3 @@ def on_host(obj: Any) -> Any:
 
 def _first_line(error: RuntimeError) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-@contextmanager
-def _told_late(told: Callable[[], str]) -> Iterator[None]:
-    """Inside, what is waited for is told once MEETING has passed."""
-    timer = threading.Timer(MEETING.total_seconds(), lambda: logger.warning("%s", told(), extra=OF_THIS_RANK))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

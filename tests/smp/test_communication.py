@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import atorch.smp as smp
+from atorch.distributed import collectives
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.smp import messages
 from atorch.smp.session import _sessions, session
 from tests.pool import Pool
 
@@ -211,8 +211,8 @@ def test_what_cannot_be_meant_is_told() -> None:
 
 
 def test_a_late_one_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "MEETING", timedelta(milliseconds=1))
-    with messages._told_late(lambda: "rank 0 waits"):
+    monkeypatch.setattr(collectives, "MEETING", timedelta(milliseconds=1))
+    with collectives.warning_late(lambda: "rank 0 waits"):
         while not caplog.records:
             pass
     assert "rank 0 waits" in caplog.text
