@@ -347,7 +347,8 @@ def call_alone(rank: int, size: int) -> tuple[str, list[str]]:
 def test_a_process_that_does_not_come_is_named_soon_and_told_when_the_time_is_up(pool: Pool) -> None:
     assert timedelta(seconds=5) > collectives.MEETING
     (told, warned), _ = pool.run(call_alone, timeout=30)
-    assert warned == ["auto_accelerate is called on rank 0 but not on 1; call it on all together"]
+    said = "auto_accelerate is called on rank 0 but not on 1; call it on all together"
+    assert warned == [f"{said} (this process waits for them)"]
     assert "auto_accelerate got no answer from the other processes, which all have to call it" in told
 
 
