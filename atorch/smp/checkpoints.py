@@ -10,13 +10,18 @@ path/user_content_TAG
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from atorch.distributed.collectives import agreed, from_rank_zero, together
 from atorch.distributed.description import described
@@ -50,7 +55,8 @@ def save_checkpoint(
     Args:
         tag: what it is called, such as `steps100`.
         partial: each process writes what it holds of `model` and `optimizer`; else the whole model is written alone.
-        user_content: plain data that `resume_from_checkpoint` returns: numbers, strings, tensors, lists and dicts.
+        user_content: plain data that `resume_from_checkpoint` returns: numbers, strings, tensors, lists and dicts. What
+            has a configuration's form (a dataclass, a namespace, an object with `to_dict`) comes back as a dict.
         translate_if_full: without effect: a whole state has the names of the user's own model.
         num_kept_partial_checkpoints: how many partial checkpoints of the folder stay, the newest; None for all.
 
@@ -72,6 +78,7 @@ def save_checkpoint(
 
     agreed("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**given, **has})}, check)
     folder, save = Path(path), from_rank_zero(secrets.token_hex(8))
+    user_content = together(lambda: _plain(user_content, "user_content"))
     if partial:
         together(lambda: _write_parts(_part_folder(folder, tag), model, optimizer, user_content, save))
     else:
@@ -155,6 +162,33 @@ def _optimizer_state(folder: Path, optimizer: Any, is_wanted: bool, save: str | 
     if own_save != save:
         raise CheckpointError(f"model and optimizer in {shown(str(folder))} are of different saves; load another one")
     return state
+
+
+def _plain(value: Any, place: str) -> Any:
+    """A value with its configurations as dicts, at any depth: what can be loaded without running code."""
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each, f"{place}[{number}]") for number, each in enumerate(value))
+    if type(value) is not dict:
+        held = _fields(value)
+        if held is None:
+            return value
+        logger.info("%s is a %s, and is saved as a dict: loading runs no code", place, type(value).__name__)
+        value = held
+    return {key: _plain(each, f"{place}[{key!r}]") for key, each in value.items()}
+
+
+def _fields(value: Any) -> dict[Any, Any] | None:
+    """The fields of a configuration; None of anything else."""
+    if isinstance(value, (type, torch.Tensor)):
+        return None
+    if callable(getattr(value, "to_dict", None)):  # Hugging Face's, which are dataclasses as well
+        found = value.to_dict()
+        return found if type(found) is dict else None
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, (argparse.Namespace, SimpleNamespace)):
+        return vars(value)
+    return None
 
 
 def _write_parts(folder: Path, model: Any, optimizer: Any, user_content: Any, save: str) -> None:

@@ -15,13 +15,19 @@ import torch
 
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.smp.parts import ADVICE, Parts, write_file
+from atorch.smp.ranks import rdp_rank
 from atorch.weights_file import read_weights
 
 MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
 
 
 def save(
-    obj: Any, f: str, partial: bool = True, pickle_module: ModuleType | None = None, pickle_protocol: int = 2
+    obj: Any,
+    f: str,
+    partial: bool = True,
+    pickle_module: ModuleType | None = None,
+    pickle_protocol: int = 2,
+    v3: bool = False,
 ) -> None:
     """Write an object into a file, as torch.save does: a kill leaves the old file whole, or the new one.
 
@@ -31,6 +37,8 @@ def save(
             the one file `f` is written.
         pickle_module: None or the standard pickle.
         pickle_protocol: 2, the one that is read without running code.
+        v3: processes of all replicas call it, as where each would save its share of an optimizer's states. Those of the
+            first replica write: what `local_state_dict` gave them is whole.
 
     Raises:
         ArgumentError: `f` is no string, `pickle_module` another pickle, or `pickle_protocol` another protocol.
@@ -41,6 +49,8 @@ def save(
         raise ArgumentError(
             f"pickle_protocol is {shown(pickle_protocol)}; smp.load, which never runs code, reads 2 alone: leave it out"
         )
+    if v3 and rdp_rank() != 0:
+        return
     if partial:
         Parts(f"{f}_").write(obj)
     else:
@@ -63,7 +73,7 @@ def load(
         map_location: where tensors go, as torch.load takes it: a function, a device, a string or a dict.
         pickle_module: None or the standard pickle.
         partial: read this process's file, `f` with its `mp_rank`; else the one file `f`.
-        pickle_load_args: `mmap`, and `weights_only`, which can only be True.
+        pickle_load_args: `mmap`, `weights_only`, which can only be True, and `back_compat`, which changes nothing.
 
     Raises:
         ArgumentError: `f` is no string, `pickle_module` another pickle, or an argument one that unpickling would take.
@@ -73,6 +83,7 @@ def load(
     if not pickle_load_args.pop("weights_only", True):
         raise ArgumentError("smp.load was given weights_only=False, and never runs code out of a file; leave it out")
     mmap = pickle_load_args.pop("mmap", None)
+    pickle_load_args.pop("back_compat", None)
     if pickle_load_args:
         raise ArgumentError(
             f"smp.load was given {', '.join(sorted(pickle_load_args))}; files are read as weights alone, where such an "

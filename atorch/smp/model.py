@@ -204,6 +204,21 @@ class DistributedModel(LocalParts):
         self._hooks[handle.id] = hook
         return handle
 
+    def register_post_step_hook(self, hook: Callable[..., Any]) -> None:
+        """Call `hook` once states of the optimizer can be loaded: after the partition, or now where that has been.
+
+        The original called it after the first step, whose loss was not scaled as the state says that comes then.
+
+        Args:
+            hook: takes nothing, the model, or the model and the optimizer.
+
+        Raises:
+            ArgumentError: it cannot be called.
+        """
+        if not callable(hook):
+            raise ArgumentError(f"register_post_step_hook was given {shown(hook)}; give a function")
+        self.when_partitioned(lambda: hook(*(self, session().optimizer)[: _num_arguments(hook)]))
+
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Average gradients by `hook(state, bucket)`, as of DistributedDataParallel, which it may be made for.
 
@@ -264,8 +279,11 @@ class DistributedModel(LocalParts):
         state = whole_over_shards(self._own_state())
         return {**state, PARTIAL: True, CUTS: self.split.told(state)}
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
         """The state of the whole model, as the module's own: on all processes that hold parts of one replica.
+
+        Args:
+            gather_to_rank0: accepted: rank 0 has it in any case.
 
         Raises:
             ArgumentError: some of these did not call it, and are named.
@@ -275,8 +293,17 @@ class DistributedModel(LocalParts):
         meet_replicas("model.state_dict()", states=False)
         return gathered_state(self._own_state(), self._names, "model.state_dict()", self.split.whole)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        same_partition_load: bool = False,
+    ) -> Any:
         """Take a whole state, or the partial ones of all processes, after the partition, or now where that has been.
+
+        Args:
+            same_partition_load: accepted: partial states are put together, whatever partition they are of.
 
         Raises:
             RuntimeError: names or shapes differ, as of any module; at once for a whole state, before the partition too.

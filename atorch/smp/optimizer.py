@@ -107,6 +107,11 @@ class DistributedOptimizer(WrappedOptimizer):
         self._share()
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was given, for schedulers that are made of it."""
+        return self._given
+
+    @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by, and gradients until they are stepped; 1 but under `fp16`."""
         return 1.0 if self._scale is None else self._scale()
@@ -163,10 +168,14 @@ class DistributedOptimizer(WrappedOptimizer):
             self.clip_master_grads(config.sdp_gradient_clipping)
         return self.inner.step()
 
-    def local_state_dict(self) -> State:
+    def local_state_dict(self, gather_if_shard: bool = True) -> State:
         """The state of the parameters that are here, by name, with the key `_smp_is_partial`.
 
         No communication, but for what replicas share out: then all of these call it together, and each has the whole.
+
+        Args:
+            gather_if_shard: accepted: False, which asks for this replica's share alone, gives the whole as well, so
+                that one replica's files are the checkpoint, and load where there are more replicas or fewer.
 
         Raises:
             ArgumentError: some of these did not call it, and are named.

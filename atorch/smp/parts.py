@@ -122,7 +122,10 @@ def write_file(obj: Any, path: str, *, is_refused: bool = False) -> None:
         file.flush()
         why = _refusal(file.name)
         if why and is_refused:
-            raise CheckpointError(f"{shown(path)} could not be loaded again: {why}; {PLAIN}: give those alone")
+            raise CheckpointError(
+                f"{shown(path)} could not be loaded again: {why}; {PLAIN}: give those, and of "
+                "what has a state, such as a data loader, its state_dict() or the number of the batch"
+            )
     if why:
         logger.warning("smp.load will refuse %s: %s; %s", shown(path), why, PLAIN, extra=OF_THIS_RANK)
 

@@ -1,7 +1,12 @@
-"""`smp.state`: what scripts read of a session. `cfg` is the configuration, `model` and `optimizer` are the script's."""
+"""`smp.state`: what scripts read of a session. `cfg` is the configuration, `model` and `optimizer` are the script's.
+
+`module_manager.translate_functions` are the pairs of functions that translate the model's state to Hugging Face's names
+and back, which `save_pretrained` asks for: none, since a model keeps its own names.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from atorch.smp.session import session
@@ -13,4 +18,6 @@ def __getattr__(name: str) -> Any:
         return session().config
     if name in ("model", "optimizer"):
         return getattr(session(), name)
-    raise AttributeError(f"smp.state has cfg, model and optimizer, and no {name}")
+    if name == "module_manager":
+        return SimpleNamespace(translate_functions=())
+    raise AttributeError(f"smp.state has cfg, model, optimizer and module_manager, and no {name}")

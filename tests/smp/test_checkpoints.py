@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch.utils.data import DataLoader
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError, CheckpointError
@@ -243,10 +246,34 @@ def test_content_that_could_not_be_loaded_is_refused_when_saved(tmp_path: Path, 
     model, _ = parts
     smp.save_checkpoint(tmp_path, "one", model=model, user_content={"lr": 0.1})
     with pytest.raises(
-        CheckpointError, match=r"it holds argparse.Namespace, which is no plain data; .* give those alone"
+        CheckpointError,
+        match=r"it holds torch\.utils\.data\.\S+, which is no plain data; .* a data loader, its",
     ):
-        smp.save_checkpoint(tmp_path, "two", model=model, user_content={"args": argparse.Namespace(lr=0.1)})
+        smp.save_checkpoint(tmp_path, "two", model=model, user_content={"data": DataLoader([1])})
     assert smp.resume_from_checkpoint(tmp_path, load_optimizer=False) == {"lr": 0.1}
+
+
+@dataclass
+class Settings:
+    rate: float
+    inner: Any
+
+
+def test_configurations_come_back_as_dicts(
+    tmp_path: Path, parts: tuple[Stage, Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    args, rows = argparse.Namespace(lr=0.1, settings=[Settings(0.5, torch.ones(2))]), (1, "a")
+    config = transformers.GPT2Config(n_layer=3)
+    content = {"args": args, "model_config": config, "cls": {"rows": rows}}
+    smp.save_checkpoint(tmp_path, "one", model=parts[0], user_content=content)
+    found = smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
+    assert found["args"]["lr"] == 0.1
+    assert found["args"]["settings"][0].pop("inner").tolist() == [1, 1]
+    assert found["args"]["settings"] == [{"rate": 0.5}]
+    assert found["model_config"] == config.to_dict()
+    assert found["cls"] == {"rows": rows}
+    assert "user_content['args']['settings'][0] is a Settings, and is saved as a dict" in caplog.text
 
 
 def test_a_list_of_checkpoints_from_elsewhere(tmp_path: Path, parts: tuple[Stage, Optimizer]) -> None:

@@ -25,7 +25,10 @@ def test_the_session_is_read_by_name() -> None:
         assert smp.state.model is wrapped
         assert smp.state.optimizer is None
         assert wrapped.get_module() is model
-        with pytest.raises(AttributeError, match="cfg, model and optimizer, and no cfgs"):
+        assert not list(smp.state.module_manager.translate_functions)  # which transformers' save_pretrained reads
+        given = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert smp.DistributedOptimizer(given).optimizer is given  # of which a Trainer makes its scheduler
+        with pytest.raises(AttributeError, match="cfg, model, optimizer and module_manager, and no cfgs"):
             smp.state.cfgs  # noqa: B018
 
 
