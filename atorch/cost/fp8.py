@@ -64,6 +64,8 @@ def cast_bytes(cost: Cost, shape: tuple[float, float, float, float], again: floa
     activations += rows * columns * cast.gradient
     weights = inner * columns * ((1.0 + again) * cast.weight_forward + cast.weight_backward)
     fused = cost.compiled or cost.fp8 == "delayed"  # whose kernels are its own
+    if cost.fp8_once:
+        weights = inner * columns * (cast.weight_forward + cast.weight_backward) / cost.num_micro_batches
     return count * (activations + weights) * (1.0 if fused else _EAGER)
 
 

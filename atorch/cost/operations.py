@@ -86,14 +86,26 @@ def _product_seconds(
     rows, inner, columns, count = shape
     pitch, wide = _pitch(inner, columns), itemsize(cost)
 
-    def one(height: float, depth: float, width: float, dtype: str) -> float:
+    def one(height: float, depth: float, width: float, dtype: str, result: float = wide) -> float:
         is_narrow = dtype == "float8"
         narrow, times = (1.0, slower(cost)) if is_narrow else (wide, 1.0)
-        return times * products.seconds(Shape(height, depth, width, dtype, narrow, wide, count, pitch))
+        return times * products.seconds(Shape(height, depth, width, dtype, narrow, result, count, pitch))
 
     dtype, of_gradient = ("float8", gradient_dtype(cost)) if in_fp8 else (cost.dtype, cost.dtype)
     seconds = (1.0 + again) * one(rows, inner, columns, dtype) + one(rows, columns, inner, dtype)
-    return seconds + one(inner, rows, columns, of_gradient) if product.trainable else seconds
+    if not product.trainable:
+        return seconds
+    result = 2.0 * cost.grad_itemsize if cost.adds_in_products else wide  # read, and written
+    return seconds + one(inner, rows, columns, of_gradient, result)
+
+
+def added_elements(cost: Cost, segment: Segment) -> float:
+    """Of one copy, elements whose gradients are added to those of earlier micro-batches by operations of their own."""
+    trained = cost.local_trainable(segment)
+    if not cost.adds_in_products:
+        return trained
+    shapes = [_local_shape(cost, each, 1.0) for each in segment.matmuls if each.trainable]
+    return max(0.0, trained - sum(inner * columns * count for _, inner, columns, count in shapes))
 
 
 def _dequantized_bytes(cost: Cost, product: Matmul, shape: _Local, again: float) -> float:

@@ -24,6 +24,10 @@ Fp8Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "block
 """How operands come to 8 bits: scaled by earlier steps' largest values, by the tensor's, by those of every row, so but
 for the product that makes the weight's gradient, or in blocks, as of 32 numbers in the microscaling formats."""
 
+Beside = Literal["nothing", "weights", "chunks", "both"]
+"""What of a tensor split's sends runs beside products: the sums of backward, beside the products that make weights'
+gradients; what products take and give, chunk by chunk beside those very products; or the first so, the rest thus."""
+
 
 @dataclass(frozen=True, slots=True)
 class Comm:
@@ -94,8 +98,10 @@ class Cost:
     whole_outside: bool = False  # outside of blocks every rank has all tokens, whatever splits the blocks
     own_tokens: bool = False  # and yet ranks along sequence and context have their own there: embeddings, head, loss
     gathers_logits: bool = False  # those of tensor ranks, for a loss that is taken of whole ones
+    tensor_beside: Beside = "nothing"
     expert: int = 1
     stages: int = 1
+    sends_beside: bool = False  # stages send and receive while they compute for other micro-batches
     scatters_sends: bool = False  # stages send a tensor rank's share each, gathered on arrival: arXiv 2104.04473, 4.1
     interleave: int = 1  # pieces of the model a stage has
     balances_flops: bool = False  # stages have as many FLOPs of products each, not as many blocks
@@ -105,6 +111,9 @@ class Cost:
     dtype: str = "float32"  # of the matmuls, but for those that fp8 computes
     fp8: Fp8Scaling | None = None  # how products of Linear layers are scaled to 8 bits, where they are
     fp8_outside: bool = False  # those outside of blocks as well, the head above all
+    fp8_once: bool = False  # weights are cast once a step, and kept for all micro-batches
+    fp8_gathers: bool = False  # tensor ranks gather in 8 bits what 8-bit products take
+    adds_in_products: bool = False  # those of weights' gradients add to the gradients of earlier micro-batches
     activation_scale: float = 1.0  # bytes of activations against those traced
     attention_kernel: str = ""  # of fused attention, one that clusters name; "": what PyTorch takes on the device
     traffic_scale: float = 1.0  # bytes moved by operations that are no matmuls, against those traced

@@ -10,7 +10,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost.collectives import Group, group_of, group_of_neighbours, rounds_of
 from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.offload import host_time
-from atorch.cost.operations import seconds_of_copy
+from atorch.cost.operations import added_elements, seconds_of_copy
 from atorch.cost.products import ProductTimes
 from atorch.cost.profile import Segment
 from atorch.cost.stages import Cut, Parts, cut_of, heaviest_stages
@@ -52,6 +52,7 @@ class _Copy(NamedTuple):
     carried: Links
     params: float
     trainable: float
+    added: float
 
 
 class _Copies(NamedTuple):
@@ -99,7 +100,8 @@ class _Whole(NamedTuple):
 
 _read_by_copies = attrgetter(
     "dtype", "fp8", "fp8_outside", "compiled", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens",
-    "gathers_logits", "sequence", "context", "expert", "recompute", "recompute_keeps", "attention_kernel",
+    "gathers_logits", "tensor_beside", "fp8_once", "fp8_gathers", "adds_in_products", "grad_itemsize",
+    "sequence", "context", "expert", "recompute", "recompute_keeps", "attention_kernel",
     "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s", "traced_batch", "batch_size", "num_micro_batches",
 )  # fmt: skip
 """What copies' seconds follow from, beside the cluster, the mesh and the cut."""
@@ -137,7 +139,8 @@ class StepTimes:
         passes_s, between_s = times * slowest.total_s, times * max(run.micro.carried[1] for run in runs)
         host = host_time(cost, heaviest_stages(cost), passes_s, self.cluster, between_s)
         once, optimizer = _ending(cost, runs, whole, host.backward_s / times, self.cluster)
-        exposed = times * slowest.exposed_s + 2.0 * (times - 1.0) * cost.interleave * sending + once
+        between_sends = 0.0 if cost.sends_beside else 2.0 * (times - 1.0) * cost.interleave * sending
+        exposed = times * slowest.exposed_s + between_sends + once
         total = times * slowest.computing_s + bubble + optimizer + exposed + host.total_s + cost.extra_s
         short = max(0.0, self._carrying_seconds(cost, runs, whole, sending) - total)
         return StepTime(
@@ -179,7 +182,7 @@ class StepTimes:
     def _copy(self, cost: Cost, segment: Segment, waiting_s: float) -> _Copy:
         device = self.cluster.device
         computed, exposed, hidden = seconds_of_copy(cost, segment, self._products), 0.0, 0.0
-        carried = [0.0, 0.0]
+        carried, beside = [0.0, 0.0], 0.0
         launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * device.launch_s
         meeting = MEETING_S if device.type == "cuda" else 0.0
         for comm in of_copy(cost, segment):
@@ -189,15 +192,18 @@ class StepTimes:
             hidden += comm.overlap * seconds
             carried[group.num_nodes > 1] += group.carrying_s(comm.kind, comm.num_bytes)
             launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
+            beside += comm.overlap * seconds if comm.axis == ("tensor",) else 0.0
+        uncovered = max(0.0, beside - computed.matmul_s)  # by the products that they run beside
         return _Copy(
             matmul_s=computed.matmul_s,
             traffic_s=computed.traffic_s,
             launch_s=launch,
-            exposed_s=exposed,
-            hidden_s=hidden,
+            exposed_s=exposed + uncovered,
+            hidden_s=hidden - uncovered,
             carried=(carried[0], carried[1]),
             params=cost.local_params(segment),
             trainable=cost.local_trainable(segment),
+            added=added_elements(cost, segment),
         )
 
     def _waiting_seconds(self, cost: Cost) -> float:
@@ -264,7 +270,7 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
 
 def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, cluster: ClusterSpec) -> _MicroBatch:
     """A GPU runs an operation while the next ones are launched, so that the longer of both counts; a CPU does not."""
-    matmul = traffic = launch = exposed = hidden = inside = between = params = trainable = blocks = 0.0
+    matmul = traffic = launch = exposed = hidden = inside = between = params = trainable = added = blocks = 0.0
     for segment, count in parts:
         copy = copies.of[id(segment)]
         matmul += count * copy.matmul_s
@@ -276,8 +282,9 @@ def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, clust
         between += count * copy.carried[1]
         params += count * copy.params
         trainable += count * copy.trainable
+        added += count * copy.added
         blocks += count if segment.is_block else 0.0
-    traffic += _cast_bytes(cost, params, trainable) / reached_bandwidth(cluster)
+    traffic += _cast_bytes(cost, params, added) / reached_bandwidth(cluster)
     if cost.stages > 1:  # activations and gradients, to and from neighbours
         launch += 4.0 * cost.interleave * SEND_LAUNCHES * cost.ops_scale * cluster.device.launch_s
     of_parameters, of_blocks = (params / whole.num_params, blocks / whole.num_blocks) if cost.stages > 1 else (1.0, 1.0)
@@ -303,9 +310,9 @@ def reached_bandwidth(cluster: ClusterSpec) -> float:
     return cluster.device.memory_bandwidth * cluster.device.efficiency.traffic
 
 
-def _cast_bytes(cost: Cost, params: float, trainable: float) -> float:
+def _cast_bytes(cost: Cost, params: float, added: float) -> float:
     """Weights that are cast, and gradients that are added to those of earlier micro-batches."""
-    accumulated = 3.0 * trainable * cost.grad_itemsize * (1.0 - 1.0 / cost.num_micro_batches)
+    accumulated = 3.0 * added * cost.grad_itemsize * (1.0 - 1.0 / cost.num_micro_batches)
     return params * cost.cast_traffic_bytes + accumulated
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from atorch.cost.state import Beside
 from atorch.cost.transformer import Implementation
 from atorch.units import MiB
 
@@ -45,6 +46,12 @@ class Framework:
     scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
     cuts_by_stages: bool = False  # a batch is cut into as many micro-batches as a pipeline has stages unless told
     gathers_once_in_pipelines: bool = False  # sharded parameters, for all micro-batches; gradients are reduced once
+    tensor_beside: Beside = "nothing"
+    overlaps_sends: bool = False  # of interleaved pipelines
+    overlaps_gathers: bool = False  # of what ranks stepped, behind the next forward pass
+    adds_in_products: bool = False
+    keeps_fp8: bool = False  # weights in 8 bits are kept over a step's micro-batches
+    gathers_fp8: bool = False  # what 8-bit products take, under tensor parallelism
     splits_norms: bool = False  # along the sequence, beside tensor parallelism, where nothing is said of it
     vocab_multiple: int = 1  # of tensor ranks, to which vocabularies are padded
     delays_scales: bool = False  # those of 8-bit products, as transformer-engine's first recipe does
@@ -75,14 +82,40 @@ _TORCHTITAN = Framework(
     gathers_once_in_pipelines=True,
 )
 
-_MEGATRON_RECIPES = Framework(
+# Megatron-Core. Gradients are added to in the products that make them, unless `--no-gradient-accumulation-fusion`, and
+# what tensor ranks sum in backward runs beside these (megatron/core/tensor_parallel/layers.py; Transformer Engine's
+# linear layers do both, too, and gather their inputs in 8 bits). Layers cast weights to 8 bits in a step's first
+# micro-batch (`is_first_microbatch`, megatron/core/extensions/transformer_engine.py). Interleaved pipelines send beside
+# computing, unless `--no-overlap-p2p-communication`.
+_MEGATRON_CORE = Framework(
     implementation=_MEGATRON,
     delays_scales=True,
     vocab_multiple=128,
     placeholder_itemsize=2.0,
     scatters_sends=True,
+    tensor_beside="weights",
+    overlaps_sends=True,
+    adds_in_products=True,
+    keeps_fp8=True,
+    gathers_fp8=True,
+)
+# Recipes of NeMo and Megatron Bridge have sequence_parallel, use_distributed_optimizer, overlap_param_gather and
+# tp_comm_overlap on, and grad_reduce_in_fp32 off in mixed precision (NVIDIA/NeMo, nemo/collections/llm/recipes).
+_MEGATRON_RECIPES = replace(
+    _MEGATRON_CORE,
+    grad_itemsize=2.0,
+    tensor_beside="both",
+    overlaps_gathers=True,
     splits_norms=True,
     zero_when_split=1,
+)
+# 16-bit gradients without `--accumulate-allreduce-grads-in-fp32`, which bf16 alone sets (megatron/arguments.py).
+_MEGATRON_2021 = Framework(
+    implementation=Implementation(dropout=True),
+    grad_itemsize=2.0,
+    overlaps=False,
+    scatters_sends=True,
+    vocab_multiple=128,
 )
 
 _KNOWN: Mapping[str, Framework] = {
@@ -105,22 +138,16 @@ _KNOWN: Mapping[str, Framework] = {
         launches=22.0,
     ),
     "automodel": Framework(keeps_masters=False, grads_persist=False),
-    # Recipes of NeMo and Megatron Bridge have sequence_parallel and use_distributed_optimizer on.
     "nemo": _MEGATRON_RECIPES,
     "bridge": _MEGATRON_RECIPES,
     "megatron-deepspeed": Framework(
         implementation=Implementation(dropout=True), overlaps=False, scatters_sends=True, vocab_multiple=128
     ),
-    "megatron-lm (may 2021)": Framework(
-        implementation=Implementation(dropout=True),
-        grad_itemsize=2.0,
-        overlaps=False,
-        scatters_sends=True,
-        vocab_multiple=128,
-    ),
-    "megatron": Framework(
-        implementation=_MEGATRON, delays_scales=True, vocab_multiple=128, placeholder_itemsize=2.0, scatters_sends=True
-    ),
+    "megatron-lm (may 2021)": _MEGATRON_2021,
+    "megatron-lm (2021)": _MEGATRON_2021,
+    # Sums of backward beside weights' gradients; accumulation is fused for fp32 gradients alone (02bb1f5c).
+    "megatron-lm (2022)": replace(_MEGATRON_2021, tensor_beside="weights"),
+    "megatron": _MEGATRON_CORE,
     "internevo": Framework(
         grad_itemsize=2.0,
         grads_persist=False,

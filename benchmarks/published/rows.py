@@ -97,9 +97,14 @@ def cost_of(row: Row) -> Cost:
         ops_scale=min(framework.launches, COMPILED) if is_compiled(row) else framework.launches,
         attention_kernel="" if row.text("attn") in UNKNOWN else attention_of(row),
         fp8=_fp8_scaling(framework, precision),
+        fp8_once=framework.keeps_fp8,
+        fp8_gathers=framework.gathers_fp8,
+        adds_in_products=framework.adds_in_products,
         compiled=is_compiled(row),
         hop_wait_s=framework.hop_wait_s,
         scatters_sends=framework.scatters_sends,
+        sends_beside=framework.overlaps_sends and layout.interleave > 1,
+        tensor_beside=framework.tensor_beside if row.text("tp_overlap") in BLANK else "chunks",
         extra_s=_waiting_seconds(layout, framework),
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
@@ -211,6 +216,7 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: 
         overlaps=framework.overlaps,
         bucket_bytes=framework.bucket_bytes,
         gathers="broadcast" if framework.broadcasts else "all_gather",
+        gathers_ahead=framework.overlaps_gathers,
     )
     if layout.zero == 2:
         return replace(cost, grad_shards=cost.optim_shards)

@@ -89,6 +89,6 @@ def test_typical_products_are_those_that_a_device_reaches_by_itself():
         return matmul_share(cluster_described(name, None, 8, 8).device, otherwise=0.5)
 
     assert share("H100-80GB") == pytest.approx(0.85 * 0.803)
-    assert share("GB200 NVL72") < share("B200") < share("A100-80GB")
+    assert share("B200") < share("GB200 NVL72") < share("A100-80GB")
     assert share("H100-96GB HBM2e 500W") < share("H100-80GB")
     assert share("V100-SXM2") == 0.5  # of which nothing is known

@@ -153,6 +153,19 @@ def test_precisions_are_mixed_as_frameworks_mix_them():
     assert itemsizes(framework="ATorch", tp="1", pp="1", dp="16") == (4, 4, 0, 8)
 
 
+def test_what_runs_beside_products_is_as_frameworks_do_it():
+    def traits(**given):
+        cost = cost_of(row(**given))
+        return cost.tensor_beside, cost.adds_in_products, cost.fp8_once, cost.sends_beside
+
+    assert traits() == ("weights", True, True, False)
+    assert traits(vpp="2") == ("weights", True, True, True)
+    assert traits(framework="Megatron-Core (NeMo)") == ("both", True, True, False)
+    assert traits(framework="Megatron-LM (2022)") == ("weights", False, False, False)
+    assert traits(framework="Megatron-DeepSpeed", vpp="2") == ("nothing", False, False, False)
+    assert traits(framework="torchtitan", tp_overlap="yes") == ("chunks", False, False, False)
+
+
 def test_a_figure_is_compared_with_what_it_is_of():
     assert metric_of(row()) == "allocated"
     assert metric_of(row("torch max_memory_allocated or reserved")) == "reserved"
@@ -188,15 +201,18 @@ def test_notes_are_not_read(tmp_path):
     assert found.row_id == "a-0001"
 
 
-def test_notes_tell_of_adapters_alone(tmp_path):
+def test_notes_tell_of_adapters_and_asynchronous_tensor_parallelism_alone(tmp_path):
     path = tmp_path / "table.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["row_id", "notes", "source_file"])
         writer.writeheader()
         writer.writerow({"row_id": "a", "notes": "LoRA=Yes; method FSDP", "source_file": "me/mine:runs.md"})
         writer.writerow({"row_id": "b", "notes": "LoRA=No; method FSDP"})
-    first, second = read_rows(path)
+        for notes in ("Table 4; AsyncTP", "1F1B; asynchronous tensor parallelism", "Table 4; vanilla TP", "async tpu"):
+            writer.writerow({"row_id": notes, "notes": notes})
+    first, second, *others = read_rows(path)
     assert (first.text("adapters"), second.text("adapters")) == ("lora", "")
+    assert [each.text("tp_overlap") for each in (first, *others)] == ["", "yes", "yes", "", ""]
     assert (first.publisher, second.publisher) == ("me/mine", "table")
 
 

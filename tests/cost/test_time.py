@@ -31,7 +31,7 @@ WHOLE = replicate(
 OTHERS = {
     "segments": (replace(BLOCK, num_ops=1000), HEAD), "axes": AXES | {"data": 2, "zero": 2}, "schedule": "gpipe",
     "dtype": "bfloat16", "recompute_keeps": "selective", "comm": (), "device_bytes": 1e9,
-    "attention": "written", "fp8": "tensorwise", "attention_kernel": "flash3",
+    "attention": "written", "fp8": "tensorwise", "attention_kernel": "flash3", "tensor_beside": "chunks",
 }  # fmt: skip
 
 
@@ -44,3 +44,44 @@ def test_what_is_shared_does_not_hide_a_difference(field):
     assert shared.of(WHOLE) == step_time(WHOLE, CLUSTER)
     assert shared.of(changed) == step_time(changed, CLUSTER)
     assert shared.of(WHOLE) == step_time(WHOLE, CLUSTER)
+
+
+def test_products_that_add_gradients_read_and_write_them_once():
+    """Without, what a product gave is written, read with what was there, and written."""
+    cost = Cost(segments=(BLOCK, HEAD), traced_batch=1.0, batch_size=4.0, num_micro_batches=4.0, dtype="bfloat16")
+    apart, fused = step_time(cost, CLUSTER), step_time(replace(cost, adds_in_products=True), CLUSTER)
+    bandwidth = CLUSTER.device.memory_bandwidth * CLUSTER.device.efficiency.traffic
+    in_products = 8 * 2 * 1000 * 9000 + 1000 * 1e5
+    saved = 4 * 3 * 4.0 * (1 - 1 / 4) * in_products / bandwidth
+    assert apart.traffic_s - fused.traffic_s == pytest.approx(saved)
+    assert 0 <= fused.matmul_s - apart.matmul_s < saved  # as far as a product waits for memory
+    few = replace(cost, traced_batch=2e4)  # products of few rows do nothing else
+    slower = step_time(replace(few, adds_in_products=True), CLUSTER).matmul_s - step_time(few, CLUSTER).matmul_s
+    assert slower == pytest.approx(4 * (2 * 4.0 - 2.0) * in_products / bandwidth)
+
+
+def test_8_bit_weights_are_cast_once_where_they_are_kept():
+    wide = tuple(replace(each, inner=1024, columns=8192) for each in BLOCK.matmuls)
+    segments = (replace(BLOCK, matmuls=wide), HEAD)
+    cost = Cost(segments=segments, traced_batch=1.0, batch_size=8.0, num_micro_batches=8.0, fp8="delayed")
+    each, once = step_time(cost, CLUSTER), step_time(replace(cost, fp8_once=True), CLUSTER)
+    weights = 8 * 2 * 1024 * 8192
+    bandwidth = CLUSTER.device.memory_bandwidth * CLUSTER.device.efficiency.traffic
+    assert each.traffic_s - once.traffic_s == pytest.approx(7 * 4 * weights / bandwidth)
+    alone = replace(cost, num_micro_batches=1.0)
+    assert step_time(alone, CLUSTER) == step_time(replace(alone, fp8_once=True), CLUSTER)
+
+
+def test_sends_beside_computing_show_at_a_pipelines_ends_alone():
+    apart, beside = (step_time(replace(WHOLE, sends_beside=each), CLUSTER) for each in (False, True))
+    assert beside.exposed_comm_s < apart.exposed_comm_s
+    assert beside.bubble_s == apart.bubble_s
+
+
+def test_sends_of_a_tensor_split_hide_behind_products_alone():
+    """As long as these take, and no longer, whatever else the copy computes."""
+    split = replace(WHOLE, splits_norms=True, tensor_beside="chunks", context=1, sequence=1, expert=1)
+    slow = replace(CLUSTER, intra_node=replace(CLUSTER.intra_node, bandwidth=1e9))
+    apart, beside = (step_time(replace(split, tensor_beside=each), slow) for each in ("nothing", "chunks"))
+    blocks = 2 * 4 * apart.matmul_s / 2  # of two micro-batches, half of the blocks on a stage
+    assert 0 < apart.exposed_comm_s - beside.exposed_comm_s < 1.2 * blocks

@@ -99,7 +99,8 @@ def check_work(cost: Cost, job: Drawn, times: StepTimes) -> None:
     for each in cost.segments:
         passes = [(3.0 if product.trainable else 2.0) * product.flops for product in each.matmuls]
         flops += each.count * (sum(passes) + 3.0 * each.attention_flops)
-    seconds = samples * flops / job.cluster.world_size / peak_flops(device, "float8" if cost.fp8 else cost.dtype)
+    dtypes = (cost.dtype, "float8") if cost.fp8 else (cost.dtype,)  # of which each product has one
+    seconds = samples * flops / job.cluster.world_size / max(peak_flops(device, each) for each in dtypes)
     assert times.of(cost).total_s >= seconds * (1 - ROUNDING)
     if not cost.optim_offload and cost.stages == 1:
         moved = cost.num_trainable * (2 * cost.optim_itemsize + 2 * cost.param_itemsize) / cost.optim_shards
