@@ -92,7 +92,8 @@ class DistributedModel(LocalParts):
         self._joins = False
         self.divides_by_all = True
         """Whether gradients of replicas that may run out of batches are averaged over all of them."""
-        self._names = tuple(module.state_dict())
+        self.names = tuple(module.state_dict())
+        """Of the whole model's state."""
         self._waiting: list[Callable[[], None]] = []
         self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()  # torch's handles want one
         self._comm_hook: tuple[Any, CommHook] | None = None
@@ -291,7 +292,7 @@ class DistributedModel(LocalParts):
         if not self.partitioned:
             return self.module.state_dict(*args, **kwargs)
         meet_replicas("model.state_dict()", states=False)
-        return gathered_state(self._own_state(), self._names, "model.state_dict()", self.split.whole)
+        return gathered_state(self._own_state(), self.names, "model.state_dict()", self.split.whole)
 
     def load_state_dict(
         self,
@@ -318,7 +319,7 @@ class DistributedModel(LocalParts):
             self.module.cpu()
             return self
         meet_replicas("model.cpu()", states=False)
-        state = gathered_state(self._own_state(), self._names, "model.cpu()", self.split.whole)
+        state = gathered_state(self._own_state(), self.names, "model.cpu()", self.split.whole)
         assert self.runner is not None
         self.module, self._others = whole_on_host(self.runner.blank, state), ()
         self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"
@@ -331,7 +332,7 @@ class DistributedModel(LocalParts):
         return state
 
     def _check_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        unknown, missing = sorted(state.keys() - set(self._names)), sorted(set(self._names) - state.keys())
+        unknown, missing = sorted(state.keys() - set(self.names)), sorted(set(self.names) - state.keys())
         if strict and (unknown or missing):
             told = [f"unexpected: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(
                 missing

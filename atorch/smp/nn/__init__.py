@@ -1,5 +1,6 @@
 """`smp.nn`: modules that are split over the tensor ranks, plain modules until then; and a fused layer norm."""
 
+from atorch.smp.nn import huggingface
 from atorch.smp.nn.attention import DistributedAttentionLayer
 from atorch.smp.nn.distributed_module import DistributedModule
 from atorch.smp.nn.language_model import DistributedTransformerLMHead
@@ -21,4 +22,5 @@ __all__ = [
     "DistributedTransformerLayer",
     "DistributedTransformerOutputLayer",
     "FusedLayerNorm",
+    "huggingface",
 ]

@@ -31,6 +31,7 @@ class DistributedTransformerLMHead(DistributedModule):
         num_positions: how many positions have an embedding.
         num_token_types: how many types of tokens have one, which is added where token_type_ids are given; 0: none.
         add_lm_head: give logits.
+        final_layernorm: a layer norm behind the last layer, as GPT-2 has it.
         others: as for `DistributedTransformer`.
 
     Raises:
@@ -61,6 +62,7 @@ class DistributedTransformerLMHead(DistributedModule):
         post_layernorm: bool = True,
         use_alibi: bool = False,
         alibi_bias_max: int = 8,
+        final_layernorm: bool = False,
     ) -> None:
         super().__init__()
         self.is_causal = causal_mask_size is not None
@@ -87,6 +89,7 @@ class DistributedTransformerLMHead(DistributedModule):
             use_alibi,
             alibi_bias_max,
         )
+        self.layernorm = nn.LayerNorm(hidden_size, layernorm_epsilon) if final_layernorm else None
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False) if add_lm_head else None
         if self.lm_head is not None:
             self.lm_head.weight = self.word_embedding.weight
@@ -109,6 +112,8 @@ class DistributedTransformerLMHead(DistributedModule):
         hidden = self._embedded(ids, types, positions)
         states = (hidden, cross[0], mask, cross[1]) if self.add_cross_attention else (hidden, mask)
         hidden_after = self.transformer(states)[0]
+        if self.layernorm is not None:
+            hidden_after = self.layernorm(hidden_after)
         if self.lm_head is None:
             if labels is not None:
                 raise ArgumentError("labels were given to a model without a head; make it with add_lm_head True")

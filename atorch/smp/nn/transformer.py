@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,11 @@ from atorch.smp.nn.attention import DistributedAttentionLayer
 from atorch.smp.nn.distributed_module import DistributedModule, refuse
 from atorch.smp.nn.initial import drawn_normal, need_layernorm
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 States = tuple[Tensor | None, ...]
 """(hidden_states, attention_mask); with cross attention (hidden_states, cross_states, attention_mask, cross_mask)."""
 
@@ -25,7 +30,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
     tensor ranks.
 
     Args:
-        activation: "gelu" or "relu".
+        activation: "gelu", "relu", or "gelu_new", which is GPT-2's.
         fp32_residual_addition: the residual is added, and normed, in fp32: a sum that fp16 cannot hold is none then.
         pre_layernorm, post_layernorm, use_normal_initialization: as for `DistributedAttentionLayer`.
 

@@ -188,7 +188,7 @@ def test_residuals_are_added_in_fp32_where_that_is_asked() -> None:
     ("make", "told"),
     [
         (lambda: smp.nn.DistributedTransformerLayer(pre_layernorm=False, post_layernorm=False), "at least one of them"),
-        (lambda: smp.nn.DistributedTransformerOutputLayer(activation="swish"), "known: gelu, relu"),
+        (lambda: smp.nn.DistributedTransformerOutputLayer(activation="swish"), "known: gelu, gelu_new, relu"),
         (lambda: smp.nn.DistributedTransformerLayer(use_alibi=True), "use_alibi True, which atorch.smp has not"),
         (lambda: smp.nn.DistributedTransformer(1, alibi_bias_max=4), "alibi_bias_max 4"),
         (lambda: smp.nn.DistributedEmbedding(4, 2, _skip_allgather=True), "_skip_allgather True"),

@@ -1,0 +1,152 @@
+"""State dicts of Hugging Face's models with the names of `smp.nn`'s modules, and back, by a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atorch.errors import ArgumentError
+from atorch.logs import logger
+from atorch.smp.partial_states import MARKS, PARTIAL
+from atorch.smp.session import is_initialized, session
+
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What the parameters of a model are called by Hugging Face, and by `smp.nn`.
+
+    Args:
+        model: its name.
+        layers: what stands before a layer's number, there and here.
+        inside: the modules of a layer, by their names there; several names here where one there has them in one.
+        outside: parameters outside of the layers; None: they keep their names, whatever they are.
+        is_transposed: whether weights of a layer are kept (in, out) there.
+        left_out: endings of names that have no values of a model.
+    """
+
+    model: str
+    layers: tuple[str, str]
+    inside: Mapping[str, tuple[str, ...]]
+    outside: Mapping[str, str] | None = None
+    is_transposed: bool = False
+    left_out: tuple[str, ...] = ()
+    _part_of: dict[str, tuple[str, int]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for theirs, ours in self.inside.items():
+            self._part_of.update({name: (theirs, number) for number, name in enumerate(ours)})
+
+    def to_smp(self, state: State) -> dict[str, Any]:
+        """A state with the names of `smp.nn`; as it is where it has them, or the script's DistributedModel lacks them.
+
+        Raises:
+            ArgumentError: the state is partial, is of another model, or has a name that `smp.nn` has nothing for.
+        """
+        theirs = self._pattern(0)
+        if not self._is_to_be_translated(state, 0) or keeps_names(theirs):
+            return dict(state)
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            if name.endswith(self.left_out or ("\n",)):
+                continue
+            match = theirs.fullmatch(name)
+            if match is None:
+                found[self._outside(name, self.outside)] = value
+                continue
+            names = self.inside.get(match["inner"])
+            if names is None:
+                raise self._unknown(name)
+            whole = value.t() if self.is_transposed else value
+            for ours, part in zip(names, whole.chunk(len(names)), strict=True):
+                found[f"{match['before']}{self.layers[1]}.{match['number']}.{ours}.{match['kind']}"] = part.contiguous()
+        return found
+
+    def to_hf(self, state: State) -> dict[str, Any]:
+        """A state with Hugging Face's names; as it is where it has them.
+
+        Raises:
+            ArgumentError: the state is partial, is of another model, or has a name that the model has nothing for.
+        """
+        if not self._is_to_be_translated(state, 1):
+            return dict(state)
+        found: dict[str, Any] = {}
+        back = None if self.outside is None else {ours: theirs for theirs, ours in self.outside.items()}
+        for name, value in state.items():
+            match = self._pattern(1).fullmatch(name)
+            if match is None:
+                found[self._outside(name, back)] = value
+                continue
+            theirs, number = self._part_of.get(match["inner"], ("", 0))
+            if not theirs:
+                raise self._unknown(name)
+            if number == 0:
+                layer = f"{match['before']}{self.layers[1]}.{match['number']}"
+                parts = [state.get(f"{layer}.{each}.{match['kind']}") for each in self.inside[theirs]]
+                made = self._joined(name, parts)
+                found[f"{match['before']}{self.layers[0]}.{match['number']}.{theirs}.{match['kind']}"] = made
+        return found
+
+    def _joined(self, name: str, parts: list[Tensor | None]) -> Tensor:
+        there = [each for each in parts if each is not None]
+        if len(there) < len(parts):
+            raise ArgumentError(
+                f"the state has {name}, and lacks what {self.model} keeps in one with it; give it whole"
+            )
+        whole = torch.cat(there) if len(there) > 1 else there[0]
+        return whole.t().contiguous() if self.is_transposed else whole
+
+    def _pattern(self, side: int) -> re.Pattern[str]:
+        layers = re.escape(self.layers[side])
+        return re.compile(rf"(?P<before>(?:.*\.)?){layers}\.(?P<number>\d+)\.(?P<inner>.+)\.(?P<kind>weight|bias)")
+
+    def _is_to_be_translated(self, state: State, side: int) -> bool:
+        if state.get(PARTIAL):
+            raise ArgumentError(f"a partial state of {self.model} was given; give a whole one, model.state_dict()")
+        known = [any(self._pattern(each).fullmatch(name) for name in state) for each in (side, 1 - side)]
+        if not any(known):
+            raise ArgumentError(
+                f"the state has no layer of {self.model}, {self.layers[0]}.0 by Hugging Face and {self.layers[1]}.0 by "
+                "smp.nn; give the state of such a model"
+            )
+        return known[0]
+
+    def _outside(self, name: str, names: Mapping[str, str] | None) -> str:
+        if names is None or name in MARKS:
+            return name
+        if name not in names:
+            raise self._unknown(name)
+        return names[name]
+
+    def _unknown(self, name: str) -> ArgumentError:
+        return ArgumentError(f"the state has {name}, for which {self.model} has no counterpart among smp.nn's modules")
+
+
+def keeps_names(theirs: re.Pattern[str]) -> bool:
+    """Whether the script's DistributedModel has Hugging Face's names itself, so that it reads them as they are."""
+    names = getattr(session().model, "names", ()) if is_initialized() else ()
+    keeps = any(theirs.fullmatch(name) for name in names)
+    if keeps:
+        logger.info("the state is not translated: the smp.DistributedModel has Hugging Face's own names")
+    return keeps
+
+
+def kept(model: str, state: State) -> dict[str, Any]:
+    """A state as it is, of a model that no module of `smp.nn` computes, for the script's DistributedModel.
+
+    Raises:
+        ArgumentError: the script's DistributedModel has other names, or there is none.
+    """
+    names = set(getattr(session().model, "names", ()) if is_initialized() else ())
+    if not names >= state.keys() - MARKS:
+        raise ArgumentError(
+            f"no module of smp.nn computes {model}, so that there are no names to translate to; under "
+            "smp.DistributedModel the model of Hugging Face keeps its own: load its state as it is"
+        )
+    return dict(state)
