@@ -110,6 +110,8 @@ class ClusterSpec:
     host_link: LinkSpec = _HOST_LINK  # each device's own, each way
     host_memory_bytes: float = math.inf  # of a node; infinite where it is not known
     host: HostSpec | None = None  # None: nothing is known that devices share
+    uncertainty: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
+    """Covariances of estimates' errors by kind of work (`cost.uncertainty`); empty: as published runs have them."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # "device.memory_gib" → where it is from
 
     @property

@@ -3,6 +3,7 @@
     {"device": {"name", "memory_gib", "peak_flops": {dtype: FLOP/s}, "memory_bandwidth", …},
      "devices_per_node", "intra_node": {"bandwidth", "latency_s"}, "inter_node": …, "nodes_per_leaf", "inter_leaf": …,
      "host_link": …, "host_memory_gib", "host": {"memory_bandwidth", "cores", "devices_per_uplink"},
+     "uncertainty": {kind of work: {kind of work: covariance}},
      "sources": {"device.memory_gib": "NVIDIA H100 data sheet"}}
 
 A source stands for the figure at its place and for all below. `docs/clusters.md` describes every field. Each figure is
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, HostSpec, KernelSpec, LinkSpec
+from atorch.cost.uncertainty import KINDS
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.strict_json import Format
 from atorch.units import GiB
@@ -54,6 +56,8 @@ _RANGES: Mapping[str, _Range] = {
     "devices_per_uplink": _COUNT,
     "both_ways": _Range(1.0, 2.0, "a factor"),
 }
+_VARIANCE = _Range(0.0, 100.0, "the variance of a logarithm")
+_COVARIANCE = _Range(-100.0, 100.0, "the covariance of two logarithms")
 _PEAK = _Range(1e6, 1e18, "FLOP/s")
 _DTYPES: Set[str] = frozenset({"float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4"})
 
@@ -64,7 +68,7 @@ _DEVICE: Set[str] = frozenset(
 )
 _CLUSTER: Set[str] = frozenset(
     {"device", "num_nodes", "devices_per_node", "intra_node", "inter_node", "nodes_per_leaf", "inter_leaf"}
-    | {"host_link", "host_memory_gib", "host", "sources"}
+    | {"host_link", "host_memory_gib", "host", "uncertainty", "sources"}
 )
 SHIPPED: Set[str] = frozenset({"matches", "aliases", "machine"})
 """How a device is recognised, what else a cluster is called, and which cloud's machine it is: no base passes it on."""
@@ -147,6 +151,7 @@ def cluster_of(data: Any, where: str) -> ClusterSpec:
         devices_per_node=top.count("devices_per_node", 1),
         intra_node=_link(top, "intra_node"),
         inter_node=_link(top, "inter_node"),
+        uncertainty=_uncertainty(top) if "uncertainty" in top.data else {},
         sources=_sources(top),
         **optional,
     )
@@ -195,6 +200,17 @@ def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency | KernelS
     """The figures that are a dataclass's fields, required where they have no default."""
     part = outer.part(name, {each.name for each in fields(kind)})
     return {each.name: part.figure(each.name, _RANGES.get(each.name, _SHARE), each.default) for each in fields(kind)}
+
+
+def _uncertainty(top: _Part) -> dict[str, dict[str, float]]:
+    """Covariances of every kind of work with every other."""
+    kinds = frozenset(KINDS)
+    part = top.part("uncertainty", kinds)
+    rows = {kind: part.part(kind, kinds) for kind in KINDS}
+    return {
+        kind: {other: row.figure(other, _VARIANCE if other == kind else _COVARIANCE) for other in KINDS}
+        for kind, row in rows.items()
+    }
 
 
 def _capability(device: _Part) -> tuple[int, int] | None:
@@ -266,4 +282,6 @@ def data_of(cluster: ClusterSpec) -> dict[str, Any]:
         data["host"] = asdict(cluster.host)
     if cluster.host_memory_bytes < float("inf"):
         data["host_memory_gib"] = cluster.host_memory_bytes / GiB
+    if cluster.uncertainty:
+        data["uncertainty"] = {name: dict(row) for name, row in cluster.uncertainty.items()}
     return {**data, "sources": dict(cluster.sources)}

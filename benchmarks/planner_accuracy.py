@@ -23,6 +23,7 @@ from pathlib import Path
 from atorch.errors import ArgumentError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.published import bands
 from benchmarks.published.evaluate import CALIBRATIONS, Calibration, calibrated, results_of
 from benchmarks.published.leave_out import Source, by_source, leave_one_out
 from benchmarks.published.metrics import Result, mean, quantile, summary
@@ -72,7 +73,9 @@ def main() -> None:
     except ArgumentError as error:
         parser.error(str(error))
     data = report(sources, typical)
-    if not arguments.leave_one_out:
+    if arguments.leave_one_out:
+        data |= bands.report(sources)
+    else:
         report_transfer(arguments.tables)
     if arguments.residuals:
         pairs = [pair for source in sources.values() for pair in source]

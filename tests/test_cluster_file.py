@@ -65,6 +65,8 @@ def test_the_least_that_a_file_must_have():
         ("host_link", {"bandwidth": 1e10}, "has no host_link.latency_s"),
         ("nodes_per_leaf", 16, "no object 'inter_leaf'"),
         ("inter_leaf", {"bandwidth": 1e10, "latency_s": 1e-5}, "has no nodes_per_leaf; it is a count"),
+        ("uncertainty", {"products": {"products": 0.01}}, "has no object 'uncertainty.attention'"),
+        ("uncertainty", {"product": {}}, "unknown uncertainty.product; did you mean 'products'"),
         ("host_memory_gib", None, "host_memory_gib = None"),
         ("hostmemory_gib", 5, "unknown hostmemory_gib; did you mean 'host_memory_gib'"),
         ("sources", {"device.memory": "a guess"}, "'device.memory', which is no place in it; did you mean"),

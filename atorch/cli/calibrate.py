@@ -82,6 +82,8 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     console.print(table("Runs", ("composition", ">measured", ">before", ">after"), rows))
     console.print(table("Constants", ("figure", ">was", ">is"), _changes(spec, found)))
     typer.echo(f"median error: {found.error_before:.1%} before, {found.error_after:.1%} after")
+    before, after = (f"{low:.2f} to {high:.2f}" for low, high in (found.band_before, found.band_after))
+    typer.echo(f"four of five such steps take {before} times the estimate before, {after} times after")
     if len(runs) < ENOUGH:
         typer.echo(f"{len(runs)} runs move few constants; give {ENOUGH} or more, on one node and on several")
     typer.echo(f"Wrote {output}: {spec.device.name} as these runs have it, for --cluster {output}")

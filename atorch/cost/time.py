@@ -115,8 +115,10 @@ class StepTimes:
     Compositions that differ in what is sharded, or waits on the host, compute the same for a micro-batch.
     """
 
-    def __init__(self, cluster: ClusterSpec) -> None:
+    def __init__(self, cluster: ClusterSpec, links: Mapping[str, ClusterSpec] | None = None) -> None:
+        """`links`: by axis of the mesh, a cluster whose links count in place of `cluster`'s there."""
         self.cluster = cluster
+        self._links = links or {}
         self._products = ProductTimes(cluster.device)
         self._groups: dict[tuple[tuple[str, ...], _Mesh | tuple[int, int]], Group] = {}
         self._copies: dict[tuple[object, ...], _Copies] = {}
@@ -160,10 +162,11 @@ class StepTimes:
         key = axis, (cost.expert, cost.tensor) if of_experts else tuple(cost.axes.items())
         group = self._groups.get(key)
         if group is None:
+            cluster = self._links.get(axis[0], self.cluster)
             if of_experts:
-                group = group_of_neighbours(cost.expert, self.cluster, cost.tensor)
+                group = group_of_neighbours(cost.expert, cluster, cost.tensor)
             else:
-                group = group_of(axis, cost.axes, self.cluster)
+                group = group_of(axis, cost.axes, cluster)
             self._groups[key] = group
         return group
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from atorch.cluster import ClusterSpec
 from atorch.cluster_file import with_source
 from atorch.cost import Cost, step_seconds
+from atorch.cost.uncertainty import KINDS, OWN, Uncertainty
 
 SPREAD: Mapping[str, float] = {
     # The standard deviation of a constant's logarithm before anything is measured.
@@ -60,6 +61,8 @@ class Calibrated:
     factors: Mapping[str, float]  # by which constants changed, by their place
     error_before: float  # the median of |estimate / measured − 1|
     error_after: float
+    band_before: tuple[float, float]  # what four of five such steps take, times the estimate: the widest of the runs
+    band_after: tuple[float, float]
 
 
 def calibrated(cluster: ClusterSpec, runs: Sequence[Run]) -> Calibrated:
@@ -70,7 +73,41 @@ def calibrated(cluster: ClusterSpec, runs: Sequence[Run]) -> Calibrated:
     sources = cluster.sources
     for name, factor in factors.items():
         sources = with_source(sources, name, f"{said}; × {factor:.3g} of: {cluster.source_of(name)}")
-    return Calibrated(replace(with_constants(cluster, factors), sources=sources), factors, before, after)
+    sources = with_source(sources, "uncertainty", f"{said}; what these runs have of each kind of work is known by them")
+    known = replace(with_constants(cluster, factors), uncertainty=_left_unknown(runs, factors), sources=sources)
+    bands = (_widest(cluster, runs), _widest(known, runs))
+    return Calibrated(known, factors, before, after, *bands)
+
+
+def _widest(cluster: ClusterSpec, runs: Sequence[Run]) -> tuple[float, float]:
+    """The widest band that a step like one of the runs has, of an estimate of 1."""
+    found = []
+    for run in runs:
+        uncertainty = Uncertainty(replace(run.cluster, uncertainty=cluster.uncertainty))
+        found.append(uncertainty.band(1.0, uncertainty.shares(run.cost)))
+    return max(found, key=lambda band: band[1] / band[0])
+
+
+def _left_unknown(runs: Sequence[Run], factors: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The covariance of errors by kind of work once constants are fitted to runs.
+
+    What is wrong of each kind of work was known as published runs tell it; every run tells the sum over kinds of its
+    share of each, as well as the fit explains runs (the posterior of a linear model with normal errors).
+    """
+    shares, before, errors = [], np.zeros((len(KINDS), len(KINDS))), []
+    for run in runs:
+        uncertainty = Uncertainty(with_constants(run.cluster, factors))
+        shares.append(uncertainty.shares(run.cost))
+        before = np.asarray(uncertainty.covariance)
+        errors.append(np.log(run.seconds / run.estimate(factors)))
+    noise = max(OWN, float(np.sqrt(np.mean(np.square(errors)))))
+    told = np.asarray(shares)
+    seen = told @ before @ told.T + noise**2 * np.eye(len(runs))
+    left = before - before @ told.T @ np.linalg.solve(seen, told @ before)
+    return {
+        kind: {other: float(value) for other, value in zip(KINDS, row, strict=True)}
+        for kind, row in zip(KINDS, (left + left.T) / 2, strict=True)
+    }
 
 
 def _error(runs: Sequence[Run], factors: Mapping[str, float]) -> float:

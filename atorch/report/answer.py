@@ -147,8 +147,11 @@ def _runners_up(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Iterat
         apart = [name for name in each["strategy"] if name not in shared]
         behind = "" if why == "chosen" else slower(plan, each["estimate"])
         step, peak = format_seconds(each["estimate"]["step_s"]), format_bytes(each["estimate"]["peak_bytes"])
-        rows.append((why, " + ".join(apart) or "nothing else", step, behind, peak))
-    yield table(f"Runners-up{_all_with(shared)}", ("", "composition", ">step", ">vs chosen", ">peak"), rows)
+        chance = "" if each.get("chance") is None or why == "chosen" else f" {each['chance']:.0%}"
+        rows.append((f"{why}{chance}", " + ".join(apart) or "nothing else", step, behind, peak))
+    said = ", how likely each is faster" if any(each.get("chance") is not None for _, each in shown) else ""
+    title = f"Runners-up{said}{_all_with(shared)}"
+    yield table(title, ("", "composition", ">step", ">vs chosen", ">peak"), rows)
     if "best_applicable" in plan and not plan["best_applicable"]:
         yield Text("None of what fits can be applied today: it needs methods that can only be planned for yet.")
 

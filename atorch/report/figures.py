@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from atorch.report.words import shown_work
 from atorch.units import format_bytes, format_count, format_seconds
 
 PlanData = Mapping[str, Any]
@@ -69,6 +71,10 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
     yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{stage}, of {usable} usable of {whole}"
     yield "host", _on_host(plan)
     yield "chosen", composition(plan["strategy"])
+    if plan.get("near_ties"):
+        yield "ties", ties(plan["near_ties"])
+    if plan.get("decisive"):
+        yield "measure", "; ".join(map(partial(measuring, plan), plan["decisive"]))
     yield (
         "search",
         f"{plan['num_compositions']:,} compositions scored in {format_seconds(plan['seconds'])}{_proof(plan)}",
@@ -79,6 +85,24 @@ def band(estimate: Mapping[str, Any]) -> str:
     """Between which seconds a step is expected; "" where it is not told how far the estimate may be off."""
     low, high = estimate.get("low_s"), estimate.get("high_s")
     return f"{format_seconds(low)} to {format_seconds(high)}" if low and high else ""
+
+
+def ties(near: Sequence[Mapping[str, Any]]) -> str:
+    """How many the estimate cannot tell from the choice, and how likely they are faster."""
+    chances = [each["chance"] for each in near if each.get("chance") is not None]
+    likeliest = f"; the likeliest of them is faster with a chance of {max(chances):.0%}" if chances else ""
+    others = "1 other" if len(near) == 1 else f"{len(near)} others"
+    return f"the estimate cannot tell it from {others}{likeliest}"
+
+
+def measuring(plan: PlanData, entry: Mapping[str, Any]) -> str:
+    """What a measurement would save, in words."""
+    saves = f"saves {entry['saves']:.1%} of a step on average"
+    if entry.get("strategy") is None:
+        return f"atorch calibrate, for {shown_work(entry['kind'])}, {saves}"
+    shared = shared_methods((plan["strategy"], entry["strategy"]))
+    apart = [each for each in entry["strategy"] if each not in shared]
+    return f"five steps of it and of {composition(apart) if apart else 'the same without'} {saves}"
 
 
 def _paces(estimate: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -125,13 +149,13 @@ def reserved(memory: Mapping[str, float]) -> str:
 def shown_estimates(plan: PlanData, most: int) -> list[tuple[str, PlanData]]:
     """(why it is shown, {strategy, estimate}) of the choice and of what it is compared with, the fastest first.
 
-    Each strategy once, at most so many: the choice, what can be applied today, near ties, then others.
+    Each strategy once, at most so many: the choice, what can be applied today, ties, then others.
     """
     best = plan.get("best_applicable")
     candidates = [
         ("chosen", plan),
         *([("best today", best)] if best else []),
-        *(("near tie", each) for each in plan.get("near_ties", ())),
+        *(("tie", each) for each in plan.get("near_ties", ())),
         *(("next", each) for each in plan.get("ranking", ())),
     ]
     shown: dict[tuple[str, ...], tuple[str, PlanData]] = {}

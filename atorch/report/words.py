@@ -19,6 +19,19 @@ CATEGORIES: Mapping[str, str] = {
 }
 """By category of memory or time; what says itself what it is, such as gradients, is not here."""
 
+WORK: Mapping[str, str] = {
+    "products": "matrix products",
+    "attention": "attention",
+    "traffic": "memory traffic",
+    "launches": "launches",
+    "splits": "what splits of the model send",
+    "sharding": "what shared parameters and gradients send",
+    "pipeline": "the pipeline's waiting and sends",
+    "host": "host memory",
+    "common": "what all steps share",
+}
+"""Kinds of work by which estimates are uncertain."""
+
 _WHY: Mapping[str, str] = {
     "memory": "out of memory",
     "hardware": "not on this hardware",
@@ -29,6 +42,11 @@ _WHY: Mapping[str, str] = {
 def shown_name(category: str) -> str:
     """A category as people read it."""
     return category.replace("_", " ")
+
+
+def shown_work(kind: str) -> str:
+    """A kind of work as people read it."""
+    return WORK.get(kind, kind)
 
 
 def legend(categories: Iterable[str]) -> str:

@@ -27,7 +27,14 @@ def test_a_shape_has_an_answer_in_every_form(tmp_path, capsys):
     output = capsys.readouterr()
     found = json.loads(data.read_text())
     said = " ".join(output.out.split())
-    assert f"chosen {' + '.join(found['strategy'])} search" in said
+    assert (
+        f"chosen {' + '.join(found['strategy'])} ties the estimate cannot tell it from {len(found['near_ties'])}"
+        in said
+    )
+    assert all(0.2 <= each["chance"] <= 1 for each in found["near_ties"])
+    assert found["estimate"]["low_s"] < found["estimate"]["step_s"] < found["estimate"]["high_s"]
+    assert "measure five steps of it and of" in said
+    assert found["decisive"][0]["saves"] > 0
     assert all(f"Wrote {path}: " in said for path in (data, page, saved))
     assert ", for load_strategy" in said
     assert "2 × 4 × NVIDIA A100" in output.out

@@ -8,6 +8,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import plain_cost, step_seconds
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.cost.uncertainty import KINDS, Uncertainty
 from atorch.profiler.fitted import Run, calibrated
 
 SHIPPED = ClusterSpec.load("8xH100-80GB")
@@ -48,6 +49,24 @@ def test_the_estimates_come_nearer_to_the_runs(true):
     assert found.error_after < 0.6 * found.error_before
 
 
+def test_what_runs_have_told_is_known_better_and_the_rest_is_not():
+    runs = runs_on(slower(matmul=0.75))
+    told = calibrated(SHIPPED, runs)
+    low, high = told.band_after
+    assert told.band_before[0] < low < 1 < high < 0.7 * told.band_before[1]
+    before, after = Uncertainty(SHIPPED), Uncertainty(told.cluster)
+    one = {kind: float(kind in ("products", "common")) for kind in KINDS}
+    alone, host = tuple(one.values()), tuple((one | {"products": 0.0, "host": 1.0}).values())
+    assert after.spread(alone) < 0.5 * before.spread(alone)
+    assert after.spread(host) > 0.9 * before.spread(host)
+
+
+def test_runs_that_nothing_explains_leave_the_band_wide():
+    runs = [run._replace(seconds=run.seconds * (0.5 + place % 2)) for place, run in enumerate(runs_on(SHIPPED))]
+    steady, wild = calibrated(SHIPPED, runs_on(SHIPPED)), calibrated(SHIPPED, runs)
+    assert wild.band_after[1] > 1.3 * steady.band_after[1]
+
+
 def test_what_changed_says_by_what_and_the_rest_keeps_its_source():
     found = calibrated(SHIPPED, runs_on(slower(matmul=0.75)))
     assert 0.7 < found.factors["device.efficiency.matmul"] < 0.85
@@ -61,7 +80,7 @@ def test_what_changed_says_by_what_and_the_rest_keeps_its_source():
 
 def test_runs_as_the_file_has_them_change_nothing():
     found = calibrated(SHIPPED, runs_on(SHIPPED))
-    assert found.cluster == SHIPPED
+    assert replace(found.cluster, uncertainty={}) == SHIPPED
     assert found.factors == {}
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -18,9 +19,10 @@ from atorch.auto.planner.best_first import Found, best_first
 from atorch.auto.planner.cluster_plan import ClusterPlan, Ranked
 from atorch.auto.planner.columns import Columns
 from atorch.auto.planner.counterfactuals import Room, counterfactuals
+from atorch.auto.planner.doubt import Doubt
 from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Estimate, Rejected
-from atorch.auto.planner.preference import EQUAL, TIE, preferred
+from atorch.auto.planner.preference import EQUAL, is_simpler
 from atorch.auto.planner.remedies import Job, remedies
 from atorch.auto.planner.space import MESH, Space, names_in, plannable
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
@@ -35,7 +37,6 @@ Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 MOST = 50_000  # compositions that are scored without proof that the best is among them
 EXAMPLES = 3  # of what each constraint rejects
-MOST_TIES = 100
 WORTH = 0.2  # of a step, what waiting on the host must save: so wrong may estimates of it be, which no run was held to
 
 
@@ -151,11 +152,16 @@ class _Question:
             nearest=nearest,
         )
 
-    def estimate(self, methods: Sequence[Method]) -> Estimate:
-        return estimate_of(Strategy(tuple(methods)).cost(self.start), self.job.cluster)
+    @cached_property
+    def doubt(self) -> Doubt:
+        return Doubt(self.start, self.job.cluster)
 
-    def ranked(self, methods: tuple[Method, ...]) -> Ranked:
-        return Ranked(Strategy(methods), self.estimate(methods))
+    def estimate(self, methods: tuple[Method, ...]) -> Estimate:
+        estimate = estimate_of(Strategy(methods).cost(self.start), self.job.cluster)
+        return self.doubt.with_band(methods, estimate)
+
+    def ranked(self, methods: tuple[Method, ...], chance: float | None = None) -> Ranked:
+        return Ranked(Strategy(methods), self.estimate(methods), chance)
 
 
 _Search = tuple[_Question, Space, Found]
@@ -190,11 +196,17 @@ def _plan(
     question: _Question, space: Space, found: Found, rows: Sequence[int], objective: str, began: float
 ) -> ClusterPlan:
     columns, room, cluster = found.columns, question.room, question.job.cluster
-    first = preferred(columns)
-    chosen = columns.methods[first]
+    doubt = question.doubt
+    first = doubt.chosen(columns)
+    chosen, note = columns.methods[first], doubt.note(columns, first)
     best = question.ranked(chosen)
-    ranking = (best, *(question.ranked(columns.methods[row]) for row in rows if row != first))
-    near_ties = tuple(question.ranked(columns.methods[row]) for row in _ties(columns, first))
+
+    def beside(row: int) -> Ranked:
+        return question.ranked(columns.methods[row], doubt.chance(columns, row, first))
+
+    ranking = (best, *(beside(row) for row in rows if row != first))
+    near_ties = tuple(beside(row) for row in doubt.ties(columns, first))
+    decisive = doubt.decisive(columns, first)
     neighbours = counterfactuals(space, chosen, question.start, cluster, room, columns)
     return ClusterPlan(
         strategy=best.strategy,
@@ -210,6 +222,8 @@ def _plan(
         usable_bytes=room.device_bytes,
         ranking=ranking,
         near_ties=near_ties,
+        decisive=decisive,
+        notes=() if note is None else (note,),
         best_applicable=_best_applicable(question, best),
         counterfactuals=neighbours,
         counts_by_axis=_counts(columns, space),
@@ -218,13 +232,6 @@ def _plan(
         num_unopened={"slower": found.num_slow, "memory": found.num_large},
         seconds=time.monotonic() - began,
     )
-
-
-def _ties(columns: Columns, chosen: int) -> Iterator[int]:
-    """Rows that are nearer to the fastest than the estimate is right, but for the chosen one, the simplest first."""
-    limit = columns.step_s[columns.fastest(1)[0]] * (1 + TIE)
-    near = [row for row in columns.fastest() if columns.step_s[row] <= limit and row != chosen]
-    return iter(sorted(near, key=lambda row: (len(columns.methods[row]), columns.step_s[row]))[:MOST_TIES])
 
 
 def _best_applicable(question: _Question, best: Ranked) -> Ranked | None:
@@ -259,7 +266,8 @@ def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) 
             estimate = question.estimate(columns.methods[row])
             strategy = Strategy(columns.methods[row])
             told = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
-            reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{told} and less simple"
+            less = "less simple" if is_simpler(columns, chosen, row) else "known less well"
+            reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{told} and {less}"
             yield Rejected(strategy=strategy, why="slower", reason=reason, estimate=estimate)
     for method, reason in space.unmet:
         yield Rejected(strategy=Strategy((method,)), why="hardware", reason=reason)

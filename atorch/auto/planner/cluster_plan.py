@@ -20,10 +20,26 @@ class Ranked:
 
     strategy: Strategy
     estimate: Estimate
+    chance: float | None = None  # that it is faster than the chosen one
 
     def to_json_data(self) -> dict[str, Any]:
-        """Both as plain JSON data."""
-        return {"strategy": strategy_data(self.strategy), "estimate": estimate_data(self.estimate)}
+        """All of it as plain JSON data."""
+        data = {"strategy": strategy_data(self.strategy), "estimate": estimate_data(self.estimate)}
+        return data | ({} if self.chance is None else {"chance": self.chance})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What one measurement is worth before the choice is believed."""
+
+    saves: float  # of a step, on average: as often as it tells that another composition is faster, and by how much
+    strategy: Strategy | None = None  # five steps of it and of the chosen one
+    kind: str = ""  # or a kind of work (`cost.uncertainty`), by a calibration of the machine
+
+    def to_json_data(self) -> dict[str, Any]:
+        """All of it as plain JSON data."""
+        strategy = None if self.strategy is None else strategy_data(self.strategy)
+        return {"saves": self.saves, "strategy": strategy, "kind": self.kind}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +66,8 @@ class ClusterPlan(Plan):
     objective: str
     usable_bytes: float  # of a device, without the reserve
     ranking: tuple[Ranked, ...]  # the best that fit, the chosen one first
-    near_ties: tuple[Ranked, ...]  # nearer to the chosen one than the estimate is right, the simplest first
+    near_ties: tuple[Ranked, ...]  # whose chance of being faster is too large to tell them apart, the simplest first
+    decisive: tuple[Measuring, ...]  # what would decide between them, what saves most first
     best_applicable: Ranked | None  # of methods that can be applied today
     counterfactuals: tuple[Counterfactual, ...]
     counts_by_axis: Mapping[str, Mapping[str, int]]  # axis or slot → value → scored compositions that have it
@@ -68,6 +85,7 @@ class ClusterPlan(Plan):
             "usable_bytes": self.usable_bytes,
             "ranking": [each.to_json_data() for each in self.ranking],
             "near_ties": [each.to_json_data() for each in self.near_ties],
+            "decisive": [each.to_json_data() for each in self.decisive],
             "best_applicable": None if self.best_applicable is None else self.best_applicable.to_json_data(),
             "counterfactuals": [each.to_json_data() for each in self.counterfactuals],
             "counts_by_axis": {axis: dict(counts) for axis, counts in self.counts_by_axis.items()},

@@ -40,7 +40,10 @@ def fastest_first(found: Iterable[Scored]) -> list[Scored]:
 
 
 def estimate_of(cost: Cost, cluster: ClusterSpec, times: StepTimes | None = None) -> Estimate:
-    """The seconds and bytes of a step; `times`, where many are asked for, keeps what they have in common."""
+    """The seconds and bytes of a step; `times`, where many are asked for, keeps what they have in common.
+
+    How far off the seconds may be takes several times as long to tell: `doubt`.
+    """
     memory, spent = peak_memory(cost), (times or StepTimes(cluster)).of(cost)
     rate = cost.batch_size * cost.size(*SAMPLE_AXES) / spent.total_s if spent.total_s else 0.0
     flops = useful_flops(cost) / (spent.total_s * cluster.world_size) if spent.total_s else None

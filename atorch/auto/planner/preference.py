@@ -6,7 +6,7 @@ along fewer axes of the mesh is simpler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from atorch.auto.opt_lib.completion import SLOT as DATA_PARALLEL
 from atorch.auto.planner.columns import Columns
@@ -34,19 +34,31 @@ def least_intricacy(node: Node, only: Only) -> Intricacy:
     return False, number, _num_axes(node.methods)
 
 
-def preferred(columns: Columns) -> int:
-    """Of the rows that the estimate cannot tell from the fastest the simplest, and one that can be applied today."""
+def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> int:
+    """Of the rows that are as good as the fastest the simplest, and one that can be applied today.
+
+    `expected`: seconds in place of the estimate's, of the rows that are to be chosen from.
+    """
+    seconds = columns.step_s if expected is None else expected
     rows = columns.fastest()
-    limit = columns.step_s[rows[0]] * (1 + TIE)
-    near = [row for row in rows if columns.step_s[row] <= limit]
+    if expected is not None:
+        rows = sorted((row for row in rows if row in expected), key=lambda row: expected[row])
+    limit = seconds[rows[0]] * (1 + TIE)
+    near = [row for row in rows if seconds[row] <= limit]
     able = [row for row in near if all(each.can_apply() for each in columns.methods[row])]
-    if columns.step_s[(able or near)[0]] > columns.step_s[rows[0]] * (1 + EQUAL):
+    if seconds[(able or near)[0]] > seconds[rows[0]] * (1 + EQUAL):
         able = []
 
     def order(row: int) -> tuple[Intricacy, float]:
-        return intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)), columns.step_s[row]
+        return intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)), seconds[row]
 
     return min(able or near, key=order)
+
+
+def is_simpler(columns: Columns, one: int, other: int) -> bool:
+    """Whether one row is simpler than another."""
+    mine, yours = (intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)) for row in (one, other))
+    return mine < yours
 
 
 def _num_axes(methods: Sequence[Method]) -> int:

@@ -1,0 +1,138 @@
+"""How far off the estimate of a step may be, by the kinds of work that it is made of.
+
+An error is the logarithm of measured over estimated seconds. Of a step whose share of kind k of work is w_k, its
+variance is
+
+    s² = own² + common² + Σ (w_k · sigma_k)²,
+
+and of the difference of two plans on the same machine own² twice and Σ (Δw_k · sigma_k)²: what is wrong about a kind of
+work is wrong in both, so that plans differ by the kinds of which they have different shares.
+
+Sigmas are fitted to published runs whose source was left out (`python benchmarks/planner_accuracy.py TABLE.csv …
+--leave-one-out` fits them again, prints them, and what bands hold of sources that these sigmas were not fitted on):
+Student's t with 4 degrees of freedom, since few runs are far off; every source has one say, however many runs it has;
+around 0.2 each, within a factor of two. Runs of the user's own replace them: `atorch calibrate --runs` leaves a
+covariance in the cluster's file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from atorch.cluster import ClusterSpec, LinkSpec
+from atorch.cost.communication import EXPERT_AXIS
+from atorch.cost.state import Cost
+from atorch.cost.time import StepTimes
+
+SIGMA: Mapping[str, float] = {
+    "products": 0.29,
+    "attention": 0.19,
+    "traffic": 0.17,
+    "launches": 0.17,
+    "splits": 0.47,
+    "sharding": 0.20,
+    "pipeline": 0.20,
+    "host": 0.47,
+    "common": 0.18,
+}
+"""By kind of work; "common" is of every step alike. No published run waits for its host: "host" is as badly known as
+what is known worst."""
+KINDS: Sequence[str] = tuple(SIGMA)
+COMMON = "common"
+OWN = 0.07  # of one plan alone: fitted to the order of runs within a cell, which everything else that is alike leaves
+LOW, HIGH = -2.0, 3.5  # quantiles of errors over s
+COVERED = 0.8  # of runs that are between them
+LEAN = 0.24  # of Σ w_k · sigma_k, the median error: work takes longer than estimated more often than not
+
+SLOWER = 1.25  # times as long: what a kind of work is slowed down by, to see what the step makes of it
+_REACHED: Mapping[str, str] = {"products": "matmul", "attention": "attention", "traffic": "traffic"}
+_AXES: Mapping[str, tuple[str, ...]] = {
+    "splits": ("tensor", "sequence", "context", EXPERT_AXIS),
+    "sharding": ("data", "zero"),
+    "pipeline": ("pipeline",),
+}
+
+Shares = tuple[float, ...]  # one for each of `KINDS`
+
+
+class Uncertainty:
+    """How far off estimates of steps on one cluster may be."""
+
+    def __init__(self, cluster: ClusterSpec, times: StepTimes | None = None) -> None:
+        self._times = times or StepTimes(cluster)
+        self._slowed = {kind: _slowed(cluster, kind) for kind in KINDS if kind != COMMON}
+        known = cluster.uncertainty or {kind: {kind: sigma**2} for kind, sigma in SIGMA.items()}
+        self.covariance = tuple(tuple(known.get(one, {}).get(other, 0.0) for other in KINDS) for one in KINDS)
+
+    def shares(self, cost: Cost) -> Shares:
+        """What each kind of work is of a step: ∂ log step / ∂ log (seconds of the work), over a factor of `SLOWER`.
+
+        Work that others hide has a share as far as it would show. A pipeline's is its bubble besides what it sends; as
+        stages wait for work of other kinds, shares may add up to more than 1.
+        """
+        step = self._times.of(cost)
+        if not step.total_s:
+            return tuple(float(kind == COMMON) for kind in KINDS)
+        slow = {kind: times.of(cost).total_s / step.total_s for kind, times in self._slowed.items()}
+        found = {kind: max(0.0, math.log(ratio)) / math.log(SLOWER) for kind, ratio in slow.items()}
+        found["pipeline"] += step.bubble_s / step.total_s
+        return tuple(found.get(kind, 1.0) for kind in KINDS)
+
+    def spread(self, shares: Shares) -> float:
+        """s: the standard deviation of one plan's error, a logarithm."""
+        return math.sqrt(OWN**2 + self._variance(shares))
+
+    def apart(self, one: Shares, other: Shares) -> float:
+        """The standard deviation of the difference of two plans' errors."""
+        return math.sqrt(2 * OWN**2 + self._variance([mine - yours for mine, yours in zip(one, other, strict=True)]))
+
+    def of_kind(self, kind: str, one: Shares, other: Shares) -> float:
+        """What one sigma of one kind of work adds to the difference of two plans' errors."""
+        place = KINDS.index(kind)
+        return (one[place] - other[place]) * math.sqrt(self.covariance[place][place])
+
+    def band(self, step_s: float, shares: Shares) -> tuple[float, float]:
+        """Between which seconds four of five steps are that are estimated so."""
+        spread = self.spread(shares)
+        return step_s * math.exp(LOW * spread), step_s * math.exp(HIGH * spread)
+
+    def expected(self, step_s: float, shares: Shares) -> float:
+        """The seconds that a step is as likely to exceed as not: what is known less well is expected to take longer."""
+        sigmas = [math.sqrt(row[place]) for place, row in enumerate(self.covariance)]
+        leaning = LEAN * sum(share * sigma for share, sigma in zip(shares, sigmas, strict=True))
+        return step_s * math.exp(leaning)
+
+    def _variance(self, shares: Sequence[float]) -> float:
+        rows = zip(shares, self.covariance, strict=True)
+        of_all = sum(share * sum(map(float.__mul__, row, shares)) for share, row in rows if share)
+        return max(0.0, of_all)
+
+
+def _slowed(cluster: ClusterSpec, kind: str) -> StepTimes:
+    """Steps on a cluster on which one kind of work takes `SLOWER` times as long."""
+    device = cluster.device
+    if kind in _REACHED:
+        name, reached = _REACHED[kind], device.efficiency
+        device = replace(device, efficiency=replace(reached, **{name: getattr(reached, name) / SLOWER}))
+        return StepTimes(replace(cluster, device=device))
+    if kind == "launches":
+        return StepTimes(replace(cluster, device=replace(device, launch_s=device.launch_s * SLOWER)))
+    if kind == "host":
+        host = cluster.host
+        if host is not None:
+            cores = max(1, round(host.cores / SLOWER))
+            host = replace(host, memory_bandwidth=host.memory_bandwidth / SLOWER, cores=cores)
+        return StepTimes(replace(cluster, host=host, host_link=_slower(cluster.host_link)))
+    slow = replace(
+        cluster,
+        intra_node=_slower(cluster.intra_node),
+        inter_node=_slower(cluster.inter_node),
+        inter_leaf=None if cluster.inter_leaf is None else _slower(cluster.inter_leaf),
+    )
+    return StepTimes(cluster, dict.fromkeys(_AXES[kind], slow))
+
+
+def _slower(link: LinkSpec) -> LinkSpec:
+    return replace(link, bandwidth=link.bandwidth / SLOWER, latency_s=link.latency_s * SLOWER)

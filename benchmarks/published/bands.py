@@ -1,0 +1,235 @@
+"""How far off estimates are by kind of work, fitted to sources that were left out, and what bands from that hold.
+
+What is fitted is what `atorch/cost/uncertainty.py` has: see there. A band is of runs of a source that nothing of it was
+fitted on. Of n sources, quantiles are taken a little further out than 80 %, at 80 % · (1 + 1/n), as few sources tell
+the tails of all: split conformal prediction, Lei et al. 2018, "Distribution-Free Predictive Inference for Regression",
+section 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import minimize
+from scipy.special import ndtr
+
+from atorch.cluster import ClusterSpec
+from atorch.cost.uncertainty import COMMON, COVERED, KINDS, OWN, Shares, Uncertainty
+from benchmarks.published.leave_out import Source
+from benchmarks.published.metrics import LEAST_IN_CELL, Result, cells, summary
+
+Vector = npt.NDArray[np.float64]
+
+FREEDOM = 4.0  # degrees of it, of Student's t
+SAY = 5.0  # independent runs that all of a source's count as
+BEFORE, WITHIN = 0.2, 0.7  # a sigma before anything is measured, and the standard deviation of its logarithm
+FIRST = 8  # of a cell's runs, by estimate, whose order is looked at
+NEAR = 0.1  # slower than the first of its cell: what a choice is among
+FAR = 1e3  # times: behind all of those
+
+
+class Run(NamedTuple):
+    """A timed run that was estimated, with the shares of kinds of work."""
+
+    result: Result
+    error: float  # the logarithm of measured over estimated
+    shares: Shares
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Sigmas by kind of work, quantiles of errors over the sigma that these come to, and to which side errors lean."""
+
+    sigma: Mapping[str, float]
+    low: float
+    high: float
+    lean: float
+
+    def leaning(self, shares: Sequence[Shares]) -> Vector:
+        """The error of each run that is as likely exceeded as not."""
+        return np.asarray(self.lean * np.asarray(shares) @ np.asarray(list(self.sigma.values())))
+
+    def spread(self, shares: Sequence[Shares]) -> Vector:
+        """The sigma of each run."""
+        return _spread(np.asarray(list(self.sigma.values())), np.asarray(shares))
+
+    def apart(self, one: Shares, other: Shares) -> float:
+        """The sigma of the difference of two runs' errors."""
+        squares = [(self.sigma[kind] * (x - y)) ** 2 for kind, x, y in zip(KINDS, one, other, strict=True)]
+        return math.sqrt(sum(squares) + 2 * OWN**2)
+
+
+def runs_of(source: Source) -> list[Run]:
+    """What of a source was timed and estimated."""
+    known: dict[ClusterSpec, Uncertainty] = {}
+    found = []
+    for case, result in source:
+        if case.cost is None or case.cluster is None or not result.measured_s or not result.estimated_s:
+            continue
+        if case.cluster not in known:
+            known[case.cluster] = Uncertainty(case.cluster)
+        error = math.log(result.measured_s / result.estimated_s)
+        found.append(Run(result, error, known[case.cluster].shares(case.cost)))
+    return found
+
+
+def fitted(sources: Sequence[Sequence[Run]]) -> Bands:
+    """The sigmas that errors of some sources make most probable, and the quantiles that they then have."""
+    sources = [runs for runs in sources if runs]
+    errors = np.asarray([run.error for runs in sources for run in runs])
+    shares = np.asarray([run.shares for runs in sources for run in runs])
+    says = np.asarray([1 / len(runs) for runs in sources for _ in runs])
+
+    def unlikely(logs: Vector) -> float:
+        spread = _spread(np.exp(logs), shares)
+        off = np.log(spread) + (FREEDOM + 1) / 2 * np.log1p((errors / spread) ** 2 / FREEDOM)
+        return float(SAY * says @ off + 0.5 * np.sum(((logs - math.log(BEFORE)) / WITHIN) ** 2))
+
+    found = np.exp(minimize(unlikely, np.full(len(KINDS), math.log(BEFORE)), method="L-BFGS-B").x)
+    outside = max(0.0, (1 - COVERED * (1 + 1 / len(sources))) / 2)
+    low, high = _quantiles(errors / _spread(found, shares), says, (outside, 1 - outside))
+    (lean,) = _quantiles(errors / (shares @ found), says, (0.5,))
+    sigma = dict(zip(KINDS, found.tolist(), strict=True))
+    if not shares[:, KINDS.index("host")].any():  # nothing is known of it: as of what is known worst
+        sigma["host"] = max(value for kind, value in sigma.items() if kind != COMMON)
+    return Bands(sigma, low, high, lean)
+
+
+def _spread(sigma: Vector, shares: Vector) -> Vector:
+    return np.asarray(np.sqrt(OWN**2 + shares**2 @ sigma**2))
+
+
+def _quantiles(values: Vector, says: Vector, where: Sequence[float]) -> tuple[float, ...]:
+    order = np.argsort(values)
+    heard = (np.cumsum(says[order]) - says[order] / 2) / says.sum()
+    return tuple(float(np.interp(each, heard, values[order])) for each in where)
+
+
+class Pair(NamedTuple):
+    """Two runs of a cell, of which the second is estimated to take longer."""
+
+    slower: float  # the logarithm of how much
+    spread: float  # of the difference of their errors, but for what is of each run alone
+    is_faster: bool  # whether it took less
+    says: float
+
+    def chance(self, own: float = OWN) -> float:
+        """That the second takes less."""
+        return float(ndtr(-self.slower / math.hypot(self.spread, math.sqrt(2) * own)))
+
+
+def pairs_of(runs: Sequence[Run], bands: Bands) -> list[Pair]:
+    """Pairs among the first few of every cell; all of a source's pairs together have one say."""
+    by_name = {run.result.row_id: run for run in runs}
+    found = []
+    for cell in _ranked(runs):
+        first = sorted(cell, key=_pace)[:FIRST]
+        for one, other in combinations(first, 2):
+            mine, yours = by_name[one.row_id], by_name[other.row_id]
+            slower = math.log(_pace(other) / _pace(one))
+            spread = math.sqrt(max(0.0, bands.apart(mine.shares, yours.shares) ** 2 - 2 * OWN**2))
+            found.append(Pair(slower, spread, slower + yours.error - mine.error < 0, 1.0))
+    return [pair._replace(says=1 / len(found)) for pair in found]
+
+
+def own_of(pairs: Sequence[Pair]) -> float:
+    """What is of each run alone, as the order of pairs makes it most probable, to 1 %."""
+
+    def unlikely(own: float) -> float:
+        chances = [(min(0.999, max(0.001, pair.chance(own))), pair) for pair in pairs]
+        return -sum(pair.says * math.log(each if pair.is_faster else 1 - each) for each, pair in chances)
+
+    return min((number / 100 for number in range(1, 21)), key=unlikely)
+
+
+def by_expected(runs: Sequence[Run], bands: Bands) -> list[Result]:
+    """A source's results as the planner orders them: what is as fast as the first of its cell, by what is expected."""
+    expected = np.exp(bands.leaning([run.shares for run in runs]))
+    factors = {run.result.row_id: float(factor) for run, factor in zip(runs, expected, strict=True)}
+    found = []
+    for cell in cells([run.result for run in runs]):
+        ranked = [each for each in cell if each.is_ranked]
+        limit = (1 + NEAR) * min(map(_pace, ranked), default=math.inf)
+        for each in cell:
+            factor = factors[each.row_id] if _pace(each) <= limit else FAR
+            found.append(replace(each, estimated_s=factor * (each.estimated_s or 0.0)))
+    return found
+
+
+def _ranked(runs: Sequence[Run]) -> list[list[Result]]:
+    found = [[each for each in cell if each.is_ranked] for cell in cells([run.result for run in runs])]
+    return [cell for cell in found if len(cell) >= LEAST_IN_CELL]
+
+
+def _pace(result: Result) -> float:
+    assert result.estimated_s is not None  # it is of a run
+    return result.estimated_s / result.tokens
+
+
+def report(sources: Mapping[str, Source]) -> dict[str, object]:
+    """Print what bands hold of each source that was left out, how true chances are, and the sigmas of all sources."""
+    runs = {name: found for name, source in sources.items() if (found := runs_of(source))}
+    of_others = {name: fitted([found for each, found in runs.items() if each != name]) for name in runs}
+    lines = {name: _line([(mine, of_others[name])]) for name, mine in runs.items()}
+    together = _line([(mine, of_others[name]) for name, mine in runs.items()])
+    known = list(lines.values())
+    lines |= {
+        "all": together,
+        "mean of sources": {key: sum(each[key] for each in known) / len(known) for key in together},
+    }
+    width = max(map(len, lines))
+    print(f"\n{'80 % bands':<{width}} {'timed':>6} {'hold':>7} {'but stalled':>11} {'from':>6} {'to':>6}")
+    for name, line in lines.items():
+        held = f"{100 * line['held']:5.1f} % {100 * line['held_of_flowing']:9.1f} %"
+        print(f"{name:<{width}} {line['timed']:6.0f} {held} {line['from']:6.2f} {line['to']:6.2f}")
+    pairs = [pair for name, mine in runs.items() for pair in pairs_of(mine, of_others[name])]
+    chances = _chances(pairs)
+    for each in chances:
+        told, found = (f"{100 * each[key]:.0f} %" for key in ("told", "found"))
+        print(f"second of two said to be faster at {told} (mean of {each['pairs']}): {found} are")
+    chosen = [each for name, mine in runs.items() for each in by_expected(mine, of_others[name])]
+    regrets = {key: value for key, value in summary(chosen).items() if key.startswith("regret")}
+    print("by what is expected:", ", ".join(f"{key} {100 * (value or 0):.1f} %" for key, value in regrets.items()))
+    bands = fitted(list(runs.values()))
+    quantiles = {"LOW": bands.low, "HIGH": bands.high, "LEAN": bands.lean, "OWN": own_of(pairs)}
+    print("atorch/cost/uncertainty.py, as these tables have it:")
+    print("   ", ", ".join(f"{name} {value:.2f}" for name, value in [*bands.sigma.items(), *quantiles.items()]))
+    return {"bands": lines, "chances": chances, "sigma": dict(bands.sigma), **quantiles, **regrets}
+
+
+def _line(parts: Sequence[tuple[Sequence[Run], Bands]]) -> dict[str, float]:
+    """What bands hold of some runs, each with the bands of others."""
+    spread = np.concatenate([bands.spread([run.shares for run in runs]) for runs, bands in parts])
+    low, high = (
+        np.concatenate([np.full(len(runs), quantile(bands)) for runs, bands in parts]) * spread
+        for quantile in (lambda bands: bands.low, lambda bands: bands.high)
+    )
+    errors = np.asarray([run.error for runs, _ in parts for run in runs])
+    flows = np.asarray([not run.result.stalled for runs, _ in parts for run in runs])
+    held = (errors >= low) & (errors <= high)
+    return {
+        "timed": float(len(errors)),
+        "held": float(held.mean()),
+        "held_of_flowing": float(held[flows].mean()) if flows.any() else 0.0,
+        "from": float(np.exp(low.mean())),
+        "to": float(np.exp(high.mean())),
+    }
+
+
+def _chances(pairs: Sequence[Pair]) -> list[dict[str, float]]:
+    """What was said of pairs, by how sure it was, beside what was found."""
+    found = []
+    for least, most in pairwise((0.0, 0.05, 0.2, 0.35, 0.51)):
+        inside = [pair for pair in pairs if least <= pair.chance() < most]
+        says = sum(pair.says for pair in inside)
+        if says:
+            told = sum(pair.says * pair.chance() for pair in inside) / says
+            right = sum(pair.says for pair in inside if pair.is_faster) / says
+            found.append({"pairs": len(inside), "told": told, "found": right})
+    return found
