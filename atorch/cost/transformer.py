@@ -77,6 +77,7 @@ class Implementation:
     fused_activation: bool = True  # else the activation's result is kept beside what it is multiplied with
     dropout: bool = False  # masks, a byte an element, of attention and both residual branches
     packed_values: bool = False  # values are kept as a part of the whole product that queries and keys were made from
+    cached_passes: float = 0.0  # forward passes of which outputs hold all keys and values, as for generating
     logit_bytes: float = 4.0  # kept of every logit for backward: probabilities in fp32
     loss_bytes: float = 6.0  # of every logit beside them at the worst moment: itself and its gradient
 
@@ -195,7 +196,7 @@ class _Build:
             split_params=own,
             tied_params=table - own,
             matmuls=(Matmul(rows=self.tokens, inner=shape.hidden, columns=shape.vocab, split="columns"),),
-            outside=norm.outside,
+            outside=_together(norm.outside, Region(saved_bytes=keep.cached_passes * self._cache())),
             inside=Region(
                 saved_bytes=keep.logit_bytes * logits,
                 selective_bytes=keep.logit_bytes * logits,
@@ -208,6 +209,11 @@ class _Build:
             num_losses=1,
             sequence_length=shape.seq_len,
         )
+
+    def _cache(self) -> float:
+        """Bytes of the keys and values of all blocks."""
+        shape = self.shape
+        return 2.0 * shape.layers * self.tokens * shape.kv_heads * shape.head_dim * self.keep.itemsize
 
     def norm(self, width: int = 0) -> _Part:
         """A norm keeps its input, and the product after it keeps its output.

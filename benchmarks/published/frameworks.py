@@ -29,12 +29,12 @@ class Framework:
     compiles_loss: bool = False  # with the model: logits in 16 bits are kept, and their gradient is made from them
     held_at_most: float = 0.0  # inputs of a block that are kept gathered by some versions: what fits has room for it
     held_without_pipelines: float = 0.0  # by most runs
+    search_tokens: int = 0  # of a sample in its search's example, whose rows say so by its words for a strategy
     step_itemsize: float = 0.0
     zero_when_split: int = 0  # level of ZeRO under tensor or pipeline parallelism where none is named
     split_by: str = ""  # the framework that it leaves tensor and pipeline parallelism to
     gathered_itemsize: float = 2.0  # of parameters that are gathered for use
     frozen_itemsize: float = 2.0  # of parameters beside which adapters train
-    whole_casts: bool = False  # 16-bit copies of all weights live beside shards while a step computes
     reports_first: bool = False  # the memory it logs is that of the first device
     balances_flops: bool = False  # stages of a pipeline
     overlaps: bool = True  # reductions run behind backward
@@ -160,16 +160,15 @@ _KNOWN: Mapping[str, Framework] = {
     "composer": Framework(implementation=_FUSED_LOSS, keeps_masters=False, grads_persist=False, delays_scales=True),
     # Its autocast is PyTorch's, beside which FSDP gathers what it has, in fp32, and DDP has buckets for all gradients.
     "atorch": Framework(
-        implementation=_HUGGING_FACE,
+        # Its examples checkpoint by wrapping layers, which leaves `use_cache` of transformers' models on: outputs hold
+        # keys and values. A loop holds the last step's until the next forward pass has returned (fsdp_llama2.py).
+        implementation=replace(_HUGGING_FACE, cached_passes=2.0),
         bucket_itemsize=4.0,
         keeps_masters=False,
         grads_persist=False,
         gathered_itemsize=4.0,
-        # Read off its runs with FSDP: what they hold is 12 bytes a parameter by the number of devices, with LoRA 4, and
-        # 29.3 GiB that no number of devices makes less. 12.6 of them are as much as all weights in 16 bits, as
-        # autocast's cache or what is not sharded again after forward would be; which of the two is not known.
-        whole_casts=True,
-        frozen_itemsize=4.0,
+        frozen_itemsize=4.0,  # what `from_config` makes, and nothing casts
+        search_tokens=2048,  # bayes_opt_sg_llama2_entry.sh; its other examples have 4,096
         split_by="deepspeed",
     ),
     # Its buckets of 5e8 elements, one to reduce and one to gather.
@@ -186,7 +185,6 @@ _KNOWN: Mapping[str, Framework] = {
 READ_OFF: Mapping[str, tuple[str, ...]] = {
     # Traits that were read off published runs, not off sources: a held-out source is estimated without its own.
     "nanotron": ("hop_wait_s", "send_wait_s", "launches", "held_without_pipelines"),
-    "atorch": ("whole_casts", "frozen_itemsize"),
 }
 
 

@@ -195,7 +195,7 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: 
     if layout.zero == 3 or layout.keeps_gathered:
         itemsize = framework.gathered_itemsize if precision.is_mixed else 4.0
         hybrid = layout.shared_by < layout.data
-        sharded = shard(
+        return shard(
             cost,
             axes=("zero", "context") if hybrid else REPLICA_AXES,
             replicas=("data",) if hybrid else (),
@@ -204,7 +204,6 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: 
             keeps_gathered=layout.keeps_gathered,
             once_a_step=layout.pipeline > 1 and framework.gathers_once_in_pipelines,
         )
-        return replace(sharded, cast_itemsize=cost.cast_itemsize) if framework.whole_casts else sharded
     if layout.data > 1 and layout.zero < 2:
         cost = replace(cost, bucket_itemsize=framework.bucket_itemsize)
     if layout.zero == 0:

@@ -8,6 +8,7 @@ from typing import Any
 
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
+from benchmarks.published.layout import framework_for
 from benchmarks.published.models import known_dimensions
 from benchmarks.published.table import Row
 
@@ -27,6 +28,8 @@ def shape_of(row: Row) -> TransformerShape:
     """
     known = dict(known_dimensions(row.given["model"]))
     _reduce(known, row.number("layers"))
+    if tokens := _searched_with(row):
+        known["seq_len"] = tokens
     known |= {name: int(value) for name in _DIMENSIONS if (value := row.number(name))}
     missing = [name for name in ("layers", "hidden", "seq_len") if not known.get(name)]
     if missing:
@@ -47,6 +50,12 @@ def shape_of(row: Row) -> TransformerShape:
     if style.get("latent") is not None and "mla" not in row.text("arch") and row.text("arch"):
         style["latent"] = None
     return TransformerShape(**style)
+
+
+def _searched_with(row: Row) -> int:
+    """Tokens of a sample in a framework's own search, whose rows have its words where others name a precision."""
+    by_search = row.text("precision") in ("amp_native", "amp_apex", "half", "notchosen")
+    return framework_for(row).search_tokens if by_search else 0
 
 
 def _heads_of(hidden: int) -> int:

@@ -25,15 +25,19 @@ from atorch.cost import Cost, Memory, StepTimes, peak_memory
 from atorch.cost.collectives import group_of, group_of_neighbours, rounds_of
 from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.memory import beside_host, stage_memory
+from atorch.cost.offload import BYTES_A_CORE
 from atorch.cost.products import peak_flops
 from atorch.cost.stages import Stage, stages_of
+from atorch.cost.time import MEETING_S
 from tests.auto.planner.drawn import Drawn, drawn, strategies
 
 WALKS = 20  # strategies of each job
+SOME = 0.03  # of them, those that what takes long is held to
 ROUNDING = 1e-9
+LINKS = ("intra_node", "inter_node", "inter_leaf", "host_link")
 FEW = 3_000  # compositions: the ordinary run searches smaller spaces alone, some of the others take ten seconds each
 
-ordinary = settings(max_examples=200, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+ordinary = settings(max_examples=180, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 complete = settings(ordinary, max_examples=10_000)
 searches = settings(ordinary, max_examples=60)
 many_searches = settings(ordinary, max_examples=400)
@@ -54,6 +58,9 @@ def check_estimates(number: int) -> None:
             check_more_micro_batches(node.cost, times)
             check_faster(chance, node.cost, job.cluster, times)
             check_more_memory(chance, node, job, times)
+            if chance.random() < SOME:
+                check_beside(node.cost, job, times)
+                check_units(node.cost, job.cluster, times)
         except AssertionError as error:
             error.add_note(f"of job {number}: {Strategy(node.methods)}")
             raise
@@ -181,6 +188,38 @@ def check_more_micro_batches(cost: Cost, times: StepTimes) -> None:
         if stage.in_flight + 1 <= parts:
             fuller = Stage(stage.index, stage.parts, stage.in_flight + 1)
             assert stage_memory(cost, fuller).total >= stage_memory(cost, stage).total * (1 - ROUNDING)
+
+
+def check_beside(cost: Cost, job: Drawn, times: StepTimes) -> None:
+    """What frameworks run beside products, or do once, makes no step slower, and links carry no more than they can."""
+    ways = {"sends_beside": True, "fp8_once": True, "fp8_gathers": True, "adds_in_products": True}
+    for name, value in (("tensor_beside", "weights"), ("tensor_beside", "both"), *ways.items()):
+        changed = cost.but(**{name: value})
+        if times.of(changed) != times.of(cost):
+            check_terms(changed, job.cluster, times)
+            check_work(changed, job, times)
+            check_links(changed, job.cluster, times)
+        if name != "adds_in_products":  # which write more where there is but one micro-batch
+            assert times.of(changed).total_s <= times.of(cost).total_s * (1 + ROUNDING), f"slower by {name} {value}"
+
+
+def check_units(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
+    """In halves of a second every term is twice what it is in seconds: no order depends on the unit."""
+
+    def link(known: LinkSpec) -> LinkSpec:
+        return replace(known, bandwidth=known.bandwidth / 2, latency_s=2 * known.latency_s)
+
+    device, host = cluster.device, cluster.host
+    peaks = {name: value / 2 for name, value in device.peak_flops.items()}
+    rates = {"peak_flops": peaks, "memory_bandwidth": device.memory_bandwidth / 2, "launch_s": 2 * device.launch_s}
+    links = {name: link(known) for name in LINKS if (known := getattr(cluster, name)) is not None}
+    slower = None if host is None else replace(host, memory_bandwidth=host.memory_bandwidth / 2)
+    halves = replace(cluster, device=replace(device, **rates), host=slower, **links)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("atorch.cost.time.MEETING_S", 2 * MEETING_S)
+        patch.setattr("atorch.cost.offload.BYTES_A_CORE", BYTES_A_CORE / 2)
+        told = StepTimes(halves).of(cost.but(hop_wait_s=2 * cost.hop_wait_s, extra_s=2 * cost.extra_s))
+    assert told == pytest.approx(tuple(2 * value for value in times.of(cost)), rel=1e-6, abs=1e-12)
 
 
 def check_faster(chance: random.Random, cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
