@@ -189,6 +189,7 @@ class _Build:
         shape, keep, norm = self.shape, self.keep, self.norm()
         table, logits = float(shape.vocab * shape.hidden), self.tokens * shape.vocab
         own = 0.0 if shape.tied else table
+        cached = 2.0 * shape.layers * self.tokens * shape.kv_heads * shape.head_dim * keep.itemsize
         return Segment(
             name="head",
             num_params=norm.params + own,
@@ -196,7 +197,7 @@ class _Build:
             split_params=own,
             tied_params=table - own,
             matmuls=(Matmul(rows=self.tokens, inner=shape.hidden, columns=shape.vocab, split="columns"),),
-            outside=_together(norm.outside, Region(saved_bytes=keep.cached_passes * self._cache())),
+            outside=_together(norm.outside, Region(saved_bytes=keep.cached_passes * cached)),
             inside=Region(
                 saved_bytes=keep.logit_bytes * logits,
                 selective_bytes=keep.logit_bytes * logits,
@@ -209,11 +210,6 @@ class _Build:
             num_losses=1,
             sequence_length=shape.seq_len,
         )
-
-    def _cache(self) -> float:
-        """Bytes of the keys and values of all blocks."""
-        shape = self.shape
-        return 2.0 * shape.layers * self.tokens * shape.kv_heads * shape.head_dim * self.keep.itemsize
 
     def norm(self, width: int = 0) -> _Part:
         """A norm keeps its input, and the product after it keeps its output.
