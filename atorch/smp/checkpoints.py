@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from atorch.distributed.collectives import agreed, from_rank_zero, together
@@ -165,9 +166,11 @@ def _optimizer_state(folder: Path, optimizer: Any, is_wanted: bool, save: str | 
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value with its configurations as dicts, at any depth: what can be loaded without running code."""
+    """A value with configurations as dicts and NumPy's numbers as Python's: what can be loaded without running code."""
     if type(value) in (list, tuple):
         return type(value)(_plain(each, f"{place}[{number}]") for number, each in enumerate(value))
+    if isinstance(value, np.generic):  # a count that NumPy has made, such as of parameters
+        return value.item()
     if type(value) is not dict:
         held = _fields(value)
         if held is None:

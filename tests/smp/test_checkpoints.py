@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -265,7 +266,7 @@ def test_configurations_come_back_as_dicts(
     caplog.set_level("INFO")
     args, rows = argparse.Namespace(lr=0.1, settings=[Settings(0.5, torch.ones(2))]), (1, "a")
     config = transformers.GPT2Config(n_layer=3)
-    content = {"args": args, "model_config": config, "cls": {"rows": rows}}
+    content = {"args": args, "model_config": config, "cls": {"rows": rows}, "num_params": np.prod((3, 5))}
     smp.save_checkpoint(tmp_path, "one", model=parts[0], user_content=content)
     found = smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
     assert found["args"]["lr"] == 0.1
@@ -273,6 +274,7 @@ def test_configurations_come_back_as_dicts(
     assert found["args"]["settings"] == [{"rate": 0.5}]
     assert found["model_config"] == config.to_dict()
     assert found["cls"] == {"rows": rows}
+    assert (found["num_params"], type(found["num_params"])) == (15, int)
     assert "user_content['args']['settings'][0] is a Settings, and is saved as a dict" in caplog.text
 
 

@@ -17,6 +17,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "fused_bias_gelu": "torch.compile fuses it",
     "fused_dropout": "torch.compile fuses it",
     "distribute_embedding": "an embedding that is marked is split",
+    "zero_init": "sharded parameters are whole on a process until the first step, or delayed",
 }
 """Keywords of `tensor_parallelism` that chose among the original's kernels, and why nothing is to be chosen here."""
 
