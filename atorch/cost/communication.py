@@ -13,6 +13,7 @@ values around a ring (Liu et al. 2023, arXiv 2310.01889).
 
 from __future__ import annotations
 
+from atorch.cost.experts import busiest_load
 from atorch.cost.moments import has_all_tokens, is_gathered, micro_batch_share
 from atorch.cost.profile import Segment
 from atorch.cost.state import Collective, Comm, Cost
@@ -42,7 +43,7 @@ def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
     if segment.attention_flops and cost.context > 1:
         sent.append(_of_context(cost, segment, again))
     if segment.dispatched_bytes and cost.expert > 1:
-        moved = _scaled(cost, segment, segment.dispatched_bytes)
+        moved = expert_load(cost, segment) * _scaled(cost, segment, segment.dispatched_bytes)
         passes = 4.0 + 2.0 * again  # to the experts and back
         sent.append(Comm("all_to_all", (EXPERT_AXIS,), passes * moved, count=passes))
     return sent
@@ -68,6 +69,12 @@ def tokens_share(cost: Cost, segment: Segment) -> float:
     """Of the traced tokens, those that a device has of a segment in a micro-batch."""
     share = micro_batch_share(cost)
     return share if has_all_tokens(cost, segment) else share / (cost.sequence * cost.context)
+
+
+def expert_load(cost: Cost, segment: Segment) -> float:
+    """Tokens that arrive at the experts of the busiest rank, over the mean."""
+    share, capacity, skew = tokens_share(cost, segment), cost.expert_capacity, cost.expert_skew
+    return busiest_load(segment, share, ranks=cost.expert, capacity=capacity, skew=skew)
 
 
 def _scaled(cost: Cost, segment: Segment, traced_bytes: float) -> float:

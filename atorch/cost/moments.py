@@ -18,6 +18,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
+from atorch.cost.experts import busiest_load, saved_bytes
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.stages import Stage
 from atorch.cost.state import Cost, Kept
@@ -89,6 +90,8 @@ class Terms(NamedTuple):
     tensor: int
     splits_norms: bool
     expert: int
+    expert_capacity: float
+    expert_skew: float
     expert_divisor: float
     stages: int
     recompute: float
@@ -281,6 +284,10 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     inside = scale if is_gathered(terms, segment) else scale / terms.tensor
     kept = inside * segment.inside.saved_bytes + outside * segment.outside.saved_bytes
     kept += terms.held_gathers * segment.input_bytes * (scale - outside)
+    if segment.dispatched_bytes:
+        capacity, skew = terms.expert_capacity, terms.expert_skew
+        load = busiest_load(segment, scale, ranks=terms.expert, capacity=capacity, skew=skew)
+        kept = max(0.0, kept + (load - 1.0) * inside * saved_bytes(segment))
     working = segment.working_bytes * (inside if segment.split_working else scale)
     # An input gathered whole, a gradient before it is scattered.
     working += 2.0 * segment.input_bytes * (scale - outside)

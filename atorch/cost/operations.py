@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from atorch.cost.attention import fused_seconds, written_seconds
-from atorch.cost.communication import is_whole, itemsize, tokens_share
+from atorch.cost.communication import expert_load, is_whole, itemsize, tokens_share
 from atorch.cost.fp8 import cast_bytes, gradient_dtype, slower, takes_fp8
 from atorch.cost.moments import is_gathered
 from atorch.cost.products import ProductTimes, Shape
@@ -34,9 +34,10 @@ def seconds_of_copy(cost: Cost, segment: Segment, products: ProductTimes) -> Com
     """
     again = cost.recompute if segment.is_block else 0.0
     share = tokens_share(cost, segment)
+    load = expert_load(cost, segment)
     multiplying, casting, place = _attention_seconds(cost, segment, share, again, products), 0.0, 0.0
     for each in segment.matmuls:
-        in_fp8, shape = takes_fp8(cost, segment, each), _local_shape(cost, each, share)
+        in_fp8, shape = takes_fp8(cost, segment, each), _local_shape(cost, each, share, load)
         repeats = again * _recomputed(cost, each, place)
         multiplying += _product_seconds(cost, each, shape, repeats, in_fp8, products)
         if in_fp8:
@@ -62,9 +63,10 @@ def _recomputed(cost: Cost, product: Matmul, place: float) -> float:
     return 0.0
 
 
-def _local_shape(cost: Cost, product: Matmul, share: float) -> _Local:
-    """Rows, inner, columns and count of some products as one device has them."""
+def _local_shape(cost: Cost, product: Matmul, share: float, load: float = 1.0) -> _Local:
+    """Rows, inner, columns and count of some products as one device has them; of experts, so many times the mean."""
     rows, inner, columns, count = product.rows * share, float(product.inner), float(product.columns), product.count
+    rows *= load if product.of_experts else 1.0
     if product.of_experts and cost.expert > 1:
         count, rows = count / cost.expert, rows * cost.expert  # fewer experts here, and tokens of more ranks for each
     elif product.split == "columns":

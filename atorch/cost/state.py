@@ -100,6 +100,8 @@ class Cost:
     gathers_logits: bool = False  # those of tensor ranks, for a loss that is taken of whole ones
     tensor_beside: Beside = "nothing"
     expert: int = 1
+    expert_capacity: float = 0.0  # tokens that each expert has room for, over their mean; 0: for all that are sent
+    expert_skew: float = 0.0  # tokens of the busiest expert, over the mean, where routers choose; 0: dealt out evenly
     stages: int = 1
     sends_beside: bool = False  # stages send and receive while they compute for other micro-batches
     scatters_sends: bool = False  # stages send a tensor rank's share each, gathered on arrival: arXiv 2104.04473, 4.1

@@ -101,8 +101,9 @@ class _Whole(NamedTuple):
 _read_by_copies = attrgetter(
     "dtype", "fp8", "fp8_outside", "compiled", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens",
     "gathers_logits", "tensor_beside", "fp8_once", "fp8_gathers", "adds_in_products", "grad_itemsize",
-    "sequence", "context", "expert", "recompute", "recompute_keeps", "attention_kernel",
-    "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s", "traced_batch", "batch_size", "num_micro_batches",
+    "sequence", "context", "expert", "expert_capacity", "expert_skew", "recompute", "recompute_keeps",
+    "attention_kernel", "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s", "traced_batch", "batch_size",
+    "num_micro_batches",
 )  # fmt: skip
 """What copies' seconds follow from, beside the cluster, the mesh and the cut."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import lru_cache
 
@@ -109,12 +110,18 @@ def cost_of(row: Row) -> Cost:
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(
-        split_experts(cost, layout.expert),
+        split_experts(cost, layout.expert, capacity=_expert_capacity(row)),
         schedule="interleaved" if layout.interleave > 1 else "1f1b",
         interleave=layout.interleave,
     )
     cost = _recompute(accumulate(cost, layout.num_micro_batches), recomputation_of(row))
     return _data_parallel(cost, layout, framework, precision)
+
+
+def _expert_capacity(row: Row) -> float:
+    """The capacity factor that `arch` says, such as "8 experts top-2, capacity factor 1.25"; 0 where nothing is cut."""
+    found = re.search(r"capacity(?:[- _]factor)?[ =:]*(\d+(?:\.\d+)?)", row.text("arch"))
+    return float(found[1]) if found else 0.0
 
 
 def _agree(layout: Layout, shape: TransformerShape) -> None:

@@ -180,6 +180,11 @@ def test_what_runs_beside_products_is_as_frameworks_do_it():
     assert traits(framework="torchtitan", tp_overlap="yes") == ("chunks", False, False, False)
 
 
+def test_a_capacity_of_experts_is_read_from_the_architecture():
+    assert cost_of(row(arch="8 experts top-2", ep="2")).expert_capacity == 0
+    assert cost_of(row(arch="8 experts top-2, capacity factor 1.25", ep="2")).expert_capacity == 1.25
+
+
 def test_a_figure_is_compared_with_what_it_is_of():
     assert metric_of(row()) == "allocated"
     assert metric_of(row("torch max_memory_allocated or reserved")) == "reserved"

@@ -1,0 +1,101 @@
+"""Loads of a mixture's experts: what capacities and routers that are not even make of a step."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atorch.cluster import ClusterSpec
+from atorch.cost import peak_memory, plain_cost, step_time
+from atorch.cost.communication import of_copy
+from atorch.cost.experts import busiest_load, saved_bytes
+from atorch.cost.splits import accumulate, arrange, replicate, split_experts
+from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
+
+CLUSTER = ClusterSpec.load("8xH100-80GB")
+MIXTRAL = TransformerShape(
+    layers=4, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000, seq_len=4096,
+    experts=Experts(count=8, top_k=2, ffn=14336),
+)  # fmt: skip
+DEEPSEEK = replace(
+    MIXTRAL, hidden=2048, ffn=10944, experts=Experts(count=64, top_k=6, ffn=1408, shared_ffn=2816, dense_layers=1)
+)
+shapes = pytest.mark.parametrize("shape", [MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
+
+
+def training(shape, *, ranks=8, capacity=0.0, skew=0.0):
+    cost = arrange(plain_cost(transformer_profile(shape), 32), {"data": 8})
+    cost = accumulate(replace(cost, dtype="bfloat16", param_itemsize=2.0), 4)
+    return replicate(split_experts(cost, ranks, capacity=capacity, skew=skew))
+
+
+def blocks(shape):
+    return next(each for each in transformer_profile(shape).segments if each.num_experts)
+
+
+def load(shape, **given):
+    return busiest_load(blocks(shape), 1.0, **{"ranks": 8, "capacity": 0.0, "skew": 0.0} | given)
+
+
+@shapes
+def test_tokens_that_are_dealt_out_are_even(shape):
+    assert load(shape) == load(shape, ranks=1, skew=3.0) == 1
+    dense = transformer_profile(shape).segments[0]
+    assert busiest_load(dense, 1.0, ranks=8, capacity=2.0, skew=2.0) == 1
+
+
+def test_a_rank_with_one_expert_has_that_experts_load_and_what_chance_adds():
+    """8,192 copies of tokens a rank: √(2 ln 8 × 7/8 / 8192) is 2.1 %."""
+    assert load(MIXTRAL, skew=1.0) == pytest.approx(1.0211, abs=1e-4)
+    assert load(MIXTRAL, skew=1.5) == pytest.approx(1.5 + 0.0211 * 1.5**0.5, abs=1e-4)
+    assert load(MIXTRAL, skew=17.8) == 8  # all tokens on one of eight ranks, and no more
+
+
+def test_neighbours_share_what_the_busiest_expert_leaves():
+    """Eight experts a rank: (1.6 + 7 × 62.4 / 63) / 8, beside chance."""
+    even = load(DEEPSEEK, skew=1.0)
+    assert load(DEEPSEEK, skew=1.6) - even == pytest.approx((1.6 + 7 * 62.4 / 63) / 8 - 1, rel=0.05)
+    assert load(DEEPSEEK, skew=1.6) < load(DEEPSEEK, ranks=64, skew=1.6)
+
+
+@shapes
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(skew=st.floats(1, 20), more=st.floats(0, 5), ranks=st.sampled_from([1, 2, 4, 8]))
+def test_a_less_even_router_takes_no_less(shape, skew, more, ranks):
+    cost, worse = (training(shape, ranks=ranks, skew=each) for each in (skew, skew + more))
+    assert step_time(worse, CLUSTER).total_s >= step_time(cost, CLUSTER).total_s * (1 - 1e-9)
+    assert peak_memory(worse).total >= peak_memory(cost).total * (1 - 1e-9)
+    assert 1 <= load(shape, ranks=ranks, skew=skew) <= ranks
+
+
+@shapes
+def test_a_capacity_cuts_or_pads_every_load(shape):
+    even, padded = training(shape), training(shape, capacity=1.25)
+    (sent,), (more,) = (
+        [each for each in of_copy(cost, blocks(shape)) if each.kind == "all_to_all"] for cost in (even, padded)
+    )
+    assert more.num_bytes == pytest.approx(1.25 * sent.num_bytes)
+    assert training(shape, capacity=1.25, skew=9.0).expert_capacity == 1.25
+    assert step_time(training(shape, capacity=1.25, skew=9.0), CLUSTER) == step_time(padded, CLUSTER)
+    assert step_time(training(shape, capacity=1.0), CLUSTER) == step_time(even, CLUSTER)
+    slower = step_time(padded, CLUSTER).total_s / step_time(even, CLUSTER).total_s
+    assert 1.02 < slower < 1.25  # attention, the dense layers and the head have what they had
+    grown = peak_memory(padded).activations - peak_memory(even).activations
+    layers = next(each.count for each in even.segments if each.num_experts)
+    assert grown == pytest.approx(0.25 * layers * saved_bytes(blocks(shape)), rel=1e-6)
+
+
+def test_what_experts_keep_is_what_their_products_take_and_give():
+    """Of 8,192 copies in 16 bits: 4,096 features as they come and as they go, and three times 14,336 between."""
+    assert saved_bytes(blocks(MIXTRAL)) == 2 * 8192 * (2 * 4096 + 3 * 14336)
+
+
+@shapes
+def test_balanced_routers_cost_little_and_others_much(shape):
+    """As published: 1.04 with biases, 1.14 with losses, 17.8 without (arXiv 2408.15664 and 1701.06538)."""
+    even, biases, losses, none = (
+        step_time(training(shape, skew=each), CLUSTER).total_s for each in (0.0, 1.04, 1.14, 17.8)
+    )
+    assert even < biases < losses < 1.15 * even
+    assert none > 1.3 * even
