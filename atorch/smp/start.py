@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from atorch.distributed.collectives import largest, together
+from atorch.distributed.collectives import from_rank_zero, largest, together
 from atorch.errors import StrategyError
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.shapes import sizes_of
@@ -62,6 +63,38 @@ def starts_together(owner: Session, cut: Callable[[], Sequence[Arguments]], name
             f"{'training' if training else 'evaluation'}; let all processes run the same"
         )
     return Start(pieces, (*step, plain), of_pipelines[2 * own] == -of_pipelines[2 * own + 1])
+
+
+def with_the_firsts_batch(owner: Session, start: Start) -> Start:
+    """The step with the batch of the pipeline's first process, where the others' tensors are all empty; else as it is.
+
+    Scripts of the original read data on the first process alone, and give the others tensors without elements.
+    """
+    group = owner.mesh.group("pipeline")
+    own = [_tensors(piece) for piece in start.pieces]
+    is_first = owner.mesh.rank("pipeline") == 0
+    has_some = any(each.numel() for piece in own for each in piece)
+    unfit, high, low = largest([int(is_first != has_some), *both_ways([len(piece) for piece in own])], group)
+    if unfit or high != -low:
+        return start
+    theirs = from_rank_zero([[each.cpu() for each in piece] for piece in own], group)
+    pieces = [_filled(piece, values, owner.device) for piece, values in zip(start.pieces, theirs, strict=True)]
+    return start._replace(pieces=pieces, is_alike=True)
+
+
+def _tensors(arguments: Arguments) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_leaves(lambda leaf, place: found.append(leaf) if isinstance(leaf, Tensor) else None, arguments)
+    return found
+
+
+def _filled(arguments: Arguments, values: Sequence[Tensor], device: torch.device) -> Arguments:
+    """Arguments with these tensors in the place of theirs."""
+    left = iter(values)
+    made: Arguments = map_leaves(
+        lambda leaf, place: next(left).to(device) if isinstance(leaf, Tensor) else leaf, arguments
+    )
+    return made
 
 
 def both_ways(told: object) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from atorch.smp.first_step import partition
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, session
 from atorch.smp.slicing import Arguments, Slicing, outputs_of
-from atorch.smp.start import starts_together
+from atorch.smp.start import starts_together, with_the_firsts_batch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,6 +100,8 @@ def _run(
         return [map_leaves(functools.partial(_on_device, owner.device), each) for each in slicing.cut(given, count)]
 
     start = starts_together(owner, cut, _name(function), model.training)
+    if not start.is_alike:
+        start = with_the_firsts_batch(owner, start)
     runner = model.runner or partition(owner, model, function, start.pieces[0])
     return runner.run(function, start, detach)
 

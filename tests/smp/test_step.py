@@ -280,3 +280,26 @@ def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int,
 def test_steps_leave_nothing_behind(pool: Pool, config: dict[str, Any]) -> None:
     for early, late in pool.run(held_after_steps, config, ranks=2):
         assert late <= early
+
+
+def reading_on_the_first(rank: int, size: int) -> tuple[float, float]:
+    """The losses of a step for which the first stage alone has data, and of one for which all have."""
+    with begun({"partitions": 2, "microbatches": 2}):
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Blocks())
+
+        @smp.step
+        def train(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
+            loss = model(batch["x"]).square().mean() * scale
+            model.backward(loss)
+            return loss
+
+        empty = torch.zeros(len(rows()), 0)
+        first = train(model, {"x": empty if smp.pp_rank() else rows()}, 2.0).reduce_mean()
+        return float(first), float(train(model, {"x": rows()}, 2.0).reduce_mean())
+
+
+def test_stages_without_data_work_on_the_firsts(pool: Pool) -> None:
+    """As the original's scripts for GPT read it."""
+    for first, second in pool.run(reading_on_the_first):
+        assert first == second > 0
