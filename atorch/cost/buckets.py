@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
@@ -19,7 +20,17 @@ MOST_VECTORS = 1024
 """Of a copy of a segment, that are told apart: more would be no vectors, but weights that no product tells of."""
 
 
-def num_reductions(cost: Cost, itemsize: float, bucket_bytes: float) -> int:
+class Reductions(NamedTuple):
+    """Calls that reduce all gradients, and of all elements the share of the last one's, which no backward is left for.
+
+    A table of embeddings is the first parameter, so that its gradient is the last one.
+    """
+
+    calls: int
+    last_share: float
+
+
+def reductions(cost: Cost, itemsize: float, bucket_bytes: float) -> Reductions:
     """Buckets that the gradients fill, from the last parameter to the first."""
     return _filled(_sizes(cost.segments, cost.tensor, cost.expert_divisor), bucket_bytes / itemsize)
 
@@ -54,13 +65,14 @@ def _in_order(sizes: tuple[float, ...], most: float) -> int:
 
 
 @lru_cache(maxsize=256)
-def _filled(sizes: tuple[float, ...], most: float) -> int:
-    num, held = 0, 0.0
+def _filled(sizes: tuple[float, ...], most: float) -> Reductions:
+    num, held, last = 0, 0.0, 0.0
     for size in sizes:
         held += size
         if held >= most:
-            num, held = num + 1, 0.0
-    return num + (held > 0)
+            num, held, last = num + 1, 0.0, held
+    last = held or last
+    return Reductions(num + (held > 0), last / sum(sizes) if last else 1.0)
 
 
 @lru_cache(maxsize=256)

@@ -155,6 +155,21 @@ def _both(kind: Collective, wide: float, *passes: tuple[float, float, float]) ->
     return [each for each in both if each.count]
 
 
+def beside_share(cost: Cost, segment: Segment, overlap: float) -> float:
+    """Of what a copy multiplies, what runs beside a send of which so much can hide.
+
+    Chunks run beside all that waits for them. Of products split by columns, inputs are gathered again beside those that
+    make the inputs' gradients, and these are summed beside those that make the weights' (NVIDIA/Megatron-LM,
+    megatron/core/tensor_parallel/layers.py).
+    """
+    if overlap <= IN_CHUNKS:
+        return 1.0
+    flops = [(each.split == "columns", each.count * each.rows * each.inner * each.columns) for each in segment.matmuls]
+    whole = 2.0 * sum(size for _, size in flops) + segment.attention_flops
+    passes = 3.0 + (cost.recompute if segment.is_block else 0.0)
+    return 2.0 * sum(size for by_columns, size in flops if by_columns) / whole / passes if whole else 0.0
+
+
 def _of_logits(cost: Cost, segment: Segment) -> list[Comm]:
     """What a head split by columns gives is gathered, or for each loss two numbers a row, from every rank."""
     axis, share = ("tensor",), tokens_share(cost, segment)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from atorch.cost.buckets import deal_out, num_reductions, num_sliced_buckets
+from atorch.cost.buckets import Reductions, deal_out, num_sliced_buckets, reductions
 from atorch.cost.profile import Segment
 from atorch.cost.state import Comm, Cost
 
@@ -191,5 +191,5 @@ def _reduction(
     overlaps: bool,
 ) -> Comm:
     num_bytes = cost.grad_bytes if itemsize is None else cost.num_trainable / cost.grad_shards * itemsize
-    num_buckets = num_reductions(cost, num_bytes / cost.num_trainable, bucket_bytes) if num_bytes else 1
-    return Comm(kind, axes, num_bytes, count=num_buckets, overlap=1 - 1 / num_buckets if overlaps else 0.0)
+    reduced = reductions(cost, num_bytes / cost.num_trainable, bucket_bytes) if num_bytes else Reductions(1, 1.0)
+    return Comm(kind, axes, num_bytes, count=reduced.calls, overlap=1 - reduced.last_share if overlaps else 0.0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from atorch.cluster import ClusterSpec
 from atorch.cost.collectives import Group, group_of, group_of_neighbours, rounds_of
-from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
+from atorch.cost.communication import EXPERT_AXIS, beside_share, boundary_bytes, of_copy
 from atorch.cost.offload import host_time
 from atorch.cost.operations import added_elements, seconds_of_copy
 from atorch.cost.products import ProductTimes
@@ -20,6 +20,7 @@ BACKWARD = 2 / 3  # of computing, the share that is in backward
 SHARPNESS = 6.0  # of the knee between being bound by launches and by work: where both are alike, neither hides all
 COLLECTIVE_LAUNCHES = 1.5  # a collective is launched as slowly as so many other operations
 MEETING_S = 5e-5  # a round of a collective that nothing hides waits so long, as ranks do not come to it together
+SLOWED = 0.189  # computing is slower while something is sent beside it: arXiv 2507.03114, the mean of its runs
 SEND_LAUNCHES = 12.0  # as many operations' launches are lost where a stage waits for what a neighbour sends
 REMEMBERED = 10_000  # models' copies that `StepTimes` keeps: a search comes back to those that it met last
 
@@ -192,11 +193,14 @@ class StepTimes:
         for comm in of_copy(cost, segment):
             group = self._group(cost, comm.axis)
             seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
-            exposed += (1.0 - comm.overlap) * (seconds + comm.count * rounds_of(comm.kind) * meeting)
-            hidden += comm.overlap * seconds
+            hiding = comm.overlap * seconds
+            if comm.axis == ("tensor",):
+                hiding = min(hiding, computed.matmul_s * beside_share(cost, segment, comm.overlap))
+                beside += hiding
+            exposed += seconds - hiding + (1.0 - comm.overlap) * comm.count * rounds_of(comm.kind) * meeting
+            hidden += hiding
             carried[group.num_nodes > 1] += group.carrying_s(comm.kind, comm.num_bytes)
             launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
-            beside += comm.overlap * seconds if comm.axis == ("tensor",) else 0.0
         uncovered = max(0.0, beside - computed.matmul_s)  # by the products that they run beside
         return _Copy(
             matmul_s=computed.matmul_s,
@@ -301,12 +305,20 @@ def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, clust
         exposed += max(0.0, hidden - matmul - traffic - launch)
         total = matmul + traffic + launch + exposed
     else:
-        exposed += max(0.0, hidden - matmul - traffic)
+        exposed += beside_computing(hidden, matmul + traffic)
         total = ((matmul + traffic + exposed) ** SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
     computing = max(matmul + traffic, total - exposed)  # which rounding may leave short
     return _MicroBatch(
         matmul, traffic, launch, computing, exposed, computing + exposed, (inside, between), params, trainable
     )
+
+
+def beside_computing(sending_s: float, computing_s: float) -> float:
+    """Seconds that sending adds to the computing that hides it on a GPU.
+
+    Kernels that send take multiprocessors and bandwidth of memory from those that compute.
+    """
+    return max(SLOWED * sending_s, sending_s - computing_s)
 
 
 def reached_bandwidth(cluster: ClusterSpec) -> float:
@@ -352,7 +364,10 @@ def _ending(
         share = micro.params / whole.num_params if cost.stages > 1 else 1.0
         backward = unfilled * BACKWARD * micro.total_s
         waited = max(0.0, unfilled * BACKWARD * earlier)
-        exposed = share * whole.once[0] + max(0.0, share * whole.once[1] - backward - waiting)
+        hiding = max(0.0, share * whole.once[1] - backward - waiting)
+        if cluster.device.type == "cuda":
+            hiding = beside_computing(share * whole.once[1], backward + waiting)
+        exposed = share * whole.once[0] + hiding
         optimizer = micro.trainable * optimizer_s
         if exposed + optimizer - waited > longest:
             longest = exposed + optimizer - waited

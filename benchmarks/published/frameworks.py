@@ -6,7 +6,7 @@ A framework that is not known is taken to work as most do now: 16-bit parameters
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from atorch.cost.state import Beside
 from atorch.cost.transformer import Implementation
@@ -55,6 +55,8 @@ class Framework:
     splits_norms: bool = False  # along the sequence, beside tensor parallelism, where nothing is said of it
     vocab_multiple: int = 1  # of tensor ranks, to which vocabularies are padded
     delays_scales: bool = False  # those of 8-bit products, as transformer-engine's first recipe does
+    copies_by_rank: bool = False  # ZeRO's pieces, one parameter and one rank after the other, to and from buffers
+    split_launches: float = 0.0  # as `launches`, at least, under tensor parallelism
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
 
 
@@ -130,7 +132,16 @@ _KNOWN: Mapping[str, Framework] = {
         held_at_most=2.0,
         held_without_pipelines=2.0,
         reports_first=True,
+        # Its source has 25 of gradients in 16 bits, reduced in fp32 (`ddp_bucket_cap_mb`, config/config.py); as many
+        # rings over 64 and more ranks would take longer than whole steps took.
         bucket_bytes=512 * MiB,
+        # Products and collectives are launched through one queue, as its tensor parallelism demands
+        # (`CUDA_DEVICE_MAX_CONNECTIONS`, parallel/utils.py), so that a reduction that waits holds up what comes after
+        # it. Megatron-FSDP's user guide has it unset, for reductions and computing to run beside one another.
+        overlaps=False,
+        copies_by_rank=True,  # `all_gather_coalesced` and `reduce_scatter_coalesced` in distributed.py
+        # Calls of torch's operators in a block, counted: 181 and 10 collectives for the 120 without tensor parallelism.
+        split_launches=15.0,
         hop_wait_s=2.8e-4,
         # Before every tensor go two messages of its shape, which the host waits for. The figure is the median over the
         # runs of the 1B model on 512 devices; on fewer some runs lose it, others do not; with 32 tensor ranks all do.
@@ -182,22 +193,22 @@ _KNOWN: Mapping[str, Framework] = {
 }
 
 
-READ_OFF: Mapping[str, tuple[str, ...]] = {
-    # Traits that were read off published runs, not off sources: a held-out source is estimated without its own.
-    "nanotron": ("hop_wait_s", "send_wait_s", "launches", "held_without_pipelines"),
-}
+READ_OFF: Mapping[str, Mapping[str, float | bool]] = {
+    # Traits that were read off published runs, and what they are by sources alone, with which a held-out source is
+    # estimated.
+    "nanotron": {
+        "hop_wait_s": 0.0, "send_wait_s": 0.0, "launches": 10.0, "held_without_pipelines": 0.0, "bucket_bytes": 50 * MiB
+    },
+}  # fmt: skip
 
 
 def framework_of(name: str, *, is_split: bool = False, knows_runs: bool = True) -> Framework:
     """The framework that a table names, or what does its work where the model `is_split` over devices.
 
-    Unless it `knows_runs`, what was read off published runs of it is as it would be of one that is not known.
+    Unless it `knows_runs`, what was read off published runs of it is as sources have it.
     """
     found = next((part for part in _KNOWN if part in name.lower()), "")
     if is_split and found and _KNOWN[found].split_by:
         found = _KNOWN[found].split_by
     framework = _KNOWN.get(found, Framework())
-    if knows_runs:
-        return framework
-    usual = {each.name: each.default for each in fields(Framework)}
-    return replace(framework, **{trait: usual[trait] for trait in READ_OFF.get(found, ())})
+    return framework if knows_runs else replace(framework, **READ_OFF.get(found, {}))

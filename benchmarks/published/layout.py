@@ -154,5 +154,8 @@ def _shared_by(row: Row, level: int, data: int, neighbours: int) -> int:
     if level == 3 and ("hybrid" in words or "hsdp" in words):
         per_node = int(row.number("gpus_per_node") or NODE)
         return math.gcd(data, max(1, per_node // neighbours))
-    group = framework_for(row).optimizer_group
+    told = row.text("zero_group")
+    if level == 1 and told == "all":
+        return 0
+    group = int(told) if told.isdecimal() else framework_for(row).optimizer_group
     return math.gcd(data, group) if level == 1 and group else 0

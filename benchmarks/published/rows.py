@@ -9,6 +9,7 @@ from functools import lru_cache
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.cost.adapters import Adapters, adapted_profile
+from atorch.cost.buckets import reductions
 from atorch.cost.splits import (
     REPLICA_AXES,
     accumulate,
@@ -80,6 +81,7 @@ def is_compiled(row: Row) -> bool:
     return row.text("compile") not in (*BLANK, "eager")
 
 
+COPY_S = 4e-6  # from one launch to the next: `launch_s` of atorch/clusters
 COMPILED = 3.0  # launches for each operation of a closed form where Python's modules are compiled away
 
 
@@ -92,10 +94,11 @@ def cost_of(row: Row) -> Cost:
     layout, framework, shape = layout_of(row), framework_for(row), shape_of(row)
     _agree(layout, shape)
     profile, precision = profile_of(row), precision_of(row)
+    launches = max(framework.launches, framework.split_launches if layout.tensor > 1 else 0.0)
     cost = arrange(plain_cost(profile, int(layout.global_batch)), _axes(layout))
     cost = replace(
         _mix(cost, framework, precision),
-        ops_scale=min(framework.launches, COMPILED) if is_compiled(row) else framework.launches,
+        ops_scale=min(launches, COMPILED) if is_compiled(row) else launches,
         attention_kernel="" if row.text("attn") in UNKNOWN else attention_of(row),
         fp8=_fp8_scaling(framework, precision),
         fp8_once=framework.keeps_fp8,
@@ -106,7 +109,6 @@ def cost_of(row: Row) -> Cost:
         scatters_sends=framework.scatters_sends,
         sends_beside=framework.overlaps_sends and layout.interleave > 1,
         tensor_beside=framework.tensor_beside if row.text("tp_overlap") in BLANK else "chunks",
-        extra_s=_waiting_seconds(layout, framework),
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(
@@ -115,7 +117,8 @@ def cost_of(row: Row) -> Cost:
         interleave=layout.interleave,
     )
     cost = _recompute(accumulate(cost, layout.num_micro_batches), recomputation_of(row))
-    return _data_parallel(cost, layout, framework, precision)
+    lost = _waiting_seconds(layout, framework) + _copying_seconds(cost, layout, framework)
+    return replace(_data_parallel(cost, layout, framework, precision), extra_s=lost)
 
 
 def _expert_capacity(row: Row) -> float:
@@ -155,6 +158,19 @@ def _waiting_seconds(layout: Layout, framework: Framework) -> float:
         return 0.0
     inner = layout.pipeline - 2
     return framework.send_wait_s * ((4 if inner else 2) * layout.num_micro_batches + 2 * inner)
+
+
+def _copying_seconds(cost: Cost, layout: Layout, framework: Framework) -> float:
+    """What a host needs to launch copies of every rank's piece of every bucket and, once stepped, parameter of a stage.
+
+    A bucket's pieces are laid side by side, rank by rank, those of all parameters as well, and then copied one by one.
+    """
+    if not framework.copies_by_rank or layout.zero != 1:
+        return 0.0
+    buckets, parameters = (
+        reductions(cost, framework.grad_itemsize, most).calls for most in (framework.bucket_bytes, 0.0)
+    )
+    return layout.data * ((buckets + parameters) / layout.pipeline + 1) * COPY_S
 
 
 def _mix(cost: Cost, framework: Framework, precision: Precision) -> Cost:

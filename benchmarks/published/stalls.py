@@ -1,45 +1,76 @@
 """Runs that lost time which nothing that is told of them explains.
 
-Two rules tell them, and neither reads an estimate.
+One rule tells them, and it reads no estimate: measured runs are held to measured runs. Two runs are compared that are
+alike in everything but micro-batches, stages, data-parallel ranks and ZeRO's level. One of them, the other, has as many
+data-parallel ranks or fewer, which send no more, and as many micro-batches or more, over which a step's end is shared
+out. Between filling and draining a pipeline takes as long as its micro-batches and other stages together. So for each
+of these the other run takes at most
 
-- *Of a pair*: two runs that are alike but for the micro-batch and ZeRO's level. Micro-batches of f times the samples
-  are f times fewer, each takes as long at least and f times as long at most, and a pipeline is filled with them in the
-  same proportion: neither run can take more than f times the other. ZeRO's first two levels send as many bytes as none.
-  What takes more than `MARGIN` · f times its like has stalled.
-- *By columns*: with pipelines over 64 nodes, or tensor ranks on four, every run of nanotron that was published is slow,
-  so that no pair can tell. The pattern was found in those runs; it holds for that framework alone.
+- as long, where its micro-batches are as large or smaller; f times as long where they are f times as large;
+- of that, where it has more stages, what the longest of them has of the model: its part of the blocks, one more, and
+  the head, as nobody cuts worse.
+
+What takes more than `MARGIN` times that has stalled.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations
+from itertools import permutations
+from typing import NamedTuple
 
+from atorch.errors import ArgumentError
+from benchmarks.published.layout import Layout, layout_of
+from benchmarks.published.shapes import shape_of
 from benchmarks.published.table import GIVEN, Row
 
-MARGIN = 1.5  # noise, and what a reduction over another number of micro-batches differs by
-_FREE = ("row_id", "micro_batch", "grad_accum", "zero")
+MARGIN = 1.5  # noise, what stages send, and what a step's end takes longer on fewer ranks
+_FREE = ("row_id", "n_gpus", "dp", "zero", "pp", "micro_batch", "grad_accum", "global_batch")
+
+
+class _Run(NamedTuple):
+    """A run that was timed, and what the rule needs of it."""
+
+    name: str
+    seconds: float
+    layout: Layout
+    layers: float
+    head: float  # its products' size over a block's
+
+    @property
+    def slots(self) -> float:
+        """Micro-batches that a stage computes, or could while it waits for the first and the last."""
+        return self.layout.num_micro_batches + self.layout.pipeline - 1
+
+    def longest(self, pieces: float) -> float:
+        """Of the model, what a stage has at most if it has so many pieces."""
+        return 1.0 if pieces == 1 else min(1.0, (self.layers / pieces + 1 + self.head) / (self.layers + self.head))
 
 
 def stalled(rows: Sequence[Row], seconds: Mapping[str, float]) -> Collection[str]:
-    """The names of those runs that stalled, by either rule; `seconds` a step were measured, by a run's name."""
-    alike: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    """The names of those runs that stalled; `seconds` a step were measured, by a run's name."""
+    alike: dict[tuple[str, ...], list[_Run]] = defaultdict(list)
     for row in rows:
-        if row.row_id in seconds and row.told("micro_batch"):
-            alike[tuple(row.given[name] for name in GIVEN if name not in _FREE)].append(row)
-    pairs = (pair for runs in alike.values() for pair in combinations(runs, 2))
-    slower = {found for pair in pairs if (found := _slower(*pair, seconds))}
-    return slower | {row.row_id for row in rows if row.row_id in seconds and _is_known_to_stall(row)}
+        if row.row_id in seconds and row.told("micro_batch") and (run := _run(row, seconds[row.row_id])):
+            alike[tuple(row.given[name] for name in GIVEN if name not in _FREE)].append(run)
+    pairs = (pair for runs in alike.values() for pair in permutations(runs, 2))
+    return {other.name for one, other in pairs if _takes_too_long(one, other)}
 
 
-def _slower(one: Row, other: Row, seconds: Mapping[str, float]) -> str:
-    """The run of a pair that takes more than it can; "" where neither does."""
-    sizes = [row.told("micro_batch") or 1.0 for row in (one, other)]
-    first, last = sorted((one.row_id, other.row_id), key=seconds.__getitem__)
-    return last if seconds[last] > MARGIN * max(sizes) / min(sizes) * seconds[first] else ""
+def _run(row: Row, seconds: float) -> _Run | None:
+    try:
+        layout, shape = layout_of(row), shape_of(row)
+    except ArgumentError:
+        return None
+    block = shape.hidden * (4.0 * shape.hidden + 3.0 * shape.ffn)
+    return _Run(row.row_id, seconds, layout, float(shape.layers), shape.vocab * shape.hidden / block)
 
 
-def _is_known_to_stall(row: Row) -> bool:
-    tensor, pipeline, devices = (row.told(name) or 1.0 for name in ("tp", "pp", "n_gpus"))
-    return "nanotron" in row.text("framework") and pipeline > 1 and (devices >= 512 or tensor >= 32)
+def _takes_too_long(one: _Run, other: _Run) -> bool:
+    was, now = one.layout, other.layout
+    if now.data > was.data or now.num_micro_batches < was.num_micro_batches or now.pipeline < was.pipeline:
+        return False
+    larger = max(1.0, now.micro_batch / was.micro_batch)
+    part = 1.0 if now.pipeline == was.pipeline else was.pipeline * other.longest(now.pipeline)
+    return other.seconds > MARGIN * larger * part * other.slots / one.slots * one.seconds

@@ -1,9 +1,9 @@
 """A table of published runs: what each row says of a run, and what was measured of it, as text until it is asked for.
 
-What a run was is read from the columns up to `attn`, from `framework` and `adapters`; what was measured is kept apart.
-Of notes nothing is read but whether they say "LoRA=Yes", or "AsyncTP", where there are no columns for these. Tables are
-written by people: a number may say "8k" or "1,024", a column may be missing. What cannot be read, or cannot be
-believed, is no number, and the error says so.
+What a run was is read from the columns up to `attn`, from `framework` and those behind it; what was measured is kept
+apart. Of notes nothing is read but whether they say "LoRA=Yes", "AsyncTP" or "shard group=8", where no columns do.
+Tables are written by people: a number may say "8k" or "1,024", a column may be missing. What cannot be read, or cannot
+be believed, is no number, and the error says so.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ GIVEN = (
     *("hardware", "gpu_mem_gb", "gpus_per_node", "n_gpus", "dp", "fsdp", "zero", "tp", "sp", "pp", "vpp", "cp", "ep"),
     *("micro_batch", "grad_accum", "global_batch", "precision", "ckpt", "compile", "attn", "framework", "adapters"),
     "tp_overlap",  # whether what tensor ranks send runs beside the products that take and give it
+    "zero_group",  # neighbours that share out what ZeRO says, or all
 )
 MEASURED = ("step_time_s", "tok_s_gpu", "peak_mem_gib", "mem_metric", "status")
 _BESIDE = ("source", "source_file", "notes", "job")
 _ADAPTERS = re.compile(r"\b(q?lora|dora)\s*[=:]\s*(?:yes|true|on|\d+)\b", re.IGNORECASE)
 _ASYNCHRONOUS = re.compile(r"\basync(hronous)?[-_ ]?(tp\b|tensor parallel)", re.IGNORECASE)
+_SHARD_GROUP = re.compile(r"\bshard group\s*=\s*(all|\d+)\b", re.IGNORECASE)
 
 UNKNOWN = ("", "none", "n/a", "na", "nan", "null", "-", "–", "—", "?", "unknown", "not stated")
 BLANK = (*UNKNOWN, "no", "false", "off", "0", "0.0", "notchosen")
@@ -116,6 +118,8 @@ def read_rows(path: Path) -> list[Row]:
         found = _ADAPTERS.search(line["notes"])
         line["adapters"] = line["adapters"] or (found[1] if found else "")
         line["tp_overlap"] = line["tp_overlap"] or ("yes" if _ASYNCHRONOUS.search(line["notes"]) else "")
+        found = _SHARD_GROUP.search(line["notes"])
+        line["zero_group"] = line["zero_group"] or (found[1] if found else "")
     return [
         Row(
             {name: line[name] for name in GIVEN} | {"row_id": line["row_id"] or f"{path.stem}-{place}"},

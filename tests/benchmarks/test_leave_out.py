@@ -53,7 +53,7 @@ def test_networks_are_not_fitted():
 
 
 def test_what_was_read_off_runs_of_a_framework_is_not_known_of_a_held_out_source():
-    given = {"framework": "nanotron", "n_gpus": "512", "pp": "2", "global_batch": "4096"}
+    given = {"framework": "nanotron", "n_gpus": "512", "pp": "2", "zero": "0", "global_batch": "4096"}
     ((case, result), *_) = leave_one_out({"a": runs("a", **given)})["a"]
     assert case.cost.extra_s == case.cost.hop_wait_s == 0
     assert Case.of(case.row).cost.extra_s == 0

@@ -1,4 +1,4 @@
-"""Runs that lost time for no reason that is told of them, by pairs and by columns."""
+"""Runs that lost time for no reason that is told of them, by measured runs that are alike."""
 
 import pytest
 
@@ -6,37 +6,51 @@ from benchmarks.published.stalls import stalled
 from tests.benchmarks.test_rows import row
 
 
-def runs(*given):
-    return [row(row_id=f"{i}", **each) for i, each in enumerate(given)]
+def slow(seconds, *given):
+    """Which of some runs stalled, by their places; of 16 devices, in two stages, in micro-batches of 2 of 64."""
+    rows = [row(row_id=f"{place}", **each) for place, each in enumerate(given)]
+    return set(stalled(rows, {f"{place}": each for place, each in enumerate(seconds)}))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seconds", "slow"),
+    ("sizes", "seconds", "found"),
     [
-        (("1", "2"), (1.0, 1.9), set()),  # half as many that take up to twice as long, filling apart
-        (("1", "2"), (1.0, 3.1), {"1"}),
-        (("1", "2"), (3.1, 1.0), {"0"}),
-        (("1", "4"), (1.0, 5.9), set()),
-        (("1", "4"), (1.0, 6.1), {"1"}),
+        (("2", "4"), (1.0, 1.6), set()),  # 4 micro-batches for 8, and one to fill: 2 × 5/9 × 1.5
+        (("2", "4"), (1.0, 1.7), set()),  # fewer micro-batches share out what ends a step
+        (("4", "2"), (1.0, 2.6), set()),  # 9/5 × 1.5
+        (("4", "2"), (1.0, 2.8), {"1"}),
+        (("2", "2"), (1.0, 1.4), set()),
         (("2", "2"), (1.0, 1.6), {"1"}),
         (("2", ""), (1.0, 9.0), set()),
     ],
 )
-def test_of_a_pair_that_differs_in_its_micro_batch_neither_takes_much_longer(sizes, seconds, slow):
-    rows = runs(*({"micro_batch": size} for size in sizes))
-    assert set(stalled(rows, {"0": seconds[0], "1": seconds[1]})) == slow
+def test_of_micro_batches_of_other_sizes(sizes, seconds, found):
+    assert slow(seconds, *({"micro_batch": size} for size in sizes)) == found
 
 
-def test_runs_that_differ_in_anything_else_are_no_pair():
-    assert set(stalled(runs({"zero": "0"}, {"zero": "1"}), {"0": 1.0, "1": 9.0})) == {"1"}
-    assert not stalled(runs({"tp": "1"}, {"tp": "2"}), {"0": 1.0, "1": 9.0})
-    assert not stalled(runs({}, {}), {"0": 1.0})  # of one nothing was timed
+def test_larger_micro_batches_may_take_longer_by_their_size():
+    given = {"global_batch": "32"}, {"micro_batch": "4"}  # 4 and 4 of them
+    assert not slow((1.0, 2.9), *given)
+    assert slow((1.0, 3.1), *given) == {"1"}
 
 
-def test_pipelines_of_nanotron_over_many_nodes_are_known_to_stall():
-    rows = runs(
-        {"framework": "nanotron", "n_gpus": "512"}, {"framework": "nanotron", "n_gpus": "256"},
-        {"framework": "nanotron", "n_gpus": "512", "pp": "1"}, {"framework": "nanotron", "n_gpus": "64", "tp": "32"},
-        {"framework": "Megatron-LM", "n_gpus": "512"},
-    )  # fmt: skip
-    assert set(stalled(rows, {each.row_id: 1.0 for each in rows})) == {"0", "3"}
+def test_fewer_replicas_are_no_slower_and_neither_is_a_longer_step_by_its_micro_batch():
+    given = {}, {"n_gpus": "8", "dp": "2", "global_batch": "64"}  # 8 and 16 micro-batches
+    assert not slow((9.0, 25.0), *given)
+    assert slow((9.0, 26.0), *given) == {"1"}
+    assert not slow((90.0, 17.0), *given), "more replicas send more"
+
+
+def test_a_longer_pipeline_is_held_to_a_shorter_one():
+    given = {"pp": "1", "dp": "8"}, {"pp": "4", "dp": "2"}  # 4 and 16 micro-batches, of which 3 more fill the pipeline
+    longest = 1.5 * 19 / 4 * 0.412  # 4 of 16 blocks, one more, and a head as large as 3.9 of them, of 19.9
+    assert not slow((1.0, 0.97 * longest), *given)
+    assert slow((1.0, 1.3 * longest), *given) == {"1"}
+    assert not slow((9.0, 1.0), *given), "a shorter one may be slower: it reduces more gradients"
+
+
+def test_runs_that_differ_in_anything_else_are_not_alike():
+    assert slow((1.0, 9.0), {"zero": "0"}, {"zero": "1"}) == {"1"}
+    assert not slow((1.0, 9.0), {"tp": "1", "dp": "8"}, {"tp": "2"})
+    assert not slow((1.0,), {}, {}), "of one nothing was timed"
+    assert not slow((1.0, 9.0), {"layers": ""}, {"layers": ""}), "a model that is not known"

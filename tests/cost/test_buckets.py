@@ -1,7 +1,7 @@
 """Calls by bucket, counted by hand on a model of three parts."""
 
 from atorch.cost import Cost, Matmul, Segment
-from atorch.cost.buckets import FLAT_BYTES, deal_out, num_reductions, num_sliced_buckets
+from atorch.cost.buckets import FLAT_BYTES, deal_out, num_sliced_buckets, reductions
 
 HEAD = Segment(name="head", num_params=40, num_trainable=40, matmuls=(Matmul(rows=8, inner=4, columns=10),))
 BLOCK = Segment(
@@ -14,9 +14,15 @@ MODEL = Cost(segments=(TABLE, BLOCK, HEAD), traced_batch=1.0, batch_size=1.0)
 
 def test_the_parameter_that_fills_a_bucket_closes_it():
     # 40 | 16 + 16 (a norm of 4 makes 36) + 16 (52, full) ... in elements of four bytes, from the head to the table
-    assert num_reductions(MODEL, 4.0, 4.0 * 40) == 3
-    assert num_reductions(MODEL, 4.0, 4.0 * 1000) == 1
-    assert num_reductions(MODEL, 2.0, 4.0 * 40) == 2
+    assert reductions(MODEL, 4.0, 4.0 * 40).calls == 3
+    assert reductions(MODEL, 4.0, 4.0 * 1000).calls == 1
+    assert reductions(MODEL, 2.0, 4.0 * 40).calls == 2
+
+
+def test_the_last_bucket_has_the_table():
+    assert reductions(MODEL, 4.0, 4.0 * 40).last_share == (162 - 40 - 52) / 162
+    assert reductions(MODEL, 4.0, 4.0 * 1000).last_share == 1
+    assert reductions(MODEL.but(segments=(TABLE, HEAD)), 4.0, 4.0 * 40) == (2, 50 / 90)
 
 
 def test_whole_parameters_are_dealt_out():
