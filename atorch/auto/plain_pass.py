@@ -212,7 +212,7 @@ def _run_plainly(ctx: Context, batch: Any, within: Within, in_evaluation_mode: b
 
     def note(tensor: Tensor) -> Tensor:
         dtypes.add(tensor.dtype)
-        return tensor
+        return tensor.detach()  # an operation that saves its own output would hold itself for ever
 
     mode = still(model) if in_evaluation_mode else nullcontext()
     with put_back(model, ctx.device) as writes, mode, seeded(), torch.enable_grad():

@@ -122,7 +122,7 @@ class Recorder:
             if value not in self.all_saved:
                 self.all_saved.add(value)
                 here.saved[value] = _storage(tensor).nbytes()
-        return tensor
+        return tensor.detach()  # an operation that saves its own output would hold itself for ever
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note one call of an aten operation."""

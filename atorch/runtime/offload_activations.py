@@ -148,7 +148,7 @@ class _Pass:
     def pack(self, tensor: Tensor) -> Tensor | _View:
         """The tensor itself where it stays, or where on the host it is."""
         if not _is_plain(tensor) or self._stays(tensor):
-            return tensor
+            return tensor if tensor.is_leaf else tensor.detach()  # its own output would hold the operation for ever
         storage = tensor.untyped_storage()
         # A weak reference keeps the place of a memory that is gone from being taken for a new one.
         key = StorageWeakRef(storage), tensor._version, tensor.dtype

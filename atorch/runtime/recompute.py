@@ -388,7 +388,8 @@ def _count(module: nn.Module, args: Any = ()) -> None:
 
 def _to_host(tensor: Tensor) -> tuple[Tensor, torch.device, int]:
     # `non_blocking` pins, for CUDA; the order of the stream puts this copy before any later write to `tensor`.
-    kept = tensor if tensor.is_leaf else tensor.to("cpu", non_blocking=True)
+    # Detached, since an operation that saves its own output would hold itself for ever where that is on the CPU.
+    kept = tensor if tensor.is_leaf else tensor.detach().to("cpu", non_blocking=True)
     return kept, tensor.device, kept._version
 
 
