@@ -1,9 +1,10 @@
 """How far off estimates are by kind of work, fitted to sources that were left out, and what bands from that hold.
 
-What is fitted is what `atorch/cost/uncertainty.py` has: see there. A band is of runs of a source that nothing of it was
-fitted on. Of n sources, quantiles are taken a little further out than 80 %, at 80 % · (1 + 1/n), as few sources tell
-the tails of all: split conformal prediction, Lei et al. 2018, "Distribution-Free Predictive Inference for Regression",
-section 2.2.
+What is fitted is what `atorch/cost/uncertainty.py` has: see there. Runs that stalled (`stalls.py`) are not fitted, as
+what no column tells is nothing that a band could know; they do count in what is told of bands. A band is of runs of a
+source that nothing of it was fitted on. Of n sources, quantiles are taken a little further out than 80 %, at
+80 % · (1 + 1/n), as few sources tell the tails of all: split conformal prediction, Lei et al. 2018, "Distribution-Free
+Predictive Inference for Regression", section 2.2.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Bands:
         return _spread(np.asarray(list(self.sigma.values())), np.asarray(shares))
 
     def apart(self, one: Shares, other: Shares) -> float:
-        """The sigma of the difference of two runs' errors."""
+        """The sigma of the difference of two runs' errors, but for what is of each run alone."""
         squares = [(self.sigma[kind] * (x - y)) ** 2 for kind, x, y in zip(KINDS, one, other, strict=True)]
-        return math.sqrt(sum(squares) + 2 * OWN**2)
+        return math.sqrt(sum(squares))
 
 
 def runs_of(source: Source) -> list[Run]:
@@ -81,7 +82,7 @@ def runs_of(source: Source) -> list[Run]:
 
 def fitted(sources: Sequence[Sequence[Run]]) -> Bands:
     """The sigmas that errors of some sources make most probable, and the quantiles that they then have."""
-    sources = [runs for runs in sources if runs]
+    sources = [found for runs in sources if (found := [run for run in runs if not run.result.stalled])]
     errors = np.asarray([run.error for runs in sources for run in runs])
     shares = np.asarray([run.shares for runs in sources for run in runs])
     says = np.asarray([1 / len(runs) for runs in sources for _ in runs])
@@ -133,7 +134,7 @@ def pairs_of(runs: Sequence[Run], bands: Bands) -> list[Pair]:
         for one, other in combinations(first, 2):
             mine, yours = by_name[one.row_id], by_name[other.row_id]
             slower = math.log(_pace(other) / _pace(one))
-            spread = math.sqrt(max(0.0, bands.apart(mine.shares, yours.shares) ** 2 - 2 * OWN**2))
+            spread = bands.apart(mine.shares, yours.shares)
             found.append(Pair(slower, spread, slower + yours.error - mine.error < 0, 1.0))
     return [pair._replace(says=1 / len(found)) for pair in found]
 
