@@ -10,10 +10,9 @@ work is wrong in both, so that plans differ by the kinds of which they have diff
 
 Sigmas are fitted to published runs that did not stall and whose source was left out (`python
 benchmarks/planner_accuracy.py TABLE.csv … --leave-one-out` fits them again, prints them, and what bands hold of sources
-that these sigmas were not fitted on):
-Student's t with 4 degrees of freedom, since few runs are far off; every source has one say, however many runs it has;
-around 0.2 each, within a factor of two. Runs of the user's own replace them: `atorch calibrate --runs` leaves a
-covariance in the cluster's file.
+that these sigmas were not fitted on): Student's t with 4 degrees of freedom, since few are far off; every source has
+one say, however many runs it has; around 0.2 each, within a factor of two. Runs of the user's own replace them: `atorch
+calibrate --runs` leaves a covariance in the cluster's file.
 """
 
 from __future__ import annotations
