@@ -151,18 +151,18 @@ def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> Non
     assert averaged > last
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("models", "methods"),
     [
-        (["llama"], ["sequence"]),
-        pytest.param(["llama"], ["mixed"], marks=pytest.mark.matrix),
-        pytest.param(["llama"], ["tensor", "megatron", "context", "pipeline"], marks=pytest.mark.matrix),
-        pytest.param(["gpt2", "t5"], ["tensor", "pipeline"], marks=pytest.mark.matrix),
-        pytest.param(["bert", "vit", "mixtral"], ["tensor", "pipeline"], marks=pytest.mark.matrix),
-        pytest.param(["gpt2", "bert", "mixtral"], ["sequence", "megatron", "context"], marks=pytest.mark.matrix),
-        pytest.param(["gpt2", "bert", "t5", "vit", "mixtral"], ["mixed"], marks=pytest.mark.matrix),
+        (["llama"], ["sequence", "mixed"]),
+        (["llama"], ["tensor", "megatron", "context", "pipeline"]),
+        (["gpt2", "t5"], ["tensor", "pipeline"]),
+        (["bert", "vit", "mixtral"], ["tensor", "pipeline"]),
+        (["gpt2", "bert", "mixtral"], ["sequence", "megatron", "context"]),
+        (["gpt2", "bert", "t5", "vit", "mixtral"], ["mixed"]),
     ],
     ids=lambda names: "-".join(names),
 )
