@@ -39,11 +39,17 @@ class GradScaler(torch.amp.GradScaler):
         """
         self._begin()
         super().unscale_(optimizer)
+        self._trusted()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer, or skip the step on all processes where one has a gradient that is not finite."""
         self._begin()
         return super().step(optimizer, *args, **kwargs)
+
+    @staticmethod
+    def _trusted() -> None:
+        if is_initialized() and session().optimizer is not None:
+            session().optimizer.trust_gradients()
 
     def _begin(self) -> None:
         if self._enabled and self._scale is None and _is_shared():

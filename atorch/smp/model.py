@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -266,6 +266,26 @@ class DistributedModel(LocalParts):
     def joins(self) -> bool:
         """Whether replicas may take different numbers of steps."""
         return self._joins
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down where the norm of all of the model's exceeds `max_norm`; returns the norm before.
+
+        The norm is the one that plain training would see, over all stages, tensor ranks and shards, without the loss
+        scale. All processes of a model call it together, after a training step.
+
+        Args:
+            max_norm: above 0; infinity to have the norm and leave the gradients.
+            norm_type: p > 0, or infinity (also "inf") for the largest absolute value.
+
+        Raises:
+            ArgumentError: the model is not partitioned yet, or an argument does not hold.
+        """
+        from atorch.smp.norms import clip
+
+        norm = clip(self, self.parameters(), "clip_grad_norm_", max_norm, norm_type)
+        if session().optimizer is not None:
+            session().optimizer.trust_gradients()
+        return norm
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state of the partition of this process, with the key `_smp_is_partial`.

@@ -1,10 +1,17 @@
-"""Norms over all parts of a partitioned model."""
+"""Norms over all parts of a partitioned model, and clipping by them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from numbers import Real
+
+import torch
 from torch import Tensor
 
-from atorch.runtime.clip import Key
+from atorch.errors import ArgumentError, shown
+from atorch.logs import OF_THIS_RANK, logger
+from atorch.runtime.clip import Key, clip_grads
 from atorch.runtime.spread import Spread
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import session
@@ -21,3 +28,65 @@ def spread_of(model: DistributedModel) -> Spread:
         return Spread(parts=parts)
     stages = (session().mesh.group("pipeline"),)
     return Spread(over=stages, parts=parts, counted_elsewhere=runner.ties.counted_elsewhere)
+
+
+def clip(
+    model: DistributedModel, parameters: Iterable[Tensor], call: str, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale the gradients of `parameters`, which are this process's, as `DistributedModel.clip_grad_norm_` does.
+
+    call: what the script calls this.
+
+    Raises:
+        ArgumentError: the model is not partitioned yet, or `max_norm` or `norm_type` is not above 0.
+    """
+    runner = model.runner
+    if runner is None:
+        raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
+    norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
+    for name, given in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
+            raise ArgumentError(f"{call} was given {shown(given)} as {name}; give a number above 0")
+    spread, scale = spread_of(model), runner.loss_scale
+    norm = clip_grads(parameters, max_norm * scale, norm_type, spread.over, spread.parts, spread.counted_elsewhere)
+    return norm / scale
+
+
+class ScaledApart:
+    """Notices that a script has scaled gradients by itself, as torch's `clip_grad_norm_` does.
+
+    That takes the norm of what it is given: of this process's part of the model, where the norm of all is meant, and
+    the parts are then scaled by different factors. It is told once; nothing of torch's is replaced to prevent it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[Tensor, int, Tensor] | None = None
+        self._was_told = False
+
+    @torch.no_grad()
+    def look(self, model: DistributedModel) -> None:
+        """Gradients are as they have to be now. No communication."""
+        self._seen = None
+        spread = spread_of(model)
+        if self._was_told or not (spread.over or spread.parts):
+            return
+        gradients = [each.grad for each in model.parameters() if each.grad is not None and not each.grad.is_sparse]
+        if gradients:
+            smallest = min(gradients, key=Tensor.numel)
+            self._seen = smallest, smallest._version, smallest.clone()
+
+    def tell(self) -> None:
+        """Say so, where they were changed since, and stay gradients."""
+        if self._seen is None:
+            return
+        gradient, version, before = self._seen
+        self._seen = None
+        if gradient._version == version or bool((gradient == before).all()):
+            return
+        self._was_told = True
+        logger.warning(
+            "gradients were changed between the step and optimizer.step(). Where that was "
+            "torch.nn.utils.clip_grad_norm_, it took the norm of this process's part of the model alone: call "
+            "optimizer.clip_master_grads(max_norm), in any precision, which takes the norm of the whole model",
+            extra=OF_THIS_RANK,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,20 +13,16 @@ from atorch.distributed.collectives import meet
 from atorch.errors import ArgumentError, shown
 from atorch.logs import logger
 from atorch.runtime.amp import ScaledOptimizer
-from atorch.runtime.clip import clip_grads
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 from atorch.smp.inner_optimizer import stepping
 from atorch.smp.model import DistributedModel
-from atorch.smp.norms import spread_of
+from atorch.smp.norms import ScaledApart, clip, spread_of
 from atorch.smp.partial_states import CUTS, MARKS, PARTIAL, merged
 from atorch.smp.precision import half_of, loss_scale_of
 from atorch.smp.session import session
 from atorch.smp.shards import meet_replicas, shards_like, whole_over_shards
 from atorch.smp.states import PATIENCE, of_all
 from atorch.smp.tensor_split import TensorSplit
-
-if TYPE_CHECKING:
-    pass
 
 State = dict[str, Any]
 
@@ -73,6 +69,7 @@ class DistributedOptimizer(WrappedOptimizer):
         scale = loss_scale_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, settings)
         super().__init__(optimizer)
         self._given, self._model = optimizer, owner.model
+        self._scaled_apart = ScaledApart()
         self._scale = scale if owner.config.fp16 else None
         if self._scale is None and (dynamic_loss_scale or static_loss_scale not in (None, 1.0)):
             logger.info("the loss is not scaled: fp16 is not set in the configuration")
@@ -134,15 +131,20 @@ class DistributedOptimizer(WrappedOptimizer):
         together, after a training step.
 
         Raises:
-            ArgumentError: the model is not partitioned yet, or `max_norm` is not above 0.
+            ArgumentError: the model is not partitioned yet, or `max_norm` or `norm_type` is not above 0.
         """
-        self._need_partition("clip_master_grads")
-        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
-            raise ArgumentError(f"clip_master_grads was given {shown(max_norm)} as max_norm; give a number above 0")
-        spread, scale = spread_of(self._model), self.loss_scale
         parameters = [each for group in self.param_groups for each in group["params"]]
-        norm = clip_grads(parameters, max_norm * scale, norm_type, spread.over, spread.parts, spread.counted_elsewhere)
-        return norm / scale
+        norm = clip(self._model, parameters, "clip_master_grads", max_norm, norm_type)
+        self.trust_gradients()
+        return norm
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`clip_master_grads`, by the name under which Hugging Face's Trainer of transformers 4 looks for it."""
+        return self.clip_master_grads(max_norm, norm_type)
+
+    def trust_gradients(self) -> None:
+        """Gradients are now as they have to be: what a script changes of them after this is told, once."""
+        self._scaled_apart.look(self._model)
 
     def _need_partition(self, call: str) -> None:
         if not self._model.partitioned:
@@ -163,6 +165,7 @@ class DistributedOptimizer(WrappedOptimizer):
             ArgumentError: a closure is given, which could not run the parts of the model on other processes.
         """
         self._refuse(closure)
+        self._scaled_apart.tell()
         config = session().config
         if config.sharded_data_parallel_degree > 1 and config.sdp_gradient_clipping:
             self.clip_master_grads(config.sdp_gradient_clipping)

@@ -133,6 +133,8 @@ class Runner:
         self._average(train)
         if work.went_back:
             self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
+        if work.went_back and self._owner.optimizer is not None:
+            self._owner.optimizer.trust_gradients()
         is_new = self._ends_together(self._results is not None and self._results.is_new(kind, work.returned))
         return work.returned if self._results is None else self._results.give(kind, work.returned, is_new=is_new)
 

@@ -73,6 +73,7 @@ NAMES: Mapping[str, str] = {
     "DistributedOptimizer(optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)": (
         "test_precision::test_a_dynamic_scale_does_what_its_settings_say"
     ),
+    "DistributedOptimizer.clip_master_grads(max_norm)": "test_norms::test_clipping_is_plain_trainings",
     "DistributedOptimizer.state_dict()": "test_document::test_a_full_checkpoint_goes_on_in_plain_training",
     "DistributedOptimizer.local_state_dict()": "test_document::test_training_goes_on_from_what_was_saved",
     "DistributedOptimizer.load_state_dict(state_dict)": "test_document::test_training_goes_on_from_what_was_saved",
