@@ -33,7 +33,7 @@ class Framework:
     step_itemsize: float = 0.0
     zero_when_split: int = 0  # level of ZeRO under tensor or pipeline parallelism where none is named
     split_by: str = ""  # the framework that it leaves tensor and pipeline parallelism to
-    gathered_itemsize: float = 2.0  # of parameters that are gathered for use
+    reduced_itemsize: float = 4.0  # of gradients of sharded parameters as they are sent, in mixed precision
     frozen_itemsize: float = 2.0  # of parameters beside which adapters train
     reports_first: bool = False  # the memory it logs is that of the first device
     balances_flops: bool = False  # stages of a pipeline
@@ -67,8 +67,9 @@ _NANOTRON = Implementation(loss_bytes=4.0, fused_activation=False)
 # A cross entropy that writes its gradient over the logits.
 _FUSED_LOSS = Implementation(logit_bytes=2.0, loss_bytes=2.0)
 _UNFUSED = Implementation(fused_norm=False, fused_activation=False)
-# Beside the probabilities: logits in fp32, which are returned, their shifted copy, and two gradients. Autocast leaves
-# embeddings, norms and sums in the fp32 of their parameters, and so the stream.
+# Beside the probabilities: logits in fp32, which are returned, their shifted copy, and those of the step before; or two
+# gradients. Autocast leaves embeddings, norms and sums in the fp32 of their parameters, and so the stream, unless
+# parameters are gathered in 16 bits.
 _HUGGING_FACE = Implementation(fused_norm=False, fused_activation=False, loss_bytes=12.0, stream_itemsize=4.0)
 
 # Norms and gates operation by operation unless compiled; a product for each of q, k, v, w1 and w3, which counts where
@@ -169,7 +170,9 @@ _KNOWN: Mapping[str, Framework] = {
     ),
     "oneflow": Framework(implementation=Implementation(dropout=True), keeps_masters=False),
     "composer": Framework(implementation=_FUSED_LOSS, keeps_masters=False, grads_persist=False, delays_scales=True),
-    # Its autocast is PyTorch's, beside which FSDP gathers what it has, in fp32, and DDP has buckets for all gradients.
+    # Its autocast is PyTorch's, beside which DDP has buckets for all gradients in fp32. Where it finds FSDP beside
+    # autocast, it has FSDP gather, compute and reduce in 16 bits ("turn on mixed_precision in FSDP" in
+    # atorch/auto/model_context.py of intelligent-machine-learning/dlrover, at 3a442b728, when its runs were measured).
     "atorch": Framework(
         # Its examples checkpoint by wrapping layers, which leaves `use_cache` of transformers' models on: outputs hold
         # keys and values. A loop holds the last step's until the next forward pass has returned (fsdp_llama2.py).
@@ -177,17 +180,18 @@ _KNOWN: Mapping[str, Framework] = {
         bucket_itemsize=4.0,
         keeps_masters=False,
         grads_persist=False,
-        gathered_itemsize=4.0,
-        frozen_itemsize=4.0,  # what `from_config` makes, and nothing casts
+        reduced_itemsize=2.0,
+        frozen_itemsize=4.0,  # what `from_config` makes, and shards of it stay
         search_tokens=2048,  # bayes_opt_sg_llama2_entry.sh; its other examples have 4,096
         split_by="deepspeed",
     ),
     # Its buckets of 5e8 elements, one to reduce and one to gather.
     "deepspeed": Framework(implementation=_UNFUSED, grad_itemsize=2.0, zero_when_split=1, buffer_bytes=2e9),
     # In `parallelisms/pipelining_utils.py` and `parallelize_llama.py` of 2024, and torch's `pipelining/stage.py`, which
-    # neither shards again nor reduces before the last micro-batch's backward. Its loss is compiled again since 2025
-    # (`components/loss.py`); in December 2024 that was off (`train.py` at 9dec370).
+    # neither shards again nor reduces before the last micro-batch's backward. Its loss is compiled again since April
+    # 2025 (bbb1b616e); before, that was off (`train.py` at 9dec370, `components/loss.py` of version 0.0.2).
     "torchtitan 9dec370": _TORCHTITAN,
+    "torchtitan 0.0": _TORCHTITAN,
     "torchtitan": replace(_TORCHTITAN, compiles_loss=True),
     "transformers": Framework(implementation=_HUGGING_FACE, keeps_masters=False, grads_persist=False),
 }

@@ -66,6 +66,8 @@ def _implementation(row: Row, framework: Framework) -> Implementation:
     )
     if any(word in f"{row.text('arch')} {row.text('model')}" for word in ("bert", "vit", "bidirectional")):
         found = replace(found, causal=False)
+    if layout_of(row).zero == 3:
+        found = replace(found, stream_itemsize=0.0)  # embeddings are gathered in 16 bits, and so is what they give
     is_split = (row.number("tp") or 1) > 1
     if is_split and framework.split_loss_bytes:
         found = replace(found, loss_bytes=framework.split_loss_bytes)
@@ -216,14 +218,14 @@ def _recompute(cost: Cost, recomputation: Recomputation) -> Cost:
 
 def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: Precision) -> Cost:
     if layout.zero == 3 or layout.keeps_gathered:
-        itemsize = framework.gathered_itemsize if precision.is_mixed else 4.0
+        itemsize = 2.0 if precision.is_mixed else 4.0
         hybrid = layout.shared_by < layout.data
         return shard(
             cost,
             axes=("zero", "context") if hybrid else REPLICA_AXES,
             replicas=("data",) if hybrid else (),
             itemsize=1.0 if precision.gathers_float8 else itemsize,
-            reduced_itemsize=2.0 if precision.reduces_16_bits else 4.0,
+            reduced_itemsize=2.0 if precision.reduces_16_bits else framework.reduced_itemsize,
             keeps_gathered=layout.keeps_gathered,
             once_a_step=layout.pipeline > 1 and framework.gathers_once_in_pipelines,
         )

@@ -1,9 +1,9 @@
 """A table of published runs: what each row says of a run, and what was measured of it, as text until it is asked for.
 
 What a run was is read from the columns up to `attn`, from `framework` and those behind it; what was measured is kept
-apart. Of notes nothing is read but whether they say "LoRA=Yes", "AsyncTP" or "shard group=8", where no columns do.
-Tables are written by people: a number may say "8k" or "1,024", a column may be missing. What cannot be read, or cannot
-be believed, is no number, and the error says so.
+apart. Of notes nothing is read but whether they say "LoRA=Yes", "AsyncTP", "shard group=8" or "torchtitan version:
+0.0.2", where no columns do. Tables are written by people: a number may say "8k" or "1,024", a column may be missing.
+What cannot be read, or cannot be believed, is no number, and the error says so.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MEASURED = ("step_time_s", "tok_s_gpu", "peak_mem_gib", "mem_metric", "status")
 _BESIDE = ("source", "source_file", "notes", "job")
 _ADAPTERS = re.compile(r"\b(q?lora|dora)\s*[=:]\s*(?:yes|true|on|\d+)\b", re.IGNORECASE)
 _ASYNCHRONOUS = re.compile(r"\basync(hronous)?[-_ ]?(tp\b|tensor parallel)", re.IGNORECASE)
+_VERSION = re.compile(r"\btorchtitan version:? `?(\d[\d.]*)", re.IGNORECASE)  # below the last of some headings
 _SHARD_GROUP = re.compile(r"\bshard group\s*=\s*(all|\d+)\b", re.IGNORECASE)
 
 UNKNOWN = ("", "none", "n/a", "na", "nan", "null", "-", "–", "—", "?", "unknown", "not stated")
@@ -118,6 +119,8 @@ def read_rows(path: Path) -> list[Row]:
         found = _ADAPTERS.search(line["notes"])
         line["adapters"] = line["adapters"] or (found[1] if found else "")
         line["tp_overlap"] = line["tp_overlap"] or ("yes" if _ASYNCHRONOUS.search(line["notes"]) else "")
+        found = _VERSION.search(line["notes"].rpartition("####")[2])
+        line["framework"] += f" (torchtitan {found[1]})" if found else ""
         found = _SHARD_GROUP.search(line["notes"])
         line["zero_group"] = line["zero_group"] or (found[1] if found else "")
     return [

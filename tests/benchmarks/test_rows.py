@@ -220,16 +220,20 @@ def test_notes_are_not_read(tmp_path):
     assert found.row_id == "a-0001"
 
 
-def test_notes_tell_of_adapters_and_asynchronous_tensor_parallelism_alone(tmp_path):
+def test_notes_tell_of_adapters_asynchronous_tensor_parallelism_and_versions_alone(tmp_path):
     path = tmp_path / "table.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["row_id", "notes", "source_file"])
+        writer = csv.DictWriter(file, ["row_id", "notes", "source_file", "framework"])
         writer.writeheader()
         writer.writerow({"row_id": "a", "notes": "LoRA=Yes; method FSDP", "source_file": "me/mine:runs.md"})
         writer.writerow({"row_id": "b", "notes": "LoRA=No; method FSDP"})
+        writer.writerow({"row_id": "c", "notes": "A | torchtitan version: `0.0.2` ", "framework": "torchtitan+torchao"})
+        writer.writerow({"row_id": "d", "notes": "torchtitan version: `0.0.2` | #### B", "framework": "torchtitan"})
         for notes in ("Table 4; AsyncTP", "1F1B; asynchronous tensor parallelism", "Table 4; vanilla TP", "async tpu"):
             writer.writerow({"row_id": notes, "notes": notes})
-    first, second, *others = read_rows(path)
+    first, second, third, fourth, *others = read_rows(path)
+    assert third.text("framework") == "torchtitan+torchao (torchtitan 0.0.2)"
+    assert fourth.text("framework") == "torchtitan"
     assert (first.text("adapters"), second.text("adapters")) == ("lora", "")
     assert [each.text("tp_overlap") for each in (first, *others)] == ["", "yes", "yes", "", ""]
     assert (first.publisher, second.publisher) == ("me/mine", "table")
@@ -364,10 +368,23 @@ def test_numbers_as_people_write_them(words, value):
     assert row(seq_len=words).number("seq_len") == value
 
 
-def test_autocast_keeps_the_stream_in_fp32():
-    given = {"fsdp": "FULL_SHARD", "tp": "1", "pp": "1", "sp": "", "dp": "16", "ckpt": "full"}
-    cast, plain = (cost_of(row(framework=name, **given)) for name in ("ATorch", "Composer"))
-    assert cast.boundary_bytes == 2 * plain.boundary_bytes
+def test_autocast_keeps_the_stream_in_fp32_unless_parameters_are_gathered_in_16_bits():
+    def of(name, **given):
+        return cost_of(row(framework=name, tp="1", pp="1", sp="", dp="16", ckpt="full", **given))
+
+    replicas, plain = of("ATorch", fsdp="no_shard", zero="0"), of("Composer", fsdp="no_shard", zero="0")
+    assert replicas.boundary_bytes == 2 * plain.boundary_bytes
+    sharded = of("ATorch", fsdp="FULL_SHARD")
+    assert sharded.boundary_bytes == plain.boundary_bytes
+    assert (sharded.param_itemsize, sharded.gathered_itemsize) == (4, 2)
+
+
+def test_reduces_shards_in_as_many_bits_as_frameworks_do():
+    def reduced(name):
+        sends = cost_of(row(framework=name, tp="1", pp="1", sp="", dp="16", fsdp="FULL_SHARD")).comm
+        return sum(each.num_bytes for each in sends if each.kind == "reduce_scatter")
+
+    assert reduced("Composer") == pytest.approx(2 * reduced("ATorch"))
 
 
 def test_sends_of_nanotron_wait_on_many_nodes_and_where_tensor_ranks_are_on_four():
