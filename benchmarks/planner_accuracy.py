@@ -23,7 +23,7 @@ from pathlib import Path
 from atorch.errors import ArgumentError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.published import bands
+from benchmarks.published import bands, memory_bands
 from benchmarks.published.evaluate import CALIBRATIONS, Calibration, calibrated, results_of
 from benchmarks.published.leave_out import Source, by_source, leave_one_out
 from benchmarks.published.metrics import Result, mean, quantile, summary
@@ -74,7 +74,7 @@ def main() -> None:
         parser.error(str(error))
     data = report(sources, typical)
     if arguments.leave_one_out:
-        data |= bands.report(sources)
+        data |= bands.report(sources) | memory_bands.report(sources)
     else:
         report_transfer(arguments.tables)
     if arguments.residuals:

@@ -13,6 +13,7 @@ from atorch.units import format_bytes, format_count, format_seconds
 PlanData = Mapping[str, Any]
 
 SLACK = "slack"  # the category of what an allocator reserves beside what tensors hold
+NARROW = "it fits by less than the estimate of its memory may be off"
 ALIKE = 0.0005  # of a step's seconds: nearer ones are told apart by nothing that is shown
 
 
@@ -51,6 +52,8 @@ def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
         yield "MFU", f"{estimate['mfu']:.1%}"
     stage = f", stage {estimate['stage']}" if estimate.get("stage") else ""
     yield f"peak of a device{stage}", format_bytes(estimate["peak_bytes"])
+    if memory_band(estimate):
+        yield "peak expected between", memory_band(estimate)
     yield f"usable of {format_bytes(plan['memory_bytes'])}", format_bytes(usable_bytes(plan))
     yield "host memory for a device", format_bytes(estimate.get("on_host_bytes") or 0.0)
     yield "compositions scored", f"{plan['num_compositions']:,}"
@@ -67,10 +70,13 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
         share = f", MFU {estimate['mfu']:.1%}" if estimate.get("mfu") else ""
         yield "speed", f"{estimate['flops_per_s'] / 1e12:,.3g} TFLOP/s a device{share}"
     stage = f" on stage {estimate['stage']}" if estimate.get("stage") else ""
-    usable, whole = format_bytes(usable_bytes(plan)), format_bytes(plan["memory_bytes"])
-    yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{stage}, of {usable} usable of {whole}"
+    between = f" ({memory_band(estimate)})" if memory_band(estimate) else ""
+    usable = _with_one_unit(usable_bytes(plan), "of", plan["memory_bytes"])
+    yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{stage}{between}, {usable} usable"
     yield "host", _on_host(plan)
     yield "chosen", composition(plan["strategy"])
+    if plan.get("fits_narrowly"):
+        yield "room", f"{NARROW}; --reserve leaves more"
     if plan.get("near_ties"):
         yield "ties", ties(plan["near_ties"])
     if plan.get("decisive"):
@@ -85,6 +91,19 @@ def band(estimate: Mapping[str, Any]) -> str:
     """Between which seconds a step is expected; "" where it is not told how far the estimate may be off."""
     low, high = estimate.get("low_s"), estimate.get("high_s")
     return f"{format_seconds(low)} to {format_seconds(high)}" if low and high else ""
+
+
+def memory_band(estimate: Mapping[str, Any]) -> str:
+    """Between how many bytes the peak is expected; "" where it is not told how far the estimate may be off."""
+    low, high = estimate.get("low_bytes"), estimate.get("high_bytes")
+    return _with_one_unit(low, "to", high) if low and high else ""
+
+
+def _with_one_unit(low: float, word: str, high: float) -> str:
+    """Two sizes, `46.7 to 54 GiB`, or `998 MiB to 1.1 GiB`."""
+    least, most = format_bytes(low), format_bytes(high)
+    number, unit = least.split()
+    return f"{number if most.split()[1] == unit else least} {word} {most}"
 
 
 def ties(near: Sequence[Mapping[str, Any]]) -> str:

@@ -29,7 +29,8 @@ Vector = npt.NDArray[np.float64]
 
 FREEDOM = 4.0  # degrees of it, of Student's t
 SAY = 5.0  # independent runs that all of a source's count as
-BEFORE, WITHIN = 0.2, 0.7  # a sigma before anything is measured, and the standard deviation of its logarithm
+BEFORE = 0.2  # a sigma before anything is measured
+WITHIN = 0.7  # the standard deviation of its logarithm then
 FIRST = 8  # of a cell's runs, by estimate, whose order is looked at
 NEAR = 0.1  # slower than the first of its cell: what a choice is among
 FAR = 1e3  # times: behind all of those
@@ -58,7 +59,7 @@ class Bands:
 
     def spread(self, shares: Sequence[Shares]) -> Vector:
         """The sigma of each run."""
-        return _spread(np.asarray(list(self.sigma.values())), np.asarray(shares))
+        return spread_of(np.asarray(list(self.sigma.values())), np.asarray(shares), OWN)
 
     def apart(self, one: Shares, other: Shares) -> float:
         """The sigma of the difference of two runs' errors, but for what is of each run alone."""
@@ -87,14 +88,8 @@ def fitted(sources: Sequence[Sequence[Run]]) -> Bands:
     shares = np.asarray([run.shares for runs in sources for run in runs])
     says = np.asarray([1 / len(runs) for runs in sources for _ in runs])
 
-    def unlikely(logs: Vector) -> float:
-        spread = _spread(np.exp(logs), shares)
-        off = np.log(spread) + (FREEDOM + 1) / 2 * np.log1p((errors / spread) ** 2 / FREEDOM)
-        return float(SAY * says @ off + 0.5 * np.sum(((logs - math.log(BEFORE)) / WITHIN) ** 2))
-
-    found = np.exp(minimize(unlikely, np.full(len(KINDS), math.log(BEFORE)), method="L-BFGS-B").x)
-    outside = max(0.0, (1 - COVERED * (1 + 1 / len(sources))) / 2)
-    low, high = _quantiles(errors / _spread(found, shares), says, (outside, 1 - outside))
+    found = most_probable(errors, shares, says, own=OWN, before=[BEFORE] * len(KINDS))
+    low, high = covering(errors / spread_of(found, shares, OWN), says, len(sources))
     (lean,) = _quantiles(errors / (shares @ found), says, (0.5,))
     sigma = dict(zip(KINDS, found.tolist(), strict=True))
     if not shares[:, KINDS.index("host")].any():  # nothing is known of it: as of what is known worst
@@ -102,8 +97,28 @@ def fitted(sources: Sequence[Sequence[Run]]) -> Bands:
     return Bands(sigma, low, high, lean)
 
 
-def _spread(sigma: Vector, shares: Vector) -> Vector:
-    return np.asarray(np.sqrt(OWN**2 + shares**2 @ sigma**2))
+def most_probable(errors: Vector, shares: Vector, says: Vector, *, own: float, before: Sequence[float]) -> Vector:
+    """The sigmas of kinds that make errors most probable, each run with its say; `before` any run they are these."""
+    known = np.log(before)
+
+    def unlikely(logs: Vector) -> float:
+        spread = spread_of(np.exp(logs), shares, own)
+        off = np.log(spread) + (FREEDOM + 1) / 2 * np.log1p((errors / spread) ** 2 / FREEDOM)
+        return float(SAY * says @ off + 0.5 * np.sum(((logs - known) / WITHIN) ** 2))
+
+    return np.asarray(np.exp(minimize(unlikely, known, method="L-BFGS-B").x))
+
+
+def spread_of(sigma: Vector, shares: Vector, own: float) -> Vector:
+    """The sigma of each run, of whose shares each kind has one."""
+    return np.asarray(np.sqrt(own**2 + shares**2 @ sigma**2))
+
+
+def covering(values: Vector, says: Vector, num_sources: int) -> tuple[float, float]:
+    """The quantiles between which `COVERED` of a further source's values are expected."""
+    outside = max(0.0, (1 - COVERED * (1 + 1 / num_sources)) / 2)
+    low, high = _quantiles(values, says, (outside, 1 - outside))
+    return low, high
 
 
 def _quantiles(values: Vector, says: Vector, where: Sequence[float]) -> tuple[float, ...]:

@@ -33,6 +33,8 @@ def test_a_shape_has_an_answer_in_every_form(tmp_path, capsys):
     )
     assert all(0.2 <= each["chance"] <= 1 for each in found["near_ties"])
     assert found["estimate"]["low_s"] < found["estimate"]["step_s"] < found["estimate"]["high_s"]
+    assert found["estimate"]["low_bytes"] < found["estimate"]["peak_bytes"] < found["estimate"]["high_bytes"]
+    assert not found["fits_narrowly"]
     assert "measure five steps of it and of" in said
     assert found["decisive"][0]["saves"] > 0
     assert all(f"Wrote {path}: " in said for path in (data, page, saved))

@@ -21,16 +21,29 @@ def text_of(plan: dict, width: int = 120, **options: int) -> str:
 def test_the_figures_that_matter_are_in_the_first_five_lines(width):
     plan = answer(400)
     plan["estimate"] |= {"low_s": 6.1, "high_s": 7.9, "on_host_bytes": 3 * GiB}
+    plan["estimate"] |= {"low_bytes": 66.1 * GiB, "high_bytes": 74.5 * GiB}
     lines = text_of(plan, width).splitlines()
     first = "\n".join(lines[:5])
     assert lines[0] == "128 × 8 × NVIDIA H100 80GB HBM3, 1,024 samples a step: job"
     for told in (
         "6.82 s (6.1 s to 7.9 s), 615,402 tokens a second",
         "352 TFLOP/s a device, MFU 35.2%",
-        "68.8 GiB a device on stage 1, of 72.8 GiB usable of 79.1 GiB",
+        "68.8 GiB a device on stage 1 (66.1 to 74.5 GiB), 72.8 of 79.1 GiB usable",
         "3 GiB of its memory for each device, 24 GiB on a node",
     ):
         assert told in first
+
+
+def test_what_fits_by_less_than_its_memory_may_be_off_is_told():
+    assert "room" not in text_of(answer(40))
+    told = " ".join(text_of({**answer(40), "fits_narrowly": True}).split())
+    assert "room it fits by less than the estimate of its memory may be off; --reserve leaves more" in told
+
+
+def test_sizes_of_two_units_have_both():
+    plan = answer(40)
+    plan["estimate"] |= {"low_bytes": 998 * 2**20, "high_bytes": 1.1 * GiB}
+    assert "(998 MiB to 1.1 GiB)" in text_of(plan)
 
 
 def test_what_was_chosen_and_where_it_goes():

@@ -76,9 +76,15 @@ class ClusterPlan(Plan):
     gap: float = 0.0  # of a step, what something that was not scored might save; 0 where the choice is proven the best
     simulated: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def fits_narrowly(self) -> bool:
+        """Whether the choice fits by less than its memory may be off: some such runs go out of memory."""
+        return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
+
     def to_json_data(self) -> dict[str, Any]:
         """The plan as plain JSON data."""
         return super().to_json_data() | {
+            "fits_narrowly": self.fits_narrowly,
             "cluster": self.cluster.to_json_data(),
             "global_batch": self.global_batch,
             "objective": self.objective,

@@ -20,6 +20,7 @@ from atorch.auto.planner.preference import TIE, intricacy, preferred
 from atorch.auto.strategy import Method, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, StepTimes
+from atorch.cost.memory_band import memory_band
 from atorch.cost.uncertainty import KINDS, Shares, Uncertainty
 from atorch.report.words import shown_work
 
@@ -42,9 +43,18 @@ class Doubt:
         self._shares: dict[Methods, Shares] = {}
 
     def with_band(self, methods: Methods, estimate: Estimate) -> Estimate:
-        """An estimate with the seconds between which its step is expected."""
+        """An estimate with the seconds between which its step is expected, and the bytes between which its peak is."""
         low_s, high_s = self._uncertainty.band(estimate.step_s, self.shares(methods))
-        return replace(estimate, low_s=low_s, high_s=high_s)
+        low_bytes, high_bytes = memory_band(estimate.memory)
+        _, needed = memory_band({**estimate.memory, "slack": estimate.reserve_bytes})
+        return replace(
+            estimate,
+            low_s=low_s,
+            high_s=high_s,
+            low_bytes=low_bytes,
+            high_bytes=high_bytes,
+            high_needed_bytes=needed,
+        )
 
     def shares(self, methods: Methods) -> Shares:
         """What each kind of work is of a composition's step."""

@@ -31,6 +31,9 @@ class Estimate:
     mfu: float | None = None  # the share of the device's 16-bit peak that this is
     low_s: float | None = None  # between which the step is expected, where it is known how far estimates are off
     high_s: float | None = None
+    low_bytes: float | None = None  # between which the peak is expected, where that is known
+    high_bytes: float | None = None
+    high_needed_bytes: float | None = None  # the same of what fits or not: nine of ten need less
 
     @property
     def needed_bytes(self) -> float:

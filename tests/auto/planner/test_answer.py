@@ -47,9 +47,13 @@ def test_slower_links_between_leaves_make_no_plan_faster():
 
 def test_the_choice_is_what_its_methods_cost(plan):
     start = replace(plain_cost(llama(), 16), device_bytes=CLUSTER.device.memory_bytes)
-    assert estimate_of(plan.strategy.cost(start), CLUSTER) == replace(plan.estimate, low_s=None, high_s=None)
+    unknown = dict.fromkeys(("low_s", "high_s", "low_bytes", "high_bytes", "high_needed_bytes"))
+    assert estimate_of(plan.strategy.cost(start), CLUSTER) == replace(plan.estimate, **unknown)
     assert plan.estimate.low_s < plan.estimate.step_s < plan.estimate.high_s
     assert plan.estimate.peak_bytes <= plan.usable_bytes < plan.memory_bytes
+    assert plan.estimate.low_bytes < plan.estimate.peak_bytes < plan.estimate.high_bytes
+    assert plan.estimate.high_bytes < plan.estimate.high_needed_bytes
+    assert plan.fits_narrowly == (plan.estimate.high_needed_bytes > plan.usable_bytes)
     assert plan.estimate.tokens_per_s == pytest.approx(16 * 4096 / plan.estimate.step_s)
     assert plan.ranking[0].strategy == plan.strategy
     chosen_s, *seconds = (each.estimate.step_s for each in plan.ranking)
