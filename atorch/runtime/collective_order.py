@@ -10,6 +10,8 @@ says which it is going to issue, its *step*. The ranks compare steps only where 
   backward pass and every pass without gradients ends with. There all of them have strayed to the same step, which is
   then known, or all of them raise.
 
+A rank whose pass fails does so as well: it takes part with zeros up to the next comparison, where all are told.
+
 In every state the ranks so issue the same collectives, and a training that repeats itself pays for one comparison of
 three numbers a step. Parameters are untouched when ranks raise: the end of backward is compared, too.
 """
@@ -52,6 +54,10 @@ FORWARD_ENDS = Step("ends a forward pass without gradients", is_compared=True)
 ENDS = (BACKWARD_ENDS, FORWARD_ENDS)
 
 
+class RankFailedError(StrategyError):
+    """Another rank's pass has failed."""
+
+
 class CollectiveOrder:
     """The steps that may follow each other, known to all ranks of some groups alike.
 
@@ -69,6 +75,7 @@ class CollectiveOrder:
         self._following: dict[Step | None, list[Step]] = {}
         self._stand_ins: dict[Step, Work] = {}
         self._last: Step | None = None
+        self._raised = False  # whether the last comparison raised, on all ranks
         self._passed: set[Step] = set()  # since the last comparison; without a comparison no step comes twice
         self._compared_s = time.monotonic()
         self._longest_s = 0.0  # between two comparisons
@@ -82,7 +89,9 @@ class CollectiveOrder:
 
         Raises:
             StrategyError: the ranks come to different steps; on all of them.
+            RankFailedError: the pass of another one has failed.
         """
+        self._raised = False
         following = self._following.get(self._last, [])
         if len(following) == 1 and following[0] == step and not step.is_compared and step not in self._passed:
             self._last = step
@@ -100,6 +109,21 @@ class CollectiveOrder:
             known.append(step)
         self._last, self._passed = step, {step} - set(ENDS)
         return flag
+
+    def fail(self, why: str) -> None:
+        """This rank's pass has failed wherever it had come to: let it fail on all. They then are at its beginning.
+
+        Without effect where this rank failed by what a comparison has raised on all.
+        """
+        if self._raised:
+            return
+        try:
+            if len(self._following.get(self._last, [])) == 1:
+                self._stand_in_until_compared(Step(f"fails: {why}"))
+            self._compare("fails", "", False, why)
+        except StrategyError:  # all have it now, this one more closely
+            pass
+        self._last, self._passed = None, set()
 
     @classmethod
     def of(cls, groups: Sequence[dist.ProcessGroup | None], device_type: str) -> CollectiveOrder | None:
@@ -130,8 +154,11 @@ class CollectiveOrder:
             self._last = step
             self._passed.add(step)
 
-    def _compare(self, what: str, where: str, flag: bool) -> bool:
-        """Whether any rank has set `flag`; raise where one does something else, or strays from somewhere else."""
+    def _compare(self, what: str, where: str, flag: bool, why: str = "") -> bool:
+        """Whether any rank has set `flag`; raise where one fails, does something else, or strays from somewhere else.
+
+        why: this rank fails.
+        """
         self._longest_s = max(self._longest_s, time.monotonic() - self._compared_s)
         digest = int.from_bytes(hashlib.blake2b(repr((what, where)).encode(), digest_size=7).digest(), "big")
         numbers = torch.tensor([digest, -digest, int(flag)], device=self._device)
@@ -140,13 +167,16 @@ class CollectiveOrder:
         largest, smallest, any_flag = numbers.tolist()
         self._compared_s = time.monotonic()
         if largest != -smallest:
-            said: list[Any] = [(dist.get_rank(), f"{what} {where}".strip())]
+            said: list[Any] = [(dist.get_rank(), f"{what} {where}".strip(), why)]
             for group in self._groups:
                 parts: list[Any] = [None] * group.size()
                 dist.all_gather_object(parts, said, group=group)
                 said = [each for part in parts for each in part]
-            self._last, self._passed = None, set()
-            raise StrategyError(_told([f"rank {rank} {each}" for rank, each in sorted(said)]))
+            self._last, self._passed, self._raised = None, set(), True
+            for rank, _, failed in sorted(said):
+                if failed:
+                    raise RankFailedError(f"rank {rank} failed: {failed}")
+            raise StrategyError(_told([f"rank {rank} {each}" for rank, each, _ in sorted(said)]))
         return bool(any_flag)
 
     def any_of(self, flags: Sequence[int]) -> list[int]:

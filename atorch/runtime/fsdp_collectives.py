@@ -38,7 +38,18 @@ def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: boo
     `root` and modules in it are sharded by `fully_shard` over `mesh`.
     """
     order = CollectiveOrder.of([mesh.get_group(axis) for axis in range(mesh.ndim)], mesh.device_type)
-    return None if order is None else Passes(root, order, find_unused_parameters)
+    passes = None if order is None else Passes(root, order, find_unused_parameters)
+    vars(root)[PASSES] = passes
+    return passes
+
+
+def passes_of(root: nn.Module) -> Passes | None:
+    """What `keep_order` made for this model, if anything."""
+    found: Passes | None = vars(root).get(PASSES)
+    return found
+
+
+PASSES = "_atorch_passes"
 
 
 class Passes:
@@ -79,6 +90,18 @@ class Passes:
             # Behind FSDP2's own, which issues what is left.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._order.come_to(step, stand_in)
+
+    def meet(self, step: Step, flag: bool = False) -> bool:
+        """Come to a step between passes; whether any rank has set `flag`."""
+        return self._order.come_to(step, flag=flag)
+
+    def fail(self, why: str) -> None:
+        """This rank's pass has failed: let it fail on all ranks."""
+        self._order.fail(why)
+
+    def forget(self) -> None:
+        """After a pass that failed: what was used in it."""
+        self._used[:], self._reduces, self._backward = bytes(len(self._used)), False, -1
 
     def before_reduction(self) -> None:
         """Note, before the first of a backward pass, which parameters have no gradient yet."""

@@ -60,6 +60,8 @@ def drop_unsharded_gradient(sharded: Any) -> None:
 
 def reset(root: Any) -> None:
     """After a pass of `root` that raised: drop what is under way."""
+    if root._get_fsdp_state()._is_root is None:  # no pass has begun: what it fills in the first is not there yet
+        return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return

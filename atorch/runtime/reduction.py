@@ -97,7 +97,11 @@ class Reduction:
         """After a pass that raised: let FSDP2 drop what is under way, and what it has added up."""
         if not self._shards:
             return
+        from atorch.runtime.fsdp_collectives import passes_of
+
         reset(self._model)
+        if (passes := passes_of(self._model)) is not None:
+            passes.forget()
         for module in self._model.modules():
             if isinstance(module, self._sharded_class):
                 for group in groups_of(module):

@@ -127,8 +127,6 @@ class Runner:
                 with self._apart(train):
                     work.run_all(train)
         except Exception as error:  # the same
-            if self.passes is not None and self.passes.is_inside:  # but not where they wait inside of a pass
-                raise
             self.faults.note(error)
         self._average(train)
         if work.went_back:

@@ -1,62 +1,55 @@
 """Sharded data parallelism: parameters, gradients and optimizer states spread over replicas, gathered block by block.
 
 A pass of the model is then one of all replicas together. Who fails outside of it says so before the next one, and all
-stop; who fails inside of it raises at once, since the others wait in the pass, which its end of the connection ends.
+stop; who fails inside of it takes part with zeros until the others look, and all stop there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from atorch.distributed.collectives import largest
 from atorch.distributed.mesh import Mesh
-from atorch.errors import StrategyError
+from atorch.errors import AtorchError, StrategyError
+from atorch.runtime.collective_order import RankFailedError, Step
 from atorch.runtime.fsdp import shard
+from atorch.runtime.fsdp_collectives import passes_of
 from atorch.runtime.fsdp_groups import arrange, by_block
 from atorch.runtime.reduction import Reduction
 from atorch.smp.config import Config
 
-
-class OthersFailedError(Exception):
-    """Another process has failed, and will say how."""
+MEETS = Step("goes on", is_compared=True)
 
 
 class Passes:
     """The passes of a model whose parameters are spread over processes, and their reduction."""
 
     def __init__(self, part: nn.Module) -> None:
-        self._reduction = Reduction(part)
-        self.is_inside = False
+        self._reduction, self._passes = Reduction(part), passes_of(part)
+        self._is_inside = False
         part.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
         part.register_forward_hook(lambda *_: self._leave())
 
-    def meet(self, failed: bool = False) -> None:
-        """Learn whether all processes go on.
-
-        Raises:
-            OthersFailedError: another one does not.
-        """
-        (anybody,) = largest([int(failed)])
-        if anybody and not failed:
-            raise OthersFailedError
-
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the passes of a step: inside, who fails between them lets the others stop."""
-        self.is_inside = False
+        """Around the passes of a step: inside, who fails lets the others stop, who will be told why by the step."""
+        self._is_inside = False
         try:
             yield
-            self.meet()
-        except OthersFailedError:
-            return
-        except Exception:
-            if not self.is_inside:
-                self.meet(failed=True)
+            self._meet()
+        except RankFailedError:
+            self._recover()
+        except Exception as error:
+            if self._is_inside and self._passes is not None:
+                self._passes.fail(str(error) if isinstance(error, AtorchError) else f"{type(error).__name__}: {error}")
+            elif not self._is_inside:
+                with suppress(RankFailedError):  # this one will be told of as well
+                    self._meet(failed=True)
+            self._recover()
             raise
 
     @contextmanager
@@ -68,11 +61,25 @@ class Passes:
         self._leave()
 
     def _enter(self) -> None:
-        self.meet()
-        self.is_inside = True
+        self._meet()
+        self._is_inside = True
 
     def _leave(self) -> None:
-        self.is_inside = False
+        self._is_inside = False
+
+    def _meet(self, failed: bool = False) -> None:
+        """Learn whether all processes go on.
+
+        Raises:
+            RankFailedError: another one does not.
+        """
+        if self._passes is not None and self._passes.meet(MEETS, failed) and not failed:
+            raise RankFailedError("another process has failed")
+
+    def _recover(self) -> None:
+        """After a step that failed: the next one may be run, and finds nothing gathered."""
+        self._reduction.recover()
+        self._leave()
 
 
 def check_degrees(config: Config) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -75,8 +75,13 @@ def test_in_16_bits(pool: Pool, dtype: str) -> None:
         assert distance("gpt2", {name: each.float() for name, each in state.items()}, expected) < 5e-2
 
 
-@pytest.mark.parametrize("half", [{"fp16": True}, pytest.param({}, marks=pytest.mark.matrix)], ids=str)
-@pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    ("half", "is_partial"),
+    [
+        ({"fp16": True}, True),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (({"fp16": True}, False), ({}, False), ({}, True))),
+    ],
+)
 def test_training_goes_on_from_a_saved_state(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:
     assert pool.run(resumed, {**SHARDED, **half}, is_partial) == [0.0, 0.0]
 
@@ -121,6 +126,56 @@ def test_where_one_fails_all_do(pool: Pool, place: str) -> None:
     assert [one, other] == pytest.approx([float(model(each).sum().detach()) for each in (data, again)], rel=1e-4)
     assert first == f"rank 1 failed: ValueError: {place} the model"
     assert second == f"{place} the model"
+
+
+def failing_inside(rank: int, size: int, place: str, bad: Collection[int]) -> tuple[list[str], dict[str, Tensor]]:
+    """What was raised, and the model after the other steps."""
+    with begun({"microbatches": 2, **SHARDED, "sdp_gradient_clipping": 0.0}):
+        whole, fails = made("cnn"), False
+
+        def fail(*_: Any) -> None:
+            if fails:
+                raise ValueError(f"in {place}")
+
+        def behind(module: nn.Module, args: Any, output: Tensor) -> None:
+            if place == "forward":
+                fail()
+            elif output.requires_grad:
+                output.register_hook(fail)
+
+        whole.get_submodule("conv2").register_forward_hook(behind)
+        model = smp.DistributedModel(whole)
+        optimizer = smp.DistributedOptimizer(sgd(model))
+        told = []
+        for step in range(STEPS + len(bad)):
+            optimizer.zero_grad()
+            fails = step in bad and rank == 1
+            try:
+                train_step(model, "cnn", *batch_of("cnn", step, rank), "mean")
+            except (AtorchError, ValueError) as error:
+                told.append(str(error))
+            else:
+                optimizer.step()
+        return told, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("place", "bad"),
+    [("forward", {0, 3}), ("backward", {2, 3}), pytest.param("backward", {0}, marks=pytest.mark.matrix)],
+)
+def test_where_one_fails_inside_of_the_model_all_do_and_may_go_on(pool: Pool, place: str, bad: Collection[int]) -> None:
+    model = made("cnn")
+    optimizer = sgd(model)
+    for step in sorted(set(range(STEPS + len(bad))) - set(bad)):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (loss_of("cnn", model, *batch_of("cnn", step, replica), "mean") / 2).backward()
+        optimizer.step()
+    (first, one), (second, other) = pool.run(failing_inside, place, bad)
+    assert first == [f"rank 1 failed: ValueError: in {place}"] * len(bad)
+    assert second == [f"in {place}"] * len(bad)
+    for state in (one, other):
+        assert distance("cnn", state, model.state_dict()) < 1e-4
 
 
 def refused(rank: int, size: int) -> str:
