@@ -16,6 +16,7 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.nn.huggingface import bert, gpt2, gptj, gptneo, roberta
 from atorch.smp.partial_states import PARTIAL
+from tests.pool import Pool
 from tests.smp.job import begun
 
 SEQ, VOCAB, WIDTH, HEADS, LAYERS = 8, 40, 16, 2, 2
@@ -138,6 +139,133 @@ def test_a_model_that_keeps_its_names_reads_states_as_they_are() -> None:
             assert same(getattr(module, f"translate_state_dict_to_hf_{name}")(state, SEQ), state)
 
 
+SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+PICTURES = torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8)
+SPLIT: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
+    "gpt2": ("GPT2LMHeadModel", {"n_positions": SEQ, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}, {}),
+    "gptj": (
+        "GPTJForCausalLM",
+        {"n_positions": SEQ, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "rotary_dim": 4},
+        {},
+    ),
+    "gptneo": (
+        "GPTNeoForCausalLM",
+        {
+            "max_position_embeddings": SEQ, "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS,
+            "attention_types": [[["global", "local"], 1]], "window_size": 3, "intermediate_size": 32,
+        },
+        {},
+    ),
+    "bert": ("BertForMaskedLM", {**SIZES, "max_position_embeddings": SEQ, "intermediate_size": 32}, {}),
+    "roberta": ("RobertaForMaskedLM", {**SIZES, "max_position_embeddings": SEQ + 2, "intermediate_size": 32}, {}),
+    "opt": (
+        "OPTForCausalLM", {**SIZES, "max_position_embeddings": SEQ, "ffn_dim": 32, "word_embed_proj_dim": WIDTH}, {},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": VOCAB},
+        {"decoder_input_ids": IDS.flip(1)},
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        {**SIZES, "intermediate_size": 32, "image_size": 8, "patch_size": 4, "num_labels": 6},
+        {"pixel_values": PICTURES},
+    ),
+}  # fmt: skip
+
+
+def split_model(name: str, seed: int) -> tuple[Any, dict[str, Tensor]]:
+    """A model of Hugging Face's, and what it is called with."""
+    cls, sizes, more = SPLIT[name]
+    torch.manual_seed(seed)
+    model = drawn(getattr(transformers, cls)(getattr(transformers, cls).config_class(**{"vocab_size": VOCAB, **sizes})))
+    return model, more if name == "vit" else {"input_ids": IDS, "attention_mask": MASK, **more}
+
+
+@smp.step
+def squared(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits: Tensor = model(**batch).logits
+    model.backward(logits.square().mean())
+    return logits
+
+
+def loaded_and_trained(rank: int, size: int, name: str, degrees: dict[str, Any]) -> tuple[float, float, bool, int]:
+    """How far logits and a step's parameters are from plain PyTorch's, whether the state came back, what was split."""
+    with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, **degrees}):
+        theirs, batch = split_model(name, 1)
+        state = {key: value.clone() for key, value in theirs.state_dict().items()}
+        whole, _ = split_model(name, 2)
+        smp.set_tensor_parallelism(whole)
+        model: Any = smp.DistributedModel(whole)
+        module = getattr(smp.nn.huggingface, name, None)  # documented for some
+        translated = state if module is None else module.translate_hf_state_dict_to_smdistributed(state)
+        model.load_state_dict(translated)
+        came_back: list[bool] = []
+        model.register_post_partition_hook(lambda: came_back.append(same(_back(name, model.state_dict()), state)))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        logits = squared(model, batch).concat()
+        expected = theirs(**batch).logits
+        expected.square().mean().backward()
+        torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+        optimizer.step()
+        after = model.state_dict()
+        far = max(float((after[key] - value).abs().max()) for key, value in theirs.state_dict().items())
+        return float((logits - expected).detach().abs().max()), far, came_back == [True], len(model.split.cuts)
+
+
+def _back(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    module = getattr(smp.nn.huggingface, name, None)
+    return state if module is None else getattr(module, f"translate_state_dict_to_hf_{name}")(state)
+
+
+@pytest.mark.parametrize("degrees", [{}, pytest.param({"partitions": 2}, marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("gptj", "gptneo") else pytest.mark.matrix) for name in SPLIT]
+)
+def test_models_that_keep_their_names_are_split_with_a_loaded_state(
+    pool: Pool, name: str, degrees: dict[str, Any]
+) -> None:
+    for logits, step, came_back, num_cut in pool.run(
+        loaded_and_trained, name, degrees, ranks=2 * degrees.get("partitions", 1)
+    ):
+        assert logits < 1e-4
+        assert step < 1e-4
+        assert came_back
+        assert num_cut > 5 * LAYERS / degrees.get("partitions", 1)
+
+
+@smp.step
+def modelled(model: Any) -> Tensor:
+    loss, logits = model((IDS, 1 - MASK, None, None, IDS))
+    model.backward(loss)
+    return logits
+
+
+def in_our_layers(rank: int, size: int) -> tuple[float, float]:
+    """How far logits and a step's parameters are from Hugging Face's own, of a translated state, on tensor ranks."""
+    torch.manual_seed(0)
+    theirs = gpt2_model()
+    with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}):
+        model: Any = smp.DistributedModel(head(attention_dropout_prob=0, hidden_dropout_prob=0))
+        model.load_state_dict(gpt2.translate_hf_state_dict_to_smdistributed(theirs.state_dict()))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        logits = modelled(model).concat()
+        expected = theirs(input_ids=IDS, attention_mask=MASK, labels=IDS)
+        expected.loss.backward()
+        torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+        optimizer.step()
+        assert "transformer.seq_layers.1.output.dense2.weight" in model.split.cuts
+        after = gpt2.translate_state_dict_to_hf_gpt2(model.state_dict())
+        far = max(float((after[key] - value).abs().max()) for key, value in theirs.state_dict().items())
+        return float((logits - expected.logits).detach().abs().max()), far
+
+
+@pytest.mark.matrix
+def test_gpt2_in_our_layers_is_split(pool: Pool) -> None:
+    for differences in pool.run(in_our_layers):
+        assert max(differences) < 1e-4
+
+
 def test_what_has_no_counterpart_is_named() -> None:
     state = gpt2_model().state_dict()
     with pytest.raises(ArgumentError, match=r"has transformer\.h\.0\.attn\.extra\.weight, for which GPT-2 has no"):
@@ -153,5 +281,5 @@ def test_what_has_no_counterpart_is_named() -> None:
         gpt2.translate_state_dict_to_hf_gpt2({**ours, PARTIAL: True})
     with pytest.raises(ArgumentError, match=r"no layer of BERT, layer\.0 by Hugging Face and seq_layers\.0"):
         bert.translate_state_dict_to_hf_bert({"weight": torch.ones(2)})
-    with pytest.raises(ArgumentError, match="no module of smp.nn computes GPT-J"):
+    with pytest.raises(ArgumentError, match="no module of smp.nn computes GPT-J or GPT-Neo"):
         gptj.translate_hf_state_dict_to_smdistributed(state)

@@ -1,4 +1,7 @@
-"""BERT: `BertEncoder` in any of its models, and `smp.nn.DistributedTransformer` in its place, with its defaults."""
+"""BERT: `BertEncoder` in any of its models, and `smp.nn.DistributedTransformer` in its place, with its defaults.
+
+RoBERTa's encoder has the same names, and this is its translation, too.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,17 @@ from typing import Any
 from atorch.smp.nn.huggingface.naming import Naming
 
 
-def encoder(model: str) -> Naming:
-    """The names of a model whose encoder is BERT's."""
+def _naming() -> Naming:
     inside = {"intermediate.dense": ("output.dense1",), "output.dense": ("output.dense2",)}
     for theirs, ours in (("attention", "attention"), ("crossattention", "cross_attention")):
         for name in ("query", "key", "value"):
             inside[f"{theirs}.self.{name}"] = (f"{ours}.{name}",)
         inside[f"{theirs}.output.dense"] = (f"{ours}.dense",)
         inside[f"{theirs}.output.LayerNorm"] = (f"{ours}.layernorm",)
-    return Naming(model, ("layer", "seq_layers"), {**inside, "output.LayerNorm": ("output.layernorm",)})
+    return Naming("BERT", ("layer", "seq_layers"), {**inside, "output.LayerNorm": ("output.layernorm",)})
 
 
-_NAMING = encoder("BERT")
+_NAMING = _naming()
 
 
 def translate_hf_state_dict_to_smdistributed_bert(state_dict: Mapping[str, Any]) -> dict[str, Any]:

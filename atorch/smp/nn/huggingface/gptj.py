@@ -1,4 +1,4 @@
-"""GPT-J, which no module of `smp.nn` computes: its states are the script's model's own."""
+"""GPT-J, which no module of `smp.nn` computes: its states are the script's model's own. GPT-Neo's are, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def translate_hf_state_dict_to_smdistributed_gptj(
     Raises:
         ArgumentError: the model has others, or there is none.
     """
-    return kept("GPT-J", state_dict)
+    return kept("GPT-J or GPT-Neo", state_dict)
 
 
 def translate_state_dict_to_hf_gptj(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:

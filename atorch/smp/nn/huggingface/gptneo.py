@@ -1,27 +1,14 @@
-"""GPT-Neo, which no module of `smp.nn` computes: its states are the script's model's own."""
+"""GPT-Neo, which no module of `smp.nn` computes: its states are the script's model's own, as GPT-J's are."""
 
-from __future__ import annotations
+from atorch.smp.nn.huggingface.gptj import (
+    translate_hf_state_dict_to_smdistributed_gptj as translate_hf_state_dict_to_smdistributed_gptneo,
+)
+from atorch.smp.nn.huggingface.gptj import translate_state_dict_to_hf_gptj as translate_state_dict_to_hf_gptneo
 
-from collections.abc import Mapping
-from typing import Any
-
-from atorch.smp.nn.huggingface.naming import kept
-
-
-def translate_hf_state_dict_to_smdistributed_gptneo(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> dict[str, Any]:
-    """The state as it is, for the script's `smp.DistributedModel`, which has Hugging Face's names itself.
-
-    Raises:
-        ArgumentError: the model has others, or there is none.
-    """
-    return kept("GPT-Neo", state_dict)
-
-
-def translate_state_dict_to_hf_gptneo(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """The state as it is: it has Hugging Face's names."""
-    return dict(state_dict)
-
+__all__ = [
+    "translate_hf_state_dict_to_smdistributed",
+    "translate_hf_state_dict_to_smdistributed_gptneo",
+    "translate_state_dict_to_hf_gptneo",
+]
 
 translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptneo
