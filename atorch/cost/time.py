@@ -101,12 +101,13 @@ class _Whole(NamedTuple):
 
 _read_by_copies = attrgetter(
     "dtype", "fp8", "fp8_outside", "compiled", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens",
-    "gathers_logits", "tensor_beside", "fp8_once", "fp8_gathers", "adds_in_products", "grad_itemsize",
-    "sequence", "context", "expert", "expert_capacity", "expert_skew", "recompute", "recompute_keeps",
+    "gathers_logits", "tensor_beside", "fp8_once", "fp8_gathers", "adds_in_products",
+    "sequence", "context", "expert", "expert_capacity", "expert_skew",
     "attention_kernel", "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s", "traced_batch", "batch_size",
     "num_micro_batches",
 )  # fmt: skip
-"""What copies' seconds follow from, beside the cluster, the mesh and the cut."""
+"""What copies' seconds follow from, beside the cluster, the mesh, gradients that products add to, and the cut."""
+_read_by_blocks = attrgetter("recompute", "recompute_keeps")  # besides
 
 _Mesh = tuple[tuple[str, int], ...]
 
@@ -124,6 +125,7 @@ class StepTimes:
         self._products = ProductTimes(cluster.device)
         self._groups: dict[tuple[tuple[str, ...], _Mesh | tuple[int, int]], Group] = {}
         self._copies: dict[tuple[object, ...], _Copies] = {}
+        self._copy_of: dict[tuple[object, ...], _Copy] = {}
 
     def of(self, cost: Cost) -> StepTime:
         """The seconds of one optimizer step.
@@ -173,15 +175,23 @@ class StepTimes:
         return group
 
     def _copies_of(self, cost: Cost, cut: Cut) -> _Copies:
-        key = (cut, tuple(cost.axes.items()), *_read_by_copies(cost))
-        copies = self._copies.get(key)
+        """What is recomputed changes blocks alone: the copies of other segments are worked out once for all of it."""
+        added = cost.grad_itemsize if cost.adds_in_products else 0.0
+        alike, of_blocks = (tuple(cost.axes.items()), added, *_read_by_copies(cost)), _read_by_blocks(cost)
+        copies = self._copies.get((cut, alike, of_blocks))
         if copies is None:
             if len(self._copies) >= REMEMBERED:
                 self._copies.clear()
-            waiting = self._waiting_seconds(cost)
-            of = {id(segment): self._copy(cost, segment, waiting) for segment in cut.segments}
+                self._copy_of.clear()
+            of = {}
+            for segment in cut.segments:
+                key = (segment, cost.stages, alike, of_blocks if segment.is_block else ())
+                copy = self._copy_of.get(key)
+                if copy is None:
+                    copy = self._copy_of[key] = self._copy(cost, segment, self._waiting_seconds(cost))
+                of[id(segment)] = copy
             num_params = sum(segment.count * of[id(segment)].params for segment in cut.segments)
-            copies = self._copies[key] = _Copies(of, num_params)
+            copies = self._copies[cut, alike, of_blocks] = _Copies(of, num_params)
         return copies
 
     def _copy(self, cost: Cost, segment: Segment, waiting_s: float) -> _Copy:

@@ -200,12 +200,11 @@ class Bounds:
 
     def _seconds_of_any(self, cost: Cost) -> float:
         """Of a step in any number of micro-batches."""
-        quick, finest_s = _without_reductions(cost), 0.0
+        quick = _without_reductions(cost)
         if MicroBatch not in self._below:
             return self._seconds(quick)
         one = self.times.of(quick.but(num_micro_batches=1.0))
-        if cost.stages > 1:
-            finest_s = self.times.of(_finest(quick)).bubble_s
+        finest_s = one.bubble_s / max(1.0, cost.batch_size)
         return (one.total_s - one.optimizer_s - one.bubble_s + finest_s) * (1 - SLACK)
 
 
