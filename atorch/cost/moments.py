@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -41,9 +41,9 @@ class Moment(NamedTuple):
         return self.gradients + self.activations + self.transient + self.working
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Course:
-    """What lives all the time, then at every moment at which the peak can be: the optimizer's step is the last."""
+    """What lives all the time, and then from moment to moment."""
 
     parameters: float
     optimizer: float
@@ -51,21 +51,32 @@ class Course:
     buckets: float
     stepped_parameters: float  # of what this device steps
     stepped_gradients: float
-    moments: tuple[Moment, ...]
+    passes: tuple[Moment, ...]  # moments of forward and backward
+    step: Moment  # of the optimizer
     peak: Moment
     coming: float  # the most that comes and goes at any moment
     in_flight: float  # micro-batches
-    in_backward: tuple[Moment, ...]  # while some blocks have gone backward and others have not
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """Of forward and backward those that can be the peak, whatever waits on the host, then the optimizer's step."""
+        return (*_uncovered(self.passes), self.step)
+
+    @cached_property
+    def in_backward(self) -> tuple[Moment, ...]:
+        """While some blocks have gone backward and others have not."""
+        most = max(moment.in_blocks for moment in self.passes)
+        return tuple(_uncovered([moment for moment in self.passes if 0 < moment.in_blocks < most]))
 
     @property
     def gradients(self) -> float:
         """All of them, as they are when the optimizer steps."""
-        return self.moments[-1].gradients
+        return self.step.gradients
 
     @property
     def in_blocks(self) -> float:
         """The most that blocks have saved for backward at any moment."""
-        return max(moment.in_blocks for moment in self.moments)
+        return max(moment.in_blocks for moment in self.passes)
 
 
 class Terms(NamedTuple):
@@ -146,10 +157,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
         params += number * each.stored_bytes
         state += number * each.stored_state
         trained += number * each.trained
-    *passes, step = _moments(terms, copies, stage.in_flight, appear, piece)
-    moments = (*_uncovered(passes), step)
-    most = max(moment.in_blocks for moment in passes)
-    in_backward = _uncovered([moment for moment in passes if 0 < moment.in_blocks < most])
+    *passes, step = moments = tuple(_moments(terms, copies, stage.in_flight, appear, piece))
     return Course(
         parameters=params,
         optimizer=state * terms.optim_itemsize,
@@ -157,11 +165,11 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
         buckets=terms.bucket_bytes + terms.bucket_itemsize * trained,
         stepped_parameters=state * terms.param_itemsize,
         stepped_gradients=state * terms.grad_itemsize,
-        moments=moments,
+        passes=tuple(passes),
+        step=step,
         peak=max(moments, key=attrgetter("total")),
         coming=max(moment.total - moment.gradients for moment in moments),
         in_flight=stage.in_flight,
-        in_backward=tuple(in_backward),
     )
 
 
