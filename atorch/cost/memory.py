@@ -107,11 +107,17 @@ _waiting = attrgetter(*_Waiting._fields)
 
 
 def peak_memory(cost: Cost) -> Memory:
-    """The bytes at a step's peak, on the stage that needs the most; `on_host` is of the stage with the most there."""
+    """The bytes at a step's peak, on the stage that holds the most.
+
+    `on_host` is of the stage with the most there, and slack is such that `needed` is of the stage that needs the most.
+    """
     stages = heaviest_stages(cost)
-    peaks = _peaks(cost, stages)
-    stage, (_, held) = max(zip(stages, peaks, strict=True), key=lambda each: each[1][1].total)
-    return _memory(stage, held, on_host=max(held.on_host for _, held in peaks))
+    peaks = [held for _, held in _peaks(cost, stages)]
+    stage, held = max(zip(stages, peaks, strict=True), key=lambda each: each[1].total)
+    if len(peaks) > 1:
+        needed = max(each.total + STUCK * SLACK * each.coming for each in peaks)
+        held = held._replace(coming=(needed - held.total) / (STUCK * SLACK))
+    return _memory(stage, held, on_host=max(each.on_host for each in peaks))
 
 
 def peak_bytes(cost: Cost) -> float:

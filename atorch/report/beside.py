@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from atorch.report.figures import band, composition, usable_bytes
+from atorch.report.figures import band, composition, memory_band, usable_bytes
 from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def _rows(answer: Answer, fastest: float) -> Iterator[tuple[str, str]]:
     if estimate.get("mfu"):
         yield "MFU", f"{estimate['mfu']:.1%}"
     yield "memory", f"{format_bytes(estimate['peak_bytes'])} of {format_bytes(usable_bytes(answer))}"
+    if memory_band(estimate):
+        yield "… between", f"{memory_band(estimate)}{', narrow' if answer.get('fits_narrowly') else ''}"
     yield "host memory", format_bytes(estimate["on_host_bytes"]) if estimate.get("on_host_bytes") else "none"
     if answer.get("fit"):
         yield "fits", f"{answer['fit']['what']} {answer['fit']['size']:,}"

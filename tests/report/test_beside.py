@@ -46,3 +46,11 @@ def test_batches_of_their_own_are_compared_by_the_sample():
     large["global_batch"] *= 4
     rows = {line[:13].strip(): line for line in text_of([("A", large), ("B", answer(40))]).splitlines()}
     assert rows["a sample"].split()[2:] == ["fastest", "2×", "as", "long"]
+
+
+def test_peaks_stand_with_their_bands_and_what_fits_narrowly_is_told():
+    near = answer(40)
+    near["estimate"] |= {"low_bytes": 66 * 2**30, "high_bytes": 75 * 2**30}
+    text = text_of([("A", {**near, "fits_narrowly": True}), ("B", near)])
+    assert " ".join(text.split()).count("66 to 75 GiB") == 2
+    assert text.count(", narrow") == 1

@@ -183,7 +183,9 @@ def check_more_micro_batches(cost: Cost, times: StepTimes) -> None:
     parts = cost.num_micro_batches
     more = cost.but(num_micro_batches=parts + 1, batch_size=cost.batch_size * (parts + 1) / parts)
     assert times.of(more).total_s >= times.of(cost).total_s * (1 - ROUNDING)
-    assert peak_memory(more).total >= peak_memory(cost).total * (1 - ROUNDING)
+    before, after = peak_memory(cost), peak_memory(more)
+    assert after.total >= before.total * (1 - ROUNDING)
+    assert after.needed >= before.needed * (1 - ROUNDING)
     for stage in stages_of(cost):
         if stage.in_flight + 1 <= parts:
             fuller = Stage(stage.index, stage.parts, stage.in_flight + 1)
