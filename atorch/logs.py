@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 logger = logging.getLogger("atorch")
@@ -13,22 +13,28 @@ OF_THIS_RANK: Mapping[str, bool] = {"of_this_rank": True}
 
 
 class _RankFilter(logging.Filter):
-    """Let pass what rank 0 says, and what is of one rank; prefix each message with the rank."""
+    """While there are several ranks, let pass what rank 0 says and what is of one; prefix messages with the rank."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: Callable[[], int | None]) -> None:
         super().__init__()
         self.rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if self.rank and not getattr(record, "of_this_rank", False):
+        rank = self.rank()
+        if rank is None:
+            return True
+        if rank and not getattr(record, "of_this_rank", False):
             return False
         if not getattr(record, "ranked", False):
-            record.msg, record.ranked = f"[rank {self.rank}] {record.msg}", True
+            record.msg, record.ranked = f"[rank {rank}] {record.msg}", True
         return True
 
 
-def name_rank(rank: int) -> None:
-    """Let the logger's messages say which rank speaks from now on, and those that all ranks have be rank 0's."""
+def name_rank(rank: Callable[[], int | None]) -> None:
+    """Let the logger's messages say which rank speaks from now on, and those that all ranks have be rank 0's.
+
+    rank: what this process is as a message is logged; None where it is none of several, so the end of a job undoes it.
+    """
     for old in list(logger.filters):
         logger.removeFilter(old)
     logger.addFilter(_RankFilter(rank))

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from atorch.logs import logger
 from tests.pool import pool  # noqa: F401  a fixture
 
 pytest.register_assert_rewrite("tests.contract.reality")
@@ -35,14 +34,6 @@ def _no_group_stays() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def _speaks() -> Iterator[None]:
-    """Who was a rank other than 0, of fake processes, was that for one test: the next one's messages are heard."""
-    before = list(logger.filters)
-    yield
-    logger.filters[:] = before
 
 
 @pytest.fixture(autouse=True)

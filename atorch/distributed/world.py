@@ -46,7 +46,7 @@ def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
         atexit.register(_leave)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if size > 1:
-        name_rank(rank)
+        name_rank(_rank_of_several)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -57,6 +57,10 @@ def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
         if size > 1:
             _check_devices(device)
     return World(rank=rank, size=size, local_rank=local_rank, device=device, timeout=timeout)
+
+
+def _rank_of_several() -> int | None:
+    return dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def _leave() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed import world
+from atorch.distributed.fake import fake_world
+from atorch.logs import logger
 from tests.pool import Pool
 
 BOTH = "cpu:gloo,cuda:nccl"
@@ -41,3 +45,39 @@ def test_each_process_may_see_a_device_of_its_own_alone(pool: Pool) -> None:
 def test_a_group_of_nccl_alone_cannot_reach_the_hosts(pool: Pool) -> None:
     for message in pool.run(told, "cuda:nccl", ["one", "other"]):
         assert "alone, and processes decide together over hosts; leave the backend out, or give" in message
+
+
+def test_the_end_of_a_job_ends_what_it_did_to_logging(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "atorch"):
+        with fake_world(2, rank=1):
+            world.init("cpu")
+            logger.warning("rank 0 says it")
+        logger.warning("after the job")
+    assert caplog.messages == ["after the job"]
+
+
+def sockets_of_a_group(rank: int, size: int, lazy: str) -> tuple[int, int]:
+    """How many sockets this process has more for a group of all: once it is made, once it was used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
+        before = num_sockets()
+        group = dist.new_group(list(range(size)))
+        made = num_sockets()
+        dist.broadcast(torch.zeros(1), 0, group=group)
+        used = num_sockets()
+    dist.barrier()  # who is done early keeps its sockets until the others have counted theirs
+    return made - before, used - before
+
+
+def num_sockets() -> int:
+    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the descriptors that Linux shows")
+def test_gloo_connects_all_with_all_unless_it_is_told_to_wait(pool: Pool) -> None:
+    eager = pool.run(sockets_of_a_group, "0", ranks=4)
+    lazy = pool.run(sockets_of_a_group, "1", ranks=4)
+    assert all(made >= 3 for made, _ in eager), eager  # each with each other one
+    assert all(made <= 1 for made, _ in lazy), lazy  # it listens at most
+    assert sum(used for _, used in lazy) < sum(used for _, used in eager), (lazy, eager)  # what a broadcast needs
