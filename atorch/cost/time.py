@@ -118,14 +118,19 @@ class StepTimes:
     Compositions that differ in what is sharded, or waits on the host, compute the same for a micro-batch.
     """
 
-    def __init__(self, cluster: ClusterSpec, links: Mapping[str, ClusterSpec] | None = None) -> None:
-        """`links`: by axis of the mesh, a cluster whose links count in place of `cluster`'s there."""
+    def __init__(
+        self, cluster: ClusterSpec, links: Mapping[str, ClusterSpec] | None = None, copies: StepTimes | None = None
+    ) -> None:
+        """`links`: by axis of the mesh, a cluster whose links count in place of `cluster`'s there.
+
+        `copies`: whose copies of segments take as long, and are not worked out again.
+        """
         self.cluster = cluster
         self._links = links or {}
         self._products = ProductTimes(cluster.device)
         self._groups: dict[tuple[tuple[str, ...], _Mesh | tuple[int, int]], Group] = {}
-        self._copies: dict[tuple[object, ...], _Copies] = {}
-        self._copy_of: dict[tuple[object, ...], _Copy] = {}
+        self._copies: dict[tuple[object, ...], _Copies] = {} if copies is None else copies._copies
+        self._copy_of: dict[tuple[object, ...], _Copy] = {} if copies is None else copies._copy_of
 
     def of(self, cost: Cost) -> StepTime:
         """The seconds of one optimizer step.

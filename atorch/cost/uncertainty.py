@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from atorch.cluster import ClusterSpec, LinkSpec
 from atorch.cost.communication import EXPERT_AXIS
+from atorch.cost.memory import uses_host
 from atorch.cost.state import Cost
 from atorch.cost.time import StepTimes
 
@@ -62,7 +63,7 @@ class Uncertainty:
 
     def __init__(self, cluster: ClusterSpec, times: StepTimes | None = None) -> None:
         self._times = times or StepTimes(cluster)
-        self._slowed = {kind: _slowed(cluster, kind) for kind in KINDS if kind != COMMON}
+        self._slowed = {kind: _slowed(cluster, kind, self._times) for kind in KINDS if kind != COMMON}
         known = cluster.uncertainty or {kind: {kind: sigma**2} for kind, sigma in SIGMA.items()}
         self.covariance = tuple(tuple(known.get(one, {}).get(other, 0.0) for other in KINDS) for one in KINDS)
 
@@ -75,10 +76,12 @@ class Uncertainty:
         step = self._times.of(cost)
         if not step.total_s:
             return tuple(float(kind == COMMON) for kind in KINDS)
-        slow = {kind: times.of(cost).total_s / step.total_s for kind, times in self._slowed.items()}
+        slowed = {kind: times for kind, times in self._slowed.items() if _may_have(cost, kind)}
+        slow = {kind: times.of(cost).total_s / step.total_s for kind, times in slowed.items()}
         found = {kind: max(0.0, math.log(ratio)) / math.log(SLOWER) for kind, ratio in slow.items()}
-        found["pipeline"] += step.bubble_s / step.total_s
-        return tuple(found.get(kind, 1.0) for kind in KINDS)
+        found["pipeline"] = found.get("pipeline", 0.0) + step.bubble_s / step.total_s
+        found[COMMON] = 1.0
+        return tuple(found.get(kind, 0.0) for kind in KINDS)
 
     def spread(self, shares: Shares) -> float:
         """s: the standard deviation of one plan's error, a logarithm."""
@@ -110,7 +113,16 @@ class Uncertainty:
         return max(0.0, of_all)
 
 
-def _slowed(cluster: ClusterSpec, kind: str) -> StepTimes:
+def _may_have(cost: Cost, kind: str) -> bool:
+    """Whether a step may have work of a kind; each slowed step is as slow to tell as the step itself."""
+    axes = _AXES.get(kind)
+    if axes is None:
+        return kind != "host" or uses_host(cost)
+    is_split = cost.size(*axes) > 1 or (EXPERT_AXIS in axes and cost.expert > 1)
+    return is_split or any(each.axis[0] in axes for each in cost.comm)
+
+
+def _slowed(cluster: ClusterSpec, kind: str, times: StepTimes) -> StepTimes:
     """Steps on a cluster on which one kind of work takes `SLOWER` times as long."""
     device = cluster.device
     if kind in _REACHED:
@@ -124,14 +136,14 @@ def _slowed(cluster: ClusterSpec, kind: str) -> StepTimes:
         if host is not None:
             cores = max(1, round(host.cores / SLOWER))
             host = replace(host, memory_bandwidth=host.memory_bandwidth / SLOWER, cores=cores)
-        return StepTimes(replace(cluster, host=host, host_link=_slower(cluster.host_link)))
+        return StepTimes(replace(cluster, host=host, host_link=_slower(cluster.host_link)), copies=times)
     slow = replace(
         cluster,
         intra_node=_slower(cluster.intra_node),
         inter_node=_slower(cluster.inter_node),
         inter_leaf=None if cluster.inter_leaf is None else _slower(cluster.inter_leaf),
     )
-    return StepTimes(cluster, dict.fromkeys(_AXES[kind], slow))
+    return StepTimes(cluster, dict.fromkeys(_AXES[kind], slow), copies=None if kind == "splits" else times)
 
 
 def _slower(link: LinkSpec) -> LinkSpec:

@@ -44,8 +44,8 @@ class AmpNative(Precision):
         About two thirds of a transformer's activations and traffic belong to operations that autocast runs in 16
         bits; the casts add a third to the operations.
         """
-        return replace(
-            self.agree(cost) if self.dtype == "fp16" or self.skip_if_nonfinite else cost,
+        agreed = self.agree(cost) if self.dtype == "fp16" or self.skip_if_nonfinite else cost
+        return agreed.but(
             dtype=NAMES[self.dtype],
             activation_scale=cost.activation_scale * 2 / 3,
             traffic_scale=cost.traffic_scale * 2 / 3,

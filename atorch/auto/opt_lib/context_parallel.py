@@ -63,7 +63,7 @@ class ContextParallel(Method):
             return cost
         more = 2 - 1 / cost.context
         slowest = (replace(each, attention_flops=more * each.attention_flops) for each in cost.segments)
-        return replace(cost, segments=tuple(slowest))
+        return cost.but(segments=tuple(slowest))
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

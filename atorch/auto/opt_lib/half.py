@@ -38,8 +38,8 @@ class Half(Precision):
 
     def cost(self, cost: Cost) -> Cost:
         """Everything in 16 bits but the optimizer, which steps fp32 masters and casts them back."""
-        return replace(
-            self.agree(cost) if self.dtype == "fp16" else cost,
+        agreed = self.agree(cost) if self.dtype == "fp16" else cost
+        return agreed.but(
             dtype=NAMES[self.dtype],
             param_itemsize=cost.param_itemsize / 2,
             grad_itemsize=cost.grad_itemsize / 2,

@@ -65,7 +65,7 @@ class SequenceParallel(Method):
         """The split; what it sends follows from the products and the attention."""
         if self.mode == "megatron":
             splits = cost.size("tensor") > 1
-            return replace(cost, splits_norms=splits, held_gathers=2.0 * splits)  # before attention, and before the MLP
+            return cost.but(splits_norms=splits, held_gathers=2.0 * splits)  # before attention, and before the MLP
         return whole_outside(split_sequence(cost))
 
     @classmethod

@@ -27,7 +27,7 @@ from atorch.auto.planner.remedies import Job, remedies
 from atorch.auto.planner.space import MESH, Space, names_in, plannable
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
 from atorch.cluster import ClusterSpec
-from atorch.cost import Cost, ModelProfile, plain_cost
+from atorch.cost import Cost, ModelProfile, StepTimes, plain_cost
 from atorch.cost.memory import RESERVE
 from atorch.distributed.mesh import AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
@@ -150,14 +150,19 @@ class _Question:
             most=most,
             limit_s=limit_s,
             nearest=nearest,
+            times=self.times,
         )
 
     @cached_property
+    def times(self) -> StepTimes:
+        return StepTimes(self.job.cluster)
+
+    @cached_property
     def doubt(self) -> Doubt:
-        return Doubt(self.start, self.job.cluster)
+        return Doubt(self.start, self.job.cluster, self.times)
 
     def estimate(self, methods: tuple[Method, ...]) -> Estimate:
-        estimate = estimate_of(Strategy(methods).cost(self.start), self.job.cluster)
+        estimate = estimate_of(Strategy(methods).cost(self.start), self.job.cluster, self.times)
         return self.doubt.with_band(methods, estimate)
 
     def ranked(self, methods: tuple[Method, ...], chance: float | None = None) -> Ranked:
@@ -207,7 +212,7 @@ def _plan(
     ranking = (best, *(beside(row) for row in rows if row != first))
     near_ties = tuple(beside(row) for row in doubt.ties(columns, first))
     decisive = doubt.decisive(columns, first)
-    neighbours = counterfactuals(space, chosen, question.start, cluster, room, columns)
+    neighbours = counterfactuals(space, chosen, question.start, room, columns, question.times)
     return ClusterPlan(
         strategy=best.strategy,
         estimate=best.estimate,

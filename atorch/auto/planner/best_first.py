@@ -57,6 +57,7 @@ def best_first(
     most_looks: float = math.inf,
     limit_s: float = math.inf,
     nearest: bool = True,
+    times: StepTimes | None = None,
 ) -> Found:
     """The `keep` fastest compositions that fit, and the simplest of those that tie with the fastest; with some more.
 
@@ -65,9 +66,11 @@ def best_first(
     `host_bytes` are what a composition may take; where nothing fits, those that miss by least are scored, unless
     `nearest` is off. Where `most` were scored and one fits, the search ends without proof that it is the best, and says
     how far from it it may be. So it does after `most_looks` at branches, or, where none fits, after `PATIENCE` times as
-    many.
+    many. `times` keeps what estimates have in common.
     """
-    search = _Search(space, cluster, Columns(device_bytes, host_bytes), keep, breadth, most, most_looks, limit_s)
+    search = _Search(
+        space, times or StepTimes(cluster), Columns(device_bytes, host_bytes), keep, breadth, most, most_looks, limit_s
+    )
     with _uncollected():
         return search.run(start, nearest=nearest)
 
@@ -91,7 +94,7 @@ class _Search:
     def __init__(
         self,
         space: Space,
-        cluster: ClusterSpec,
+        times: StepTimes,
         columns: Columns,
         keep: int,
         breadth: int,
@@ -102,7 +105,7 @@ class _Search:
         self.columns, self._space = columns, space
         self._keep, self._breadth, self._most, self._most_looks = keep, breadth, most, most_looks
         self._limit_s = limit_s
-        self._times = StepTimes(cluster)
+        self._times = times
         self._bounds = Bounds(space, self._times, columns.limit_bytes, columns.host_bytes)
         self._count = itertools.count()  # of equal bounds the branch that was found first is opened first
         self._open: list[_Branch] = []

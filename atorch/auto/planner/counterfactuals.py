@@ -16,7 +16,6 @@ from atorch.auto.planner.estimate import estimate_of, needs
 from atorch.auto.planner.plan import Estimate
 from atorch.auto.planner.space import MESH, Level, Node, Space
 from atorch.auto.strategy import Method
-from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds
 
@@ -44,13 +43,13 @@ class Room:
 
 
 def counterfactuals(
-    space: Space, chosen: Methods, start: Cost, cluster: ClusterSpec, room: Room, columns: Columns
+    space: Space, chosen: Methods, start: Cost, room: Room, columns: Columns, times: StepTimes
 ) -> tuple[Counterfactual, ...]:
     """The neighbours, the fastest first, then those that do not fit; each kind of change once.
 
     Those that are not among `columns` yet are added.
     """
-    look = _Look(space, chosen, start, cluster, room, columns, set(columns.methods), StepTimes(cluster))
+    look = _Look(space, chosen, start, room, columns, set(columns.methods), times)
     base = look.estimated(chosen)
     assert base is not None, "the chosen composition is legal"
     found: dict[tuple[str, str], tuple[bool, Estimate]] = {}
@@ -106,7 +105,6 @@ class _Look:
     space: Space
     chosen: Methods
     start: Cost
-    cluster: ClusterSpec
     room: Room
     columns: Columns
     known: set[Methods]
@@ -132,7 +130,7 @@ class _Look:
         return min(estimates, key=lambda each: _order((self.room.short(each) is not None, each)), default=None)
 
     def _scored(self, node: Node) -> Estimate:
-        estimate = estimate_of(node.cost, self.cluster, self.times)
+        estimate = estimate_of(node.cost, self.times.cluster, self.times)
         if node.methods not in self.known:
             self.known.add(node.methods)
             self.columns.add(node.methods, estimate.step_s, peak_memory(node.cost))

@@ -37,9 +37,8 @@ Methods = tuple[Method, ...]
 class Doubt:
     """How far off the estimates of one job's compositions may be; what was worked out once is kept."""
 
-    def __init__(self, start: Cost, cluster: ClusterSpec) -> None:
-        self._start, self._times = start, StepTimes(cluster)
-        self._uncertainty = Uncertainty(cluster, self._times)
+    def __init__(self, start: Cost, cluster: ClusterSpec, times: StepTimes | None = None) -> None:
+        self._start, self._uncertainty = start, Uncertainty(cluster, times)
         self._shares: dict[Methods, Shares] = {}
 
     def with_band(self, methods: Methods, estimate: Estimate) -> Estimate:
