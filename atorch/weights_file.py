@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,9 +42,14 @@ def read_weights(path: AnyPath, advice: str, map_location: Any = "cpu", mmap: bo
     check_source(path, CHECKPOINT)
     try:
         with open(path, "rb") as file:
-            is_empty = not file.read(1)
-        if is_empty:
+            begin = file.read(2)
+        if not begin:
             raise CheckpointError(f"{shown(str(path))} is empty; {advice}")
+        if begin == b"PK" and not zipfile.is_zipfile(path):
+            raise CheckpointError(
+                f"{shown(str(path))} is cut short: it begins as torch.save writes files, and its end is missing; copy "
+                "it again, or load another one"
+            )
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except _UNREADABLE as error:
         raise CheckpointError(f"{shown(str(path))} cannot be read as weights: {_why(error)}; {advice}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -145,6 +145,8 @@ def agreed(
     work: Callable[[], T],
     found: Callable[[T], Mapping[str, Facts]] = lambda made: {},
     group: dist.ProcessGroup | None = None,
+    *,
+    is_frequent: bool = False,
 ) -> T:
     """What `work` returns, where all processes make the same `call` and it raised on none; else an error on all.
 
@@ -158,6 +160,7 @@ def agreed(
         work: what this process does alone: reading and checking its arguments.
         found: more that must be equal, of what `work` returned.
         group: the processes that make the call; None for all of them.
+        is_frequent: made with every step: nobody is named soon, which asks the job's store, but in the error alone.
 
     Raises:
         ArgumentError: the calls or the arguments differ; the places and all values are named.
@@ -178,7 +181,7 @@ def agreed(
     failure = None if error is None else (_kind(error), _told(error))
     digests = {name: digest(each) for name, each in facts.items()}
     ranks = _ranks(group)
-    with _naming_the_missing(call, group):
+    with nullcontext() if is_frequent else _naming_the_missing(call, group):
         if _answers(lambda: _is_same((call, sorted(digests.items())), group, is_well=error is None), call):
             return made[0]
         said = _answers(lambda: gather_objects((call, failure, digests), group), call)

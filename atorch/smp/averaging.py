@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from atorch.distributed.arrivals import answered
+
 CommHook = Callable[[Any, Any], Any]
 """As DistributedDataParallel takes it: (state, bucket) → a future of the bucket's reduced tensor."""
 
@@ -170,7 +172,7 @@ class Averaging:
         work: Any = dist.all_reduce(flat, group=self.group, async_op=True)
 
         def reduced() -> Tensor:
-            work.wait()
+            answered(work.wait, self.group)
             return flat.div_(self.divisor)
 
         bucket.work = reduced

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world
 from atorch.distributed.collectives import agreed, from_rank_zero, together
-from atorch.distributed.description import Facts, described_call, described_optimizer
+from atorch.distributed.description import Fact, Facts, described_call, described_optimizer
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger, speaking
 from atorch.runtime.buckets import broadcast
@@ -31,6 +32,7 @@ from atorch.runtime.pipeline.ties import Ties
 from atorch.runtime.still import untouched
 from atorch.smp.averaging import Averaging, PartReduction
 from atorch.smp.body import Body
+from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.partitioning import (
@@ -66,7 +68,9 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     seed = from_rank_zero(torch.initial_seed())
     turn_off_caches(whole)
     split = _tensor_split(owner, model, function, sample)
-    units, route, division = together(lambda: _divided(owner, model, function, sample))
+    units, route, division = agreed(
+        "smp.DistributedModel", dict, lambda: _divided(owner, model, function, sample), partial(_told, config)
+    )
     division = from_rank_zero(division)  # each has measured times of its own, where it was to
     values = together(lambda: delayed_values(whole))
     blank = together(lambda: blank_copy(whole))
@@ -150,6 +154,20 @@ def _divided(
     )
     device = ClusterSpec.detect(world.init(), measure=False).device
     return units, route, divided_by_cost(route, units, whole, call, device, count, weighing)
+
+
+def _told(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
+    """What must be equal of it: the calls of units, which are counted, and where they lie, if that was said by hand."""
+    _, route, division = divided
+    where = {} if config.auto_partition else division.partition_of
+    return {
+        "calls": {
+            f"call {number} of the model's modules": Fact(
+                call.unit, f"on partition {where[call.unit]}" if where else ""
+            )
+            for number, call in enumerate(route.calls)
+        }
+    }
 
 
 def _watched(

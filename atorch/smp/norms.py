@@ -9,6 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from atorch.distributed.collectives import agreed
 from atorch.errors import ArgumentError, shown
 from atorch.logs import OF_THIS_RANK, logger
 from atorch.runtime.clip import Key, clip_grads
@@ -47,6 +48,8 @@ def clip(
     for name, given in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
             raise ArgumentError(f"{call} was given {shown(given)} as {name}; give a number above 0")
+    if not model.joins:  # else replicas may be through with their batches
+        agreed(call, dict, lambda: None, is_frequent=True)  # or who has gone on would meet another exchange
     spread, scale = spread_of(model), runner.loss_scale
     norm = clip_grads(parameters, max_norm * scale, norm_type, spread.over, spread.parts, spread.counted_elsewhere)
     return norm / scale

@@ -28,7 +28,12 @@ ARRANGED = "_smp_arranged"
 SAVE = "save"
 """The key of an arrangement that names one save of all processes."""
 
+# What pickling raises for what it cannot, such as a function without a name.
+_UNWRITABLE = (AttributeError, TypeError, torch.serialization.pickle.PicklingError)  # type: ignore[attr-defined]
 PLAIN = "tensors, numbers, strings, and lists and dicts of them are plain"
+GIVE = (
+    f"{PLAIN}: give those, and of what has a state, such as a data loader, its state_dict() or the number of the batch"
+)
 ADVICE = (
     f"{PLAIN}: save those, or, where you trust the file, name its classes to torch.serialization.add_safe_globals first"
 )
@@ -118,14 +123,14 @@ def write_file(obj: Any, path: str, *, is_refused: bool = False) -> None:
         CheckpointError: it cannot be written, or not be read back; what was there stays.
     """
     with replacing(path, CHECKPOINT) as file:
-        torch.save(obj, file)
+        try:
+            torch.save(obj, file)
+        except _UNWRITABLE as error:
+            raise CheckpointError(f"{shown(path)} cannot be written: {error}; {GIVE}") from error
         file.flush()
         why = _refusal(file.name)
         if why and is_refused:
-            raise CheckpointError(
-                f"{shown(path)} could not be loaded again: {why}; {PLAIN}: give those, and of "
-                "what has a state, such as a data loader, its state_dict() or the number of the batch"
-            )
+            raise CheckpointError(f"{shown(path)} could not be loaded again: {why}; {GIVE}")
     if why:
         logger.warning("smp.load will refuse %s: %s; %s", shown(path), why, PLAIN, extra=OF_THIS_RANK)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from atorch.distributed.collectives import from_rank_zero, largest, together
-from atorch.errors import StrategyError
+from atorch.distributed.collectives import agreed, from_rank_zero, largest
+from atorch.distributed.description import Fact
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.shapes import sizes_of
 from atorch.smp.session import Session
@@ -28,8 +27,6 @@ class Start(NamedTuple):
     """Whether all processes of this pipeline have batches of the same sizes."""
 
 
-REPLICAS = ("data", "zero", "tensor")
-"""Along these lie the pipelines."""
 NOBODY = -(2**62)  # what a process without a batch says of its step
 
 
@@ -41,28 +38,17 @@ def starts_together(owner: Session, cut: Callable[[], Sequence[Arguments]], name
         name: of the function.
 
     Raises:
-        ArgumentError, StrategyError: `cut` raised on a process, or processes begin different steps; on all.
+        ArgumentError: `cut` raised on a process, or processes begin different steps, or make another call; on all.
     """
-    pieces: Sequence[Arguments] = ()
-    fault: Exception | None = None
-    try:
-        pieces = cut()
-    except Exception as error:  # raised below, where all are told
-        fault = error
-    step = (name, owner.config.microbatches, torch.is_grad_enabled(), training)
-    plain, sizes = ((), ()) if fault is not None else (_plain(pieces[0]), sizes_of(pieces[0]))
-    own, of_pipelines = owner.mesh.rank(*REPLICAS), _of_nobody(owner)
-    of_pipelines[2 * own : 2 * own + 2] = both_ways((sizes, plain))
-    failed, high, low, _, *of_pipelines = largest([fault is not None, *both_ways(step), 1, *of_pipelines])
-    if failed:
-        together(partial(raise_it, fault))
-    if high != -low:
-        raise StrategyError(
-            f"processes run different steps: this one runs {name} with {step[1]} micro-batches, under "
-            f"{'gradients' if torch.is_grad_enabled() else 'no gradients'}, in "
-            f"{'training' if training else 'evaluation'}; let all processes run the same"
-        )
-    return Start(pieces, (*step, plain), of_pipelines[2 * own] == -of_pipelines[2 * own + 1])
+    mode = "gradients" if torch.is_grad_enabled() else "no gradients"
+    count, in_mode = owner.config.microbatches, "training" if training else "evaluation"
+    given = {"step": {"the step": Fact(f"{name} with {count} micro-batches, under {mode}, in {in_mode}")}}
+    pieces = agreed("a function with @smp.step", lambda: given, cut, is_frequent=True)
+    told = (name, count, torch.is_grad_enabled(), training, _plain(pieces[0]))
+    if owner.mesh.size("pipeline") == 1:
+        return Start(pieces, told, True)
+    high, low = largest(both_ways((sizes_of(pieces[0]), told)), owner.mesh.group("pipeline"))
+    return Start(pieces, told, high == -low)
 
 
 def with_the_firsts_batch(owner: Session, start: Start) -> Start:
@@ -105,19 +91,14 @@ def both_ways(told: object) -> tuple[int, int]:
 
 def has_begun_none(owner: Session) -> bool:
     """Whether no process begins a step: what one without a batch asks while others begin theirs."""
-    _, _, _, begun, *_ = largest([0, NOBODY, NOBODY, 0, *_of_nobody(owner)])
-    return not begun
+    begun, _, _ = largest([NOBODY, NOBODY, 0])  # as `agreed` has it
+    return begun == NOBODY
 
 
 def raise_it(fault: Exception | None) -> None:
     """Raise what went wrong, where something did."""
     if fault is not None:
         raise fault
-
-
-def _of_nobody(owner: Session) -> list[int]:
-    """What a process says of the batches of other pipelines."""
-    return [NOBODY] * (2 * owner.mesh.size(*REPLICAS))
 
 
 def _plain(arguments: Arguments) -> Hashable:

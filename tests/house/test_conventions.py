@@ -44,7 +44,6 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/smp/partitioning.py:_looked_at": "a forward may fail on fakes in any way; a real run shows its own faults",
     "atorch/smp/runner.py:Runner.run": "raised on all processes at the end of the step",
     "atorch/smp/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
-    "atorch/smp/start.py:starts_together": "raised on all processes at the beginning of a step",
     "atorch/smp/sharding.py:Passes.step": "raised again, once the others know that they have to stop",
 }
 

@@ -302,7 +302,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, caplog: pytest.Lo
     path = str(tmp_path / "model.pt")
     smp.save({"a": 1}, path)
     assert not caplog.records
-    with pytest.raises((AttributeError, pickle.PicklingError)):
+    with pytest.raises(CheckpointError, match=r"model\.pt_0' cannot be written: .*tensors, numbers, strings"):
         smp.save({"a": lambda: None}, path)
     assert smp.load(path) == {"a": 1}
     assert os.listdir(tmp_path) == ["model.pt_0"]
@@ -310,5 +310,5 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, caplog: pytest.Lo
     with pytest.raises(CheckpointError, match="is a directory, no ordinary file"):
         smp.save({}, str(tmp_path / "folder.pt"))
     Path(path + "_0").write_bytes(b"PK\x03\x04 cut short")
-    with pytest.raises(CheckpointError, match="cannot be read as weights"):
+    with pytest.raises(CheckpointError, match="is cut short: .* copy it again"):
         smp.load(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,6 +259,48 @@ def test_faults_are_told_on_all_processes_soon(pool: Pool, how: str, ranks: int)
     for message, goes_on in pool.run(faults, how, ranks=ranks, timeout=40):
         assert FAULTS[how] in message
         assert goes_on
+
+
+def one_alone(rank: int, size: int, how: str, folder: str) -> str:
+    """What is raised where one process alone makes a call that the others go on without."""
+    by_hand = how == "another partition"
+    with begun({"microbatches": 2, "partitions": size, "auto_partition": not by_hand}):
+        torch.manual_seed(0)
+        blocks = Blocks()
+        for number, layer in enumerate(blocks.layers if by_hand else ()):
+            smp.set_partition(layer, int(number > rank))
+        model: Any = smp.DistributedModel(blocks)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @smp.step
+        def train(model: Any, x: Tensor) -> None:
+            model.backward(model(x).mean())
+
+        def go_on() -> None:
+            train(model, rows())
+            if rank == 0 and how == "saves":
+                smp.save_checkpoint(folder, "tag", model=model)
+            if rank == 1 and how == "clips":
+                optimizer.clip_master_grads(1.0)
+            if rank == 1 and how == "evaluates":
+                model.eval()
+            train(model, rows())
+
+        return said(go_on)
+
+
+ALONE = {
+    "saves": "the call is smp.save_checkpoint on rank 0 and a function with @smp.step on rank 1",
+    "clips": "the call is a function with @smp.step on rank 0 and clip_master_grads on rank 1",
+    "evaluates": "in training on rank 0 and ",
+    "another partition": "layers.1 on partition 1 on rank 0 and layers.1 on partition 0 on rank 1",
+}
+
+
+@pytest.mark.parametrize("how", ALONE)
+def test_what_one_process_does_alone_is_told_on_all(pool: Pool, how: str, tmp_path: Path) -> None:
+    for message in pool.run(one_alone, how, str(tmp_path), timeout=40):
+        assert ALONE[how] in message
 
 
 def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int, int]:
