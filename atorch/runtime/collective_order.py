@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from atorch.distributed.alone import is_alone
 from atorch.distributed.collectives import all_gather_single, reduce_scatter_single
 from atorch.errors import StrategyError
 
@@ -92,6 +93,8 @@ class CollectiveOrder:
             RankFailedError: the pass of another one has failed.
         """
         self._raised = False
+        if is_alone():  # of which the others know nothing
+            return False
         following = self._following.get(self._last, [])
         if len(following) == 1 and following[0] == step and not step.is_compared and step not in self._passed:
             self._last = step

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from atorch.distributed.alone import is_alone
 from atorch.errors import ArgumentError
 from atorch.runtime.collective_order import (
     BACKWARD_ENDS,
@@ -84,6 +85,8 @@ class Passes:
 
     def come_to(self, step: Step, stand_in: Callable[[], list[Any]]) -> None:
         """Before a collective; in backward, see to it that its end is compared."""
+        if is_alone():
+            return
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._backward):
             self._backward = task
@@ -105,6 +108,8 @@ class Passes:
 
     def before_reduction(self) -> None:
         """Note, before the first of a backward pass, which parameters have no gradient yet."""
+        if is_alone():
+            return
         if self._finds_unused and not self._reduces:
             self._without = [i for i, each in enumerate(self._sharded) if each.sharded_param.grad is None]
         self._reduces = True
@@ -138,7 +143,8 @@ class Passes:
         used = self._used
 
         def note(_: Tensor) -> None:  # reaches no parameter: it would keep it alive (`weak_method`)
-            used[number] = 1
+            if not is_alone():
+                used[number] = 1
 
         gathered.register_post_accumulate_grad_hook(note)
         self._watched[number] = 1

@@ -13,12 +13,13 @@ strings likewise; anything else, and tensors with one row, go to all micro-batch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from atorch.distributed.alone import alone
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.deferred import Apart, Deferred, deposit, gradients_apart
@@ -147,7 +148,7 @@ class MicroBatched:
     def _find_size(self, model: nn.Module, call: _Call, rows: int) -> None:
         """Halve the size until one micro-batch runs on every process."""
         size = min(self._size, rows) if isinstance(self._size, int) else rows
-        while not self._fits(model, take(call, 0, size, rows)):
+        while not self._fits(model, call, size, rows):
             if size == 1:
                 raise ArgumentError("not even one row fits into the device's memory; use methods that need less of it")
             size = -(-size // 2)
@@ -156,19 +157,30 @@ class MicroBatched:
         self._size = "auto" if size == rows else size
         self._trials -= 1
 
-    def _fits(self, model: nn.Module, piece: _Call) -> bool:
-        fits = True
+    def _fits(self, model: nn.Module, call: _Call, size: int, rows: int) -> bool:
+        """Whether all processes have memory for micro-batches of so many rows.
+
+        Each tries it alone, so that nobody waits for one that has run out of it. Of several micro-batches two are
+        tried: the second has the gradients of the first beside it.
+        """
+        fits, starts = True, range(0, rows, size)[:2]
+        reused = self._reduction.reuses_gradients
         try:
-            reused = self._reduction.reuses_gradients
-            with untouched(model), gradients_apart(self._parameters, reused=reused), self._reduction.trial():
-                self._forward_backward(model, piece, 1.0)
+            with untouched(model), gradients_apart(self._parameters, reused=reused), self._alone():
+                for start in starts:
+                    with self._reduction.trial(last=start == starts[-1]):
+                        self._forward_backward(model, take(call, start, min(start + size, rows), rows), 1.0)
         except torch.OutOfMemoryError:
             fits = False
         if not fits:  # out here the error does not hold the frames and their tensors any more
             self._reduction.recover()
-            if torch.accelerator.is_available():
-                torch.accelerator.empty_cache()
+        self._reduction.reshard()  # what was gathered alone is not the others'
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()  # also for what NCCL takes in the first real pass
         return not any_process(not fits)
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._reduction.keeps_gathered else alone()
 
 
 class _Switch:

@@ -38,6 +38,11 @@ class Reduction:
         """Whether `.grad` lies in buckets, which the next reduction writes, or in chunks, which the next pass does."""
         if self._replicas is not None:
             return bool(self._replicas.gradient_as_bucket_view)
+        return self.keeps_gathered
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether what one pass has gathered may serve the next: chunks for which there is room stay."""
         return any(isinstance(parameter, ChunkedParameter) for parameter in self._model.parameters())
 
     @property
@@ -83,9 +88,9 @@ class Reduction:
         """Never: what a backward pass raises ends the pass."""
         return False
 
-    def trial(self) -> AbstractContextManager[None]:
-        """A pass whose gradients are thrown away. FSDP2 could not forget what it has not reduced."""
-        return self.only(now=self._shards)
+    def trial(self, *, last: bool) -> AbstractContextManager[None]:
+        """A pass, maybe the last of several, whose gradients are thrown away: only FSDP2 has to reduce them."""
+        return self.only(now=last and self._shards)
 
     def reshard(self) -> None:
         """After a forward pass that no backward follows: let FSDP2 free what it has gathered."""

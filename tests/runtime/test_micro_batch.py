@@ -463,3 +463,69 @@ def test_gradients_of_one_parameter_over_processes(pool, kind):
     for gradient, has, more in pool.run(asked_under, kind):
         assert (has, more) == ([False, False, False, True, False], 0)
         torch.testing.assert_close(gradient, plain.head.weight.grad)
+
+
+class Tight(nn.Module):
+    """A stack whose third block runs out of memory, in forward or in backward, of more rows than it has room for."""
+
+    def __init__(self, room=99, where="forward"):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5))
+        self.register_buffer("count", torch.zeros(()))
+        self.room, self.where, self.seen = room, where, []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        self.count += 1
+        torch.rand(())
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 2 and len(x) > self.room:
+                self.run_out() if self.where == "forward" else x.register_hook(self.run_out)
+        return x
+
+    def run_out(self, *_):
+        raise torch.OutOfMemoryError("no room")
+
+
+def tight_batch(rank):
+    generator = torch.Generator().manual_seed(rank + 5)
+    return {"x": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 8, generator=generator)}
+
+
+def finds_a_size(rank, size, where, kind):
+    """What is left of three steps in which rank 1 has room for three rows alone."""
+    model = Tight(3 if rank == 1 else 99, where)
+    groups = [Group((block,)) for block in model.blocks]
+    if kind == "zero2":
+        groups = [Group((block,), keep=True) for block in model.blocks]
+    shard(model, init_device_mesh("cpu", (size,)), groups)
+    loss_func = MicroBatched(model, mse, loss_weight="rows", reduce="each" if kind == "each" else "once")
+    loss_func._trials = 2  # what a machine with an accelerator starts with
+    optim = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model.seen.clear()
+        loss_func(tight_batch(rank), model(tight_batch(rank)["x"])).backward()
+        optim.step()
+        optim.zero_grad()
+    weights = [p.full_tensor().detach().clone() for p in model.parameters()]
+    return weights, model.seen, float(model.count), float(torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"), [("forward", "fsdp"), ("backward", "fsdp"), ("backward", "each"), ("forward", "zero2")]
+)
+def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(pool, where, kind):
+    plain = Tight()
+    optim = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        (sum(mse(tight_batch(rank), plain(tight_batch(rank)["x"])) for rank in (0, 1)) / 2).backward()
+        optim.step()
+        optim.zero_grad()
+    torch.manual_seed(3)
+    Tight()
+    *_, drawn = (float(torch.rand(())) for _ in range(3 * 4 + 1))
+    for weights, seen, count, next_drawn in pool.run(finds_a_size, where, kind, timeout=30):
+        close(weights, [p.detach() for p in plain.parameters()], 1e-5)
+        assert (seen, count, next_drawn) == ([2, 2, 2, 2], 3 * 4, drawn)

@@ -22,6 +22,7 @@ from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory
+from atorch.distributed.collectives import several
 from atorch.errors import StrategyError
 from atorch.runtime.loss_weight import tolerance_of
 from atorch.runtime.micro_batch import MicroBatched
@@ -115,10 +116,11 @@ class MicroBatch(Method):
                 'micro_batch was given reduce="each", but only gradients that fsdp or zero2 shards gain by that; '
                 'leave reduce at "once", or add fsdp'
             )
-        if self.size == "auto" and self.count is None and gathers and ctx.device.type == "cuda":
+        chunks = ctx.strategy is not None and "chunk" in ctx.strategy.names()
+        if self.size == "auto" and self.count is None and chunks and several() and ctx.device.type == "cuda":
             raise StrategyError(
-                'micro_batch was given size="auto" beside sharded parameters: a process that runs out of memory alone '
-                "would leave the others in a collective; give a size or a count"
+                'micro_batch was given size="auto" beside chunks on several processes: one that runs out of memory '
+                "alone would leave the others in a collective; give a size or a count"
             )
 
     def apply(self, ctx: Context) -> Context:
