@@ -22,7 +22,7 @@ _OUTPUTS_FIRST = ("allgather", "_allgather", "reduce_scatter", "_reduce_scatter"
 
 def alone() -> AbstractContextManager[Any]:
     """Inside, in this thread and in backward passes that it begins, collectives on tensors send nothing."""
-    return _Alone() if several() and not nobody_else() else nullcontext()
+    return _Alone() if several() and not nobody_else() else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def is_alone() -> bool:
