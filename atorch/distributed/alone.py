@@ -34,6 +34,11 @@ class _Alone(TorchDispatchMode):
     # A mode and no variable of the context: autograd's threads have the modes of who called backward.
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile compiles as ever; else it would skip what first runs in here, also afterwards."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         namespace = getattr(func, "namespace", "")

@@ -465,13 +465,22 @@ def test_gradients_of_one_parameter_over_processes(pool, kind):
         torch.testing.assert_close(gradient, plain.head.weight.grad)
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
 class Tight(nn.Module):
     """A stack whose third block runs out of memory, in forward or in backward, of more rows than it has room for."""
 
     def __init__(self, room=99, where="forward"):
         super().__init__()
         torch.manual_seed(3)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5))
+        self.blocks = nn.ModuleList(Layer() for _ in range(5))
         self.register_buffer("count", torch.zeros(()))
         self.room, self.where, self.seen = room, where, []
 
@@ -496,7 +505,14 @@ def tight_batch(rank):
 
 def finds_a_size(rank, size, where, kind):
     """What is left of three steps in which rank 1 has room for three rows alone."""
-    model = Tight(3 if rank == 1 else 99, where)
+    model, graphs = Tight(3 if rank == 1 else 99, where), []
+
+    def compiled(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.blocks if kind == "compiled" else ():
+        block.compile(backend=compiled)
     groups = [Group((block,)) for block in model.blocks]
     if kind == "zero2":
         groups = [Group((block,), keep=True) for block in model.blocks]
@@ -510,10 +526,13 @@ def finds_a_size(rank, size, where, kind):
         optim.step()
         optim.zero_grad()
     weights = [p.full_tensor().detach().clone() for p in model.parameters()]
-    return weights, model.seen, float(model.count), float(torch.rand(()))
+    return weights, model.seen, float(model.count), float(torch.rand(())), bool(graphs)
 
 
-@pytest.mark.parametrize(("where", "kind"), [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each")])
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")],
+)
 def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(pool, where, kind):
     plain = Tight()
     optim = torch.optim.Adam(plain.parameters(), lr=0.01)
@@ -524,6 +543,6 @@ def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(pool, where, k
     torch.manual_seed(3)
     Tight()
     *_, drawn = (float(torch.rand(())) for _ in range(3 * 4 + 1))
-    for weights, seen, count, next_drawn in pool.run(finds_a_size, where, kind, timeout=30):
+    for weights, seen, count, next_drawn, is_compiled in pool.run(finds_a_size, where, kind, timeout=30):
         close(weights, [p.detach() for p in plain.parameters()], 1e-5)
-        assert (seen, count, next_drawn) == ([2, 2, 2, 2], 3 * 4, drawn)
+        assert (seen, count, next_drawn, is_compiled) == ([2, 2, 2, 2], 3 * 4, drawn, kind == "compiled")
