@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atorch.distributed.collectives import agreed, from_rank_zero, together
+from atorch.distributed.collectives import agreed, from_rank_zero, largest, together
 from atorch.distributed.description import described
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath, write
@@ -135,12 +135,15 @@ def resume_from_checkpoint(
             save,
         )
 
-    state, held, content, _ = agreed(
-        "smp.resume_from_checkpoint",
-        lambda: {"given": described("resume_from_checkpoint", given)},
-        read,
-        lambda found: {"save": described("the save that a process's file is of", found[3])},
+    state, held, content, save = agreed(
+        "smp.resume_from_checkpoint", lambda: {"given": described("resume_from_checkpoint", given)}, read
     )
+    (differs,) = largest([save != from_rank_zero(save)])
+    if differs:
+        raise CheckpointError(
+            f"the checkpoint in {shown(str(path))} has files of different saves, of which one was not finished; load "
+            "another one, and give each save a tag of its own: what was there then stays until the new one is whole"
+        )
     if translate_function is not None and not partial:
         state = together(lambda: translate_function(state))
     assert model is not None, "read has looked"

@@ -187,7 +187,7 @@ def test_files_of_two_saves_are_told(pool: Pool, tmp_path: Path) -> None:
     os.replace(tmp_path / "one_partial" / "model_1.pt", tmp_path / "two_partial" / "model_1.pt")
     told = pool.run(resumed, path, PIPELINE, {"load_optimizer": False})
     assert len(set(told)) == 1
-    assert "the save that a process's file is of is" in told[0]
+    assert "files of different saves, of which one was not finished; load another one, and give each save" in told[0]
     told = pool.run(resumed, path, PIPELINE, {})
     assert all("model and optimizer in" in each and "are of different saves" in each for each in told)
     (told,) = pool.run(resumed, path, {}, {}, ranks=1)
