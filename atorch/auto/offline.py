@@ -153,6 +153,7 @@ def plan_for(
             objective=objective,
             reserve=reserve,
             advise=advise,
+            count=True,
         )
     if verify is None:
         return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)

@@ -52,6 +52,8 @@ def test_what_was_chosen_and_where_it_goes():
     assert "400 compositions scored in 6.3 s, the fastest by estimate proven" in text
     assert "nothing waits in its memory" in text
     assert "one that was not may be up to 4.0% faster" in text_of({**answer(400), "gap": 0.04})
+    counted = " ".join(text_of({**answer(400), "num_legal": 22464}).split())
+    assert "400 compositions scored in 6.3 s, proven best of 22,464 legal compositions" in counted
     rows = [line.split() for line in text.splitlines()]
     assert ["parameters", "20.6", "GiB"] in [row[:3] for row in rows]
     assert any(row[3:4] == ["26%"] and row[5:7] == ["matmul", "4.77"] for row in rows)

@@ -69,7 +69,7 @@ class MicroBatch(Method):
             return f"{self} makes no parts of {samples}"
         if parts % 1 or cost.batch_size % parts:
             return f"{self} does not divide {samples}"
-        if cost.stages == 1 and (self.reduce == "each" or parts > FEW_PARTS) and _is_ample(cost):
+        if cost.stages == 1 and (self.reduce == "each" or parts > FEW_PARTS) and is_ample(cost):
             return f"{self} saves memory where {AMPLE:g} times the whole batch would fit"
         return uneven(cost.stages, cost.schedule, parts)
 
@@ -152,6 +152,6 @@ def _in_pipeline(ctx: Context) -> bool:
     return "pipeline_parallel" in names and size_of(ctx, "pipeline") > 1
 
 
-def _is_ample(cost: Cost) -> bool:
+def is_ample(cost: Cost) -> bool:
     """Whether memory is no concern at all; not where nothing is known of the device."""
     return cost.device_bytes < math.inf and AMPLE * peak_memory(cost).total < cost.device_bytes

@@ -21,6 +21,7 @@ from atorch.auto.planner.columns import Columns
 from atorch.auto.planner.counterfactuals import Room, counterfactuals
 from atorch.auto.planner.doubt import Doubt
 from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.legal import num_legal
 from atorch.auto.planner.plan import Estimate, Rejected
 from atorch.auto.planner.preference import EQUAL, is_simpler
 from atorch.auto.planner.remedies import Job, remedies
@@ -55,6 +56,7 @@ def answer(
     keep: int = 20,
     prove: bool = False,
     advise: bool = True,
+    count: bool = False,
 ) -> ClusterPlan:
     """The best composition for a model, a cluster and a batch.
 
@@ -72,6 +74,7 @@ def answer(
         prove: search until the best under the estimate is proven, however long it takes; else the search ends with
             50,000 compositions, and `gap` says what one that was not scored might save.
         advise: where nothing fits, look for the nearest miss and for what would make it fit.
+        count: tell how many legal compositions the choice was made from, too; takes a while beside a small search.
 
     Raises:
         ArgumentError: an objective that there is not.
@@ -98,7 +101,8 @@ def answer(
         raise NoFeasiblePlanError(f"nothing fits on {question.job.cluster.world_size} × {cluster.device.name}")
     if not rows:
         raise _nothing_fits(question, space, found)
-    return _plan(question, space, found, rows, objective, began)
+    plan = _plan(question, space, found, rows, objective, began)
+    return replace(plan, num_legal=num_legal(space, question.start)) if count else plan
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class ClusterPlan(Plan):
     candidates: Columns  # all that were scored
     num_unopened: Mapping[str, int]  # branches in which, by their bounds, nothing is among the best, or nothing fits
     gap: float = 0.0  # of a step, what something that was not scored might save; 0 where the choice is proven the best
+    num_legal: int | None = None  # compositions that the choice is the best of, scored or ruled out; None: not counted
     simulated: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -99,6 +100,7 @@ class ClusterPlan(Plan):
             "candidates": candidate_data(self.candidates),
             "num_unopened": dict(self.num_unopened),
             "gap": self.gap,
+            "num_legal": self.num_legal,
             "simulated": [dict(each) for each in self.simulated],
             "nearest_miss": None,
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -74,6 +74,9 @@ class Space:
     refused: Counter[str] = field(default_factory=Counter, compare=False)  # why branches ended, as far as they were met
 
     def __post_init__(self) -> None:
+        # Of compositions with the same estimate the first that is met counts, in whatever order methods list choices.
+        levels = (replace(each, choices=tuple(sorted(each.choices, key=_text))) for each in self.levels)
+        object.__setattr__(self, "levels", tuple(levels))
         later: list[frozenset[str]] = [frozenset()]
         for level in reversed(self.levels):
             later.append(later[-1] | _splits(level))
@@ -313,6 +316,10 @@ def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> 
 
 def _splits(level: Level) -> frozenset[str]:
     return frozenset[str]().union(*(choice.splits for choice in level.choices))
+
+
+def _text(choice: Choice) -> str:
+    return str(choice.method)
 
 
 def _choice(method: Method, *, is_given: bool = False) -> Choice:
