@@ -60,9 +60,11 @@ def sockets_of_a_group(rank: int, size: int, lazy: str) -> tuple[int, int]:
     """How many sockets this process has more for a group of all: once it is made, once it was used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
+        dist.barrier()  # which connects what the next one needs
         before = num_sockets()
         group = dist.new_group(list(range(size)))
         made = num_sockets()
+        dist.barrier()  # a quick process's broadcast would connect to one that still counts
         dist.broadcast(torch.zeros(1), 0, group=group)
         used = num_sockets()
     dist.barrier()  # who is done early keeps its sockets until the others have counted theirs
