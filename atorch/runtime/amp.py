@@ -12,7 +12,8 @@ the job skip together: they agree on one flag a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,17 @@ def autocast_loss(loss_func: LossFunc, device_type: str, dtype: torch.dtype) -> 
             return loss_func(batch, output)
 
     return autocast
+
+
+@contextmanager
+def casting_anew() -> Iterator[None]:
+    """Inside, autocast casts a weight whenever it is used, and keeps no cast for who uses it next."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class LossScale:

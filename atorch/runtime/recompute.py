@@ -34,6 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from atorch.errors import ArgumentError, shown
+from atorch.runtime.amp import casting_anew
 from atorch.runtime.selective import selective_contexts
 
 M = TypeVar("M", bound=nn.Module)
@@ -270,27 +271,13 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
         call.keeping, call.handing_out = selective_contexts()
     inputs += _on_other_devices(modules, inputs)
     outside = saved_tensors_hooks(_to_host, _from_host) if options.offload_to_cpu else nullcontext()
-    with outside, _casting_anew() if options.selective else nullcontext():
+    with outside, casting_anew() if options.selective else nullcontext():
         if options.reentrant:
             return _run_reentrant(call, inputs)
         # An early stop would skip the last inner modules, and leave their counters up.
         early_stop = not any(COUNTER in vars(owner) for owner in owners)
         keeps_rng = options.preserve_rng_state
         return checkpoint(call, *inputs, use_reentrant=False, early_stop=early_stop, preserve_rng_state=keeps_rng)
-
-
-@contextmanager
-def _casting_anew() -> Iterator[None]:
-    """Inside, autocast casts a weight whenever it is used. A recompute finds none of the casts that were kept before.
-
-    Where operations are counted, as in selective checkpointing, it would do more of them than the forward pass.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _run_reentrant(call: _Call, inputs: list[Any]) -> Any:

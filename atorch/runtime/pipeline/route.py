@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.errors import StrategyError, near_miss
+from atorch.runtime.amp import casting_anew
 from atorch.runtime.nested import map_leaves
 
 
@@ -105,7 +106,8 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], 
         )
     ]
     try:
-        with torch.no_grad(), watch:
+        # A cast that one unit leaves for the next is no tensor that stages pass on: each stage casts its own weights.
+        with torch.no_grad(), casting_anew(), watch:
             output = run()
     finally:
         for handle in handles:
