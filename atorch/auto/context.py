@@ -127,6 +127,7 @@ class Context:
     initial: InitialValues | None = None  # of a model on the meta device; None where it has values, or shall get none
     write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # into a parameter that is held elsewhere
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
+    seen: MutableMapping[str, Any] = field(default_factory=dict)  # of the user's model at work, once for all candidates
     told: MutableSet[str] = field(default_factory=set)  # what is said once a job, however many candidates find it
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
 

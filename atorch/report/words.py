@@ -35,6 +35,7 @@ WORK: Mapping[str, str] = {
 _WHY: Mapping[str, str] = {
     "memory": "out of memory",
     "hardware": "not on this hardware",
+    "refused": "cannot be applied",
     "time": "out of time",
 }
 

@@ -35,21 +35,30 @@ def cut_by_graph(
     Raises:
         StrategyError: its graph cannot be had or cut either, with both reasons; the model is as it was.
     """
+    reason = against_graph(ctx.strategy)
+    if reason is not None:
+        raise neither(because, reason) from because
     try:
-        _need_company(ctx)
         named = install(model, _exported(ctx, method, model, stages), stages)
         route = route_of(model, named, batch, ctx.call_model, ctx.loss_func)
     except StrategyError as error:
         uninstall(model)
-        raise StrategyError(f"{because}. Nor can the model be cut by its graph: {error}") from error
+        raise neither(because, error) from error
     logger.info("the pipeline is cut by the graph that torch.export gives, as modules do not tell where: %s", because)
     return named, route, tuple(range(stages))
 
 
-def _need_company(ctx: Context) -> None:
-    for each in ctx.strategy or Strategy():
+def against_graph(strategy: Strategy | None) -> str | None:
+    """Why a method of the strategy cannot be beside a pipeline that is cut by its graph, or None."""
+    for each in strategy or ():
         if each.phase in _BY_MODULES or each.name in ("amp_native", "fsdp", "zero2", "offload", "chunk"):
-            raise StrategyError(f"{each.name} acts where modules are called, which a graph does not do; leave it out")
+            return f"{each.name} acts where modules are called, which a graph does not do; leave it out"
+    return None
+
+
+def neither(because: object, reason: object) -> StrategyError:
+    """The error of a model that can be cut neither by its modules, because of one thing, nor by its graph."""
+    return StrategyError(f"{because}. Nor can the model be cut by its graph: {reason}")
 
 
 def _exported(ctx: Context, method: PipelineParallel, model: nn.Module, stages: int) -> Exported:

@@ -127,6 +127,13 @@ class PipelineParallel(Method):
 
             check(ctx, self)
 
+    def check_at_work(self, ctx: Context) -> None:
+        """Its neighbours suit where it is cut: between modules, or by the graph where these do not tell."""
+        if size_of(ctx, "pipeline") > 1:
+            from atorch.auto.opt_lib.pipeline_stages import check_at_work
+
+            check_at_work(ctx, self)
+
     def apply(self, ctx: Context) -> Context:
         """Cut the model into stages, and let the loss function run the schedule.
 

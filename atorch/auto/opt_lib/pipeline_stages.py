@@ -12,9 +12,10 @@ from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib import pipeline_deepspeed
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_cut import even_cut
-from atorch.auto.opt_lib.pipeline_export import cut_by_graph
+from atorch.auto.opt_lib.pipeline_export import against_graph, cut_by_graph, neither
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
 from atorch.auto.opt_lib.pipeline_understudy import understudy_of
+from atorch.auto.opt_lib.structure import changes_modules
 from atorch.blocks import repeated_blocks, units
 from atorch.distributed.collectives import together
 from atorch.distributed.mesh import BATCH_AXES
@@ -115,6 +116,43 @@ def check(ctx: Context, method: PipelineParallel) -> None:
         )
 
 
+def check_at_work(ctx: Context, method: PipelineParallel) -> None:
+    """Raise what `split` would of a method that does not go with a graph, where modules do not tell where to cut.
+
+    Other modules in their place might tell it.
+    """
+    reason = against_graph(ctx.strategy)
+    if reason is None or method.split_points or ctx.sample_batch is None or changes_modules(ctx):
+        return
+    (model,) = ctx.parts
+    if _CALLS not in ctx.seen:
+        ctx.seen[_CALLS] = _calls(ctx, model)
+    calls = ctx.seen[_CALLS]
+    if isinstance(calls, str):
+        raise neither(calls, reason)
+    try:
+        _need_calls(calls, model, size_of(ctx, "pipeline") * method.pieces)
+    except StrategyError as because:
+        raise neither(because, reason) from because
+
+
+_CALLS = "pipeline_parallel: calls of modules between which the model can be cut"
+
+
+def _calls(ctx: Context, model: nn.Module) -> int | str:
+    """How many there are, or why they are not known."""
+    batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+    try:
+        return len(route_of(model, units(model), _few(batch), ctx.call_model, ctx.loss_func).calls)
+    except StrategyError as error:
+        return str(error)
+
+
+def _few(batch: Any) -> Any:
+    rows = num_rows(batch=batch)
+    return take(batch, 0, min(rows, SEEN_ROWS), rows)
+
+
 def _rounding(ctx: Context) -> float:
     """How far the loss of a batch may be from that of its micro-batches."""
     if ctx.strategy is not None and "fp8" in ctx.strategy.names():
@@ -180,11 +218,11 @@ def _planned(
         batches.check(rows_of_a_process(ctx))
     batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
     rows = num_rows(batch=batch)
-    few = take(batch, 0, min(rows, SEEN_ROWS), rows)
+    few = _few(batch)
     named = units(model)
     try:
         route = route_of(model, named, few, ctx.call_model, ctx.loss_func)
-        _need_calls(route, model, stages)
+        _need_calls(len(route.calls), model, stages)
     except StrategyError as error:
         if method.split_points:
             raise
@@ -217,11 +255,12 @@ def _let_loss_read(method: PipelineParallel, model: nn.Module, names: Sequence[s
         )
 
 
-def _need_calls(route: Route, model: nn.Module, stages: int) -> None:
-    if len(route.calls) < stages:
+def _need_calls(num_calls: int, model: nn.Module, stages: int) -> None:
+    """Raise where a model does not call enough of its modules to be cut between them."""
+    if num_calls < stages:
         raise StrategyError(
             f"a pipeline of {stages} stages is cut between as many calls of modules with parameters, and "
-            f"{type(model).__name__} has {len(route.calls)}; make the axis pipeline smaller"
+            f"{type(model).__name__} has {num_calls}; make the axis pipeline smaller"
         )
 
 

@@ -14,7 +14,7 @@ from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.clock import Clock
 from atorch.auto.planner.comparison import MIN_TURNS, TIE, Verdict, in_turns, num_turns, seconds_needed
 from atorch.auto.planner.estimate import Scored, usable_bytes
-from atorch.auto.planner.guard import Crew, forget_compiled
+from atorch.auto.planner.guard import Crew, described, forget_compiled
 from atorch.auto.planner.guide import Guide, has, tokens_of
 from atorch.auto.planner.measuring import Failure, failure_of, measure
 from atorch.auto.planner.order import Order, Turn, compiles
@@ -87,6 +87,8 @@ class Explorer:
             index = self._crew.hear(self._order.next_baseline(self.failures) if self._clock.left > 0 else None)
             if index is None:
                 return
+            if self._is_refused(index):
+                continue
             self._run(index)
             if index in self.measured:
                 self.baseline = index
@@ -97,7 +99,8 @@ class Explorer:
             index = self._crew.hear(self.next_run())
             if index is None:
                 return
-            self._run(index)
+            if not self._is_refused(index):
+                self._run(index)
 
     def compare(self) -> None:
         """Measure the best few and the baseline in turns; what is not surely faster than it is not taken."""
@@ -180,10 +183,11 @@ class Explorer:
         if baseline is None or best is None:
             return None
         mean, _ = self._guide.predictions()
-        is_late, ran = self.num_runs >= MAX_RUNS - LATE, {*self.measured, *self.failures}
+        is_late, out = self.num_runs >= MAX_RUNS - LATE, {*self.measured, *self.failures}
+        ran = [index for index in out if index in self.measured or self.failures[index].why != "refused"]
         places: list[tuple[Turn, float, int]] = []
         for index in range(len(self._candidates)):
-            if index in ran:
+            if index in out:
                 continue
             turn = self._order.turn(index, baseline, best, self.measured)
             promises = gains[index] >= MIN_GAIN or turn == Turn.AUTOCAST
@@ -195,6 +199,17 @@ class Explorer:
                 else:
                     places.append((Turn.COMBINED, -float(gains[index]), index))
         return min(places)[-1] if places else None
+
+    def _is_refused(self, index: int) -> bool:
+        """Whether it is known on some rank that it cannot be applied: then it is rejected, and takes no dry run."""
+        candidate, ctx = self._candidates[index], self._job.ctx
+        for check in (candidate.strategy.check_at_work, candidate.strategy.check_optimizer):
+            reasons = self._crew.gather(_why_not(check, ctx))
+            reason = next((each for each in reasons if each is not None), None)
+            if reason is not None:
+                self.failures[index] = rejected(candidate, "refused", reason)
+                return True
+        return False
 
     def _run(self, index: int) -> None:
         """One dry run, on all ranks; what it found goes to `measured` or `failures`."""
@@ -353,6 +368,15 @@ class Explorer:
         step_s = outcome.step_s if isinstance(outcome, Measurement) else None
         left = max(0.0, min(self._run_s * (MAX_RUNS - self.num_runs), self._clock.left))
         self._progress(Progress(self.num_runs, MAX_RUNS, str(strategy), step_s, self._best_s(), left))
+
+
+def _why_not(check: Callable[[Context], None], ctx: Context) -> str | None:
+    """What a check of a strategy raises, or None."""
+    try:
+        check(ctx)
+    except Exception as error:  # users' methods, models and optimizers may raise anything
+        return described(error)
+    return None
 
 
 def told(ratio: float) -> str:

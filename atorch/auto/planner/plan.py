@@ -11,7 +11,7 @@ from atorch.auto.strategy import Strategy
 if TYPE_CHECKING:
     from atorch.auto.plain_pass import PlainPass
 
-Why = Literal["hardware", "memory", "failed", "time", "slower", "not run"]
+Why = Literal["hardware", "memory", "refused", "failed", "time", "slower", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,9 +255,10 @@ def _plan(job: Job, ranking: Ranking, explorer: Explorer, wanted: Wanted, second
     chosen = explorer.best()
     if chosen is None:
         failed = [index for index, each in explorer.failures.items() if each.why == "failed"]
-        if failed:
-            raise _nothing_ran(ranking, explorer, min(failed))
-        chosen = job.order.simplest[0]
+        refused = [index for index, each in explorer.failures.items() if each.why == "refused"]
+        if failed or len(refused) == len(ranking.fitting):
+            raise _nothing_ran(ranking, explorer, min(failed or refused))
+        chosen = next(index for index in job.order.simplest if index not in refused)
     others: list[Rejected] = []
     for index in range(len(ranking.fitting)):
         if index in explorer.failures and index != chosen:

@@ -169,6 +169,12 @@ class Method(BaseModel):
         structure, device and types. Nothing is changed, and nothing there of what methods before this one will make.
         """
 
+    def check_at_work(self, ctx: Context) -> None:
+        """As `check`, for what shows when the user's model is watched on `ctx.sample_batch`, before any is applied.
+
+        A search asks it before a dry run. Nothing is changed; what was seen goes to `ctx.seen`, for all candidates.
+        """
+
     def check_optimizer(self, ctx: Context) -> None:
         """Raise StrategyError where the user's optimizer would compute something else; asked before any is applied."""
 

@@ -196,6 +196,13 @@ class Strategy(Sequence[Method]):
         for each in self.methods:
             each.check(ctx)
 
+    def check_at_work(self, ctx: Context) -> None:
+        """As `check`, and besides for what shows when the model is watched on `ctx.sample_batch`."""
+        self.check(ctx)
+        ctx = replace(ctx, strategy=self)
+        for each in self.methods:
+            each.check_at_work(ctx)
+
     def check_optimizer(self, ctx: Context) -> None:
         """As `check`, for what the user's optimizer would compute; all processes call it, for they try it together."""
         ctx = replace(ctx, strategy=self)

@@ -1,11 +1,20 @@
 """pipeline_parallel: stages, schedules and micro-batches, worked by hand, and what does not go together."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib import pipeline_stages
 from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
+from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory
+from atorch.distributed import world as worlds
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of, on_mesh
+from tests.auto.planner import jobs
+from tests.runtime.pipeline.unmodular import Functional, Layers, Leaving
 
 AXES = {"pipeline": 4}
 
@@ -91,3 +100,47 @@ def test_what_is_tried():
     schedules = [(each.schedule, each.pieces) for each in PipelineParallel.choices(PROFILE, cluster())]
     assert schedules == [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1)]
     assert not list(PipelineParallel.choices(PROFILE, cluster(devices=1)))
+
+
+def watchable(kind, size=2):
+    """A job of a model, with a batch to watch it on, as a search of `size` processes has it."""
+    batch = {"input_ids": torch.arange(32).reshape(4, 8)}
+    ctx = make_context(
+        kind(), torch.optim.SGD, [batch], lambda batch, output: output["logits"].square().mean(),
+        model_input_format="unpack_dict", world=worlds.init("cpu"), cluster=jobs.cluster(size),
+    )  # fmt: skip
+    return replace(ctx, sample_batch=batch, world=replace(ctx.world, size=size))
+
+
+def refusal(ctx, *methods):
+    """Why methods cannot be beside a pipeline of all processes, as far as that is known before a model is cut."""
+    mode = ("parallel_mode", [("pipeline", ctx.world.size)])
+    try:
+        Strategy.of([mode, *methods]).check_at_work(ctx)
+    except StrategyError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", [Functional, Leaving])
+@pytest.mark.parametrize("beside", ["amp_native", "checkpoint", "fsdp", "compile"])
+def test_what_goes_with_no_graph_is_refused_before_a_model_is_cut_by_one(kind, beside):
+    told = refusal(watchable(kind), "pipeline_parallel", beside)
+    assert told is not None
+    assert "does not return it" in told or "as many calls of modules" in told
+    assert "Nor can the model be cut by its graph: " in told
+    assert f"{beside} acts where modules are called" in told
+
+
+def test_a_model_is_watched_once_and_only_where_it_matters(monkeypatch):
+    runs, route_of = [], pipeline_stages.route_of
+    monkeypatch.setattr(pipeline_stages, "route_of", lambda *given: runs.append(1) or route_of(*given))
+    ctx = watchable(Leaving)
+    for beside in ("ddp", "zero1", "half"):
+        assert refusal(ctx, "pipeline_parallel", beside) is None
+    assert runs == []
+    for beside in ("amp_native", "checkpoint", "fsdp"):
+        assert refusal(ctx, ("pipeline_parallel", {"schedule": "gpipe"}), beside) is not None
+    assert runs == [1]
+    assert refusal(watchable(Layers), "pipeline_parallel", "amp_native", "checkpoint") is None
+    assert refusal(watchable(Layers, 16), "pipeline_parallel", "amp_native") is not None

@@ -17,6 +17,7 @@ from atorch.auto.job import make_context
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.distributed import world as worlds
+from atorch.errors import StrategyError
 
 # Methods that need seconds to start; what is tested here is the search.
 SLOW = ("compile",)
@@ -74,11 +75,17 @@ def sabotage(how: str, rank: int) -> Iterator[None]:
 
     @method("sabotage", phase=Phase.STEP)
     class Sabotage(Method):
-        how: Literal["apply", "step", "memory", "late", "nan", "wrong", "stuck", "none"] = "none"
+        how: Literal["check", "optimizer", "apply", "step", "memory", "late", "nan", "wrong", "stuck", "none"] = "none"
         rank: int = 0
 
         def cost(self, cost):
             return replace(cost, traffic_scale=0.0, ops_scale=0.0)
+
+        def check(self, ctx):
+            _refuse(self, "check", ctx)
+
+        def check_optimizer(self, ctx):
+            _refuse(self, "optimizer", ctx)
 
         def apply(self, ctx):
             mine = ctx.world.rank == self.rank
@@ -108,3 +115,8 @@ def sabotage(how: str, rank: int) -> Iterator[None]:
         yield
     finally:
         METHODS.remove("sabotage")
+
+
+def _refuse(method, how, ctx):
+    if method.how == how and ctx.world.rank == method.rank:
+        raise StrategyError(f"sabotage goes with no {how}; leave it out")

@@ -295,6 +295,25 @@ def test_what_goes_wrong_is_recorded_and_the_search_goes_on(how, reason):
         assert any(each.why == "failed" and reason in each.reason for each in broken)
 
 
+@pytest.mark.parametrize("how", ["check", "optimizer"])
+def test_what_is_known_to_be_refused_takes_no_dry_run(how):
+    runs = []
+    with sabotage(how, 0):
+        plan = find(context(), progress=lambda state: runs.append(state.strategy))
+        refused = [each for each in plan.rejected if each.why == "refused"]
+        assert refused
+        assert all("sabotage goes with no" in each.reason for each in refused)
+        assert all("sabotage" in each.strategy.names() for each in refused)
+        assert not any("sabotage" in each for each in runs)
+        assert plan.num_dry_runs == len(runs) > 1
+        assert not any(each.why == "failed" for each in plan.rejected)
+
+
+def test_where_all_is_refused_the_reason_is_told():
+    with sabotage("check", 0), pytest.raises(NoFeasiblePlanError, match=r"none of 0 dry runs .*goes with no check"):
+        find(context(), included=["sabotage"])
+
+
 def test_a_dry_run_of_one_strategy():
     assert math.isfinite(dry_run(context(), Strategy.of(["checkpoint"])).step_s)
     with sabotage("step", 0), pytest.raises(StrategyError, match="sabotage.*broke in the third step"):
