@@ -59,14 +59,19 @@ class LossWeight:
     def weights(self, parts: Sequence[Any], rows: Sequence[int], pair_losses: PairLosses) -> Weights:
         """The weights of the micro-batches `parts`, which have `rows` rows. All processes must ask together.
 
+        That some have one part alone, and others several, changes nothing: all take part in what is looked at.
+
         Raises:
             ArgumentError: the batch has no entry that the rule counts in.
             StrategyError: no rule explains the loss; raised on all processes.
         """
-        tables = self._tables(parts, rows)
-        if not self.is_checked or (len(tables) > 1 and self._anywhere([_differ(tables)])[0]):
-            self.check(parts, rows, pair_losses)
-            tables = self._tables(parts, rows)
+        is_one, is_open = len(parts) == 1, not self.is_checked or len(self.candidates(parts[0])) > 1
+        tables = [[1.0]] if is_one else self._tables(parts, rows)
+        if is_open:
+            are_several, differ = self._anywhere([not is_one, _differ(tables)])
+            if are_several and (differ or not self.is_checked):
+                self.check(parts, rows, pair_losses)
+                tables = tables if is_one else self._tables(parts, rows)
         return tables[0]
 
     def counts(self, part: Any, rows: int) -> list[float]:
@@ -98,22 +103,26 @@ class LossWeight:
     ) -> None:
         """Drop the rules that do not explain the losses of two neighbours among `parts`; the best of the rest is first.
 
+        A process that has one part learns nothing from it, and asks for losses all the same: parameters may be shards,
+        which all gather together.
+
         Raises:
             StrategyError: no rule explains the loss; raised on all processes.
         """
         rules = self.candidates(parts[0])
         tolerance = self._tolerance if tolerance is None else tolerance
         counts = _counts(rules, parts, rows)
+        is_one = len(parts) == 1
         pairs = [
             [_normalised(rule, counted[i : i + 2]) for rule, counted in zip(rules, counts, strict=True)]
-            for i in range(len(counts[0]) - 1)
+            for i in range(max(1, len(parts) - 1))
         ]
         place = max(range(len(pairs)), key=lambda i: max(pair[0] for pair in pairs[i]) - min(p[0] for p in pairs[i]))
         losses = pair_losses(place)
-        errors = [_error(weights, losses) for weights in pairs[place]]
+        errors = [0.0 if is_one else _error(weights, losses) for weights in pairs[place]]
         best = min(errors)
         # Nothing is learnt from two parts without labels, or from a model that has diverged.
-        tells = math.isfinite(losses[2])
+        tells = not is_one and math.isfinite(losses[2])
         fails, told, *drops = self._anywhere(
             [tells and best > tolerance, tells] + [tells and error > best + tolerance for error in errors]
         )

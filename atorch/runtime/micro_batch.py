@@ -131,15 +131,13 @@ class MicroBatched:
     def _weights(
         self, model: nn.Module, call: _Call, pieces: Sequence[_Call], bounds: Sequence[tuple[int, int]]
     ) -> list[float]:
-        if len(pieces) == 1:
-            return [1.0]
-
         def pair_losses(first: int) -> tuple[float, float, float]:
-            both = take(call, bounds[first][0], bounds[first + 1][1], bounds[-1][1])
+            second = min(first + 1, len(pieces) - 1)
+            both = take(call, bounds[first][0], bounds[second][1], bounds[-1][1])
             with torch.no_grad(), untouched(model), still(model):
                 losses = [
                     float(value_of(self._loss_func(batch, model(*args, **kwargs))))
-                    for batch, args, kwargs in (*pieces[first : first + 2], both)
+                    for batch, args, kwargs in (pieces[first], pieces[second], both)
                 ]
             return losses[0], losses[1], losses[2]
 

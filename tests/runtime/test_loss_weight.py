@@ -161,3 +161,30 @@ def one_rank_sees_it(rank, size):
 
 def test_ranks_find_out_together(pool):
     assert pool.run(one_rank_sees_it) == [([0.5, 0.5], 1, [0.8, 0.2]), ([0.8, 0.2], 1, [0.8, 0.2])]
+
+
+def one_has_one_part(rank, size, counts):
+    """Rank 0's batch is one part, in the first step and later; what both do next together is what both did."""
+    weight, found = LossWeight(), []
+    for each in counts:
+        parts = batches(*(each[:1] if rank == 0 else each))
+        pair_losses, asked = pairs_of(parts * (1 + (rank == 0)), by_label)
+        found.append((weight.weights(parts, rows_of(parts), pair_losses), len(asked)))
+        total = torch.ones(3, dtype=torch.float64)
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0] * 3
+    return found, weight.rules
+
+
+def test_a_rank_with_one_part_takes_part_in_what_others_find_out(pool):
+    (one, kept), (two, others) = pool.run(one_has_one_part, [([8, 8], [8, 8]), ([8, 8], [2, 2])], timeout=30)
+    assert kept == others
+    assert "rows" not in kept
+    assert one == [([1.0], 1), ([1.0], 1)]
+    assert two == [([0.5, 0.5], 1), ([0.8, 0.2], 1)]
+
+
+def test_where_all_have_one_part_nothing_is_found_out():
+    weight, (part,) = LossWeight(), batches([8, 2])
+    assert weight.weights([part], [2], never) == [1.0]
+    assert not weight.is_checked

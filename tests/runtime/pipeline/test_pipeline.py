@@ -252,8 +252,33 @@ def of_other_lengths(rank: int, size: int, schedule: str, beside: list[Any]) -> 
     return errors, len(made)
 
 
-@pytest.mark.parametrize(("schedule", "beside"), [("1f1b", ["ddp"]), ("1f1b", ["fsdp"]), ("zero_bubble", ["ddp"])])
+@pytest.mark.parametrize(
+    ("schedule", "beside"), [("1f1b", ["ddp"]), ("1f1b", ["fsdp"]), ("interleaved", ["fsdp"]), ("zero_bubble", ["ddp"])]
+)
 def test_batches_of_replicas_may_differ_in_length(pool: Pool, schedule: str, beside: list[Any]) -> None:
     for errors, num_made in pool.run(of_other_lengths, schedule, beside, ranks=4, timeout=30):
         assert max(errors) <= 1e-5
         assert num_made == 1, "the order of passes does not depend on shapes"
+
+
+def of_fewer_rows(rank: int, size: int, schedule: str) -> list[float]:
+    """How far losses are from plain training's where a replica's batch makes one micro-batch, and another's several."""
+    _, result, _ = auto_accelerate(
+        make_model("gpt2"), torch.optim.SGD, loss_func=loss_func, model_input_format="unpack_dict",
+        optim_args={"lr": 0.0}, sample_batch=Samples("gpt2", 4, 8, even=True).data,
+        load_strategy=[*stages(data=2, micro_batches=2, schedule=schedule), "ddp"],
+    )  # fmt: skip
+    assert result is not None
+    errors = []
+    for rows in ((4, 4), (4, 1), (1, 4), (2, 4)):
+        batch = Samples("gpt2", rows[parallel_rank("data")], 8, even=True).data
+        loss = result.loss_func(batch, result.model(**batch))
+        loss.backward()
+        errors.append(abs(loss.item() - float(make_model("gpt2")(**batch).loss)))
+    return errors
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_batches_of_replicas_may_differ_in_rows(pool: Pool, schedule: str) -> None:
+    for errors in pool.run(of_fewer_rows, schedule, ranks=4, timeout=30):
+        assert max(errors) <= 1e-5
