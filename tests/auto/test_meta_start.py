@@ -204,6 +204,10 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     ),
     "pipeline + zero1": (4, [mesh(pipeline=2, data=2), "pipeline_parallel", "zero1"]),
     "pipeline + fsdp": (4, [mesh(pipeline=2, data=2), "pipeline_parallel", "fsdp"]),
+    "three dimensions": (
+        8,
+        [mesh(tensor=2, pipeline=2, data=2), "tensor_parallel", "pipeline_parallel", "fsdp"],
+    ),
     "pipeline + tensor": (4, [mesh(pipeline=2, tensor=2), "pipeline_parallel", "tensor_parallel"]),
 }
 SAMPLE = {("decoder", "fsdp"), ("decoder", "tensor + fsdp"), ("llama", "pipeline"), ("decoder", "chunk")}

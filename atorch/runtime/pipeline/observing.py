@@ -109,6 +109,7 @@ class Reads(TorchDispatchMode):
 def _faked(leaf: Any, place: str) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    leaf = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # of a parameter that is split, this process's rows
     device = "cpu" if leaf.device.type == "meta" else leaf.device
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 

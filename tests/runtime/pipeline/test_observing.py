@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from atorch.blocks import units
+from atorch.errors import StrategyError
 from atorch.runtime.amp import autocast_forward
 from atorch.runtime.pipeline.observing import route_of
+from tests.pool import Pool
 from tests.roads import ROADS, WIDTH, loss_func, net
 
 
@@ -22,3 +27,25 @@ def test_casts_of_weights_that_several_units_use_do_not_pass_between_them(road: 
     assert [(call.unit, call.needs) for call in found.calls] == [(call.unit, call.needs) for call in expected.calls]
     assert found.output_needs == expected.output_needs
     assert torch.is_autocast_cache_enabled()
+
+
+class Told(StrategyError):
+    """What was seen, told from inside of a copy."""
+
+
+def tell(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    raise Told(str(tuple(model(batch).shape)))
+
+
+def rows_seen(rank: int, size: int) -> str:
+    """The shape of what a layer gives whose weight is on the meta device and split over the processes."""
+    model = nn.Linear(4, 3 * size, bias=False, device="meta")
+    part = torch.empty(3, 4, device="meta")
+    model.weight = nn.Parameter(DTensor.from_local(part, init_device_mesh("cpu", (size,)), [Shard(0)]))
+    with pytest.raises(Told) as told:
+        route_of(model, {}, torch.ones(2, 4), tell)
+    return str(told.value)
+
+
+def test_of_a_split_parameter_on_the_meta_device_a_process_sees_its_rows(pool: Pool) -> None:
+    assert pool.run(rows_seen) == ["(2, 3)", "(2, 3)"]
