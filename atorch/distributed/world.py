@@ -8,8 +8,11 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from atorch.logs import name_rank
 
 TIMEOUT = timedelta(minutes=10)
 """How long processes wait for one another, where nobody says otherwise."""
+LONGEST_LEAVE = timedelta(seconds=2)
+"""How long the end of a process waits for gloo's threads."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,27 @@ def _rank_of_several() -> int | None:
 
 
 def _leave() -> None:
-    """End the group before the interpreter does: gloo's threads abort a process that ends around them."""
+    """End the group before the interpreter does: gloo's threads abort a process that ends around them.
+
+    A group that a script's model still holds keeps its threads. They need the interpreter to let go of their last
+    tensors, and get the time for it here.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    num_idle = 0
+    end = time.monotonic() + LONGEST_LEAVE.total_seconds()
+    while (states := _states_of_threads("pt_gloo_runloop")) and num_idle < 2 and time.monotonic() < end:
+        num_idle = num_idle + 1 if states == {"S"} else 0
+        time.sleep(0.01)
+
+
+def _states_of_threads(name: str) -> set[str]:
+    """The states of this process's threads of a name, such as S for one that waits; none where there is no /proc."""
+    stats = []
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has just ended
+            stats.append(path.read_text())
+    return {stat.rpartition(") ")[2][0] for stat in stats if f"({name})" in stat}
 
 
 def ensure_group(device_type: str) -> None:

@@ -6,6 +6,8 @@ path/TAG_partial/optimizer_0.pt  and of the optimizer
 path/TAG_partial/user_content.pt
 path/TAG                         a full model, as torch.save writes it
 path/user_content_TAG
+
+All that a save consists of is written beside these, and takes their place at once (`staged.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -27,13 +29,14 @@ import torch
 from atorch.distributed.collectives import agreed, from_rank_zero, largest, together
 from atorch.distributed.description import described
 from atorch.errors import ArgumentError, CheckpointError, shown
-from atorch.files import AnyPath, write
+from atorch.files import AnyPath, check_target, write
 from atorch.logs import logger
 from atorch.smp.parts import ADVICE, Parts, write_file
 from atorch.smp.ranks import local_rank, rank, rdp_rank
 from atorch.smp.session import session
+from atorch.smp.staged import Staged, entry_of, place, remove, settle, whole_saves
 from atorch.strict_json import Format, read_json
-from atorch.weights_file import read_weights
+from atorch.weights_file import CHECKPOINT, read_weights
 
 NEWEST = "newest"
 FORMAT = Format("list of checkpoints", CheckpointError)
@@ -51,7 +54,8 @@ def save_checkpoint(
 ) -> None:
     """Save a checkpoint into a folder, which is made; all processes call it.
 
-    It counts as saved, and older ones go, once all processes have written what is theirs.
+    It counts as saved, and older ones go, once all processes have written what is theirs. A kill at any moment leaves
+    all that the tag had, or all that it has now.
 
     Args:
         tag: what it is called, such as `steps100`.
@@ -69,22 +73,39 @@ def save_checkpoint(
     has = {"model": model is not None, "optimizer": optimizer is not None}
 
     def check() -> None:
-        _check_path(path)
-        _check_tag(tag)
-        kept = num_kept_partial_checkpoints
-        if kept is not None and (type(kept) is not int or kept < 1):
-            raise ArgumentError(f"num_kept_partial_checkpoints is {shown(kept)}; it is a number of at least 1, or None")
-        if not partial and model is None:
-            raise ArgumentError("smp.save_checkpoint was given no model; a full checkpoint is a whole model")
+        _check_save(path, tag, partial, model, optimizer, num_kept_partial_checkpoints)
 
     agreed("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**given, **has})}, check)
-    folder, save = Path(path), from_rank_zero(secrets.token_hex(8))
+    folder = Path(path)
+    own = Staged(folder, _name(tag, partial), from_rank_zero(secrets.token_hex(8)))
     user_content = together(lambda: _plain(user_content, "user_content"))
-    if partial:
-        together(lambda: _write_parts(_part_folder(folder, tag), model, optimizer, user_content, save))
-    else:
-        together(lambda: _write_whole(folder, tag, model, user_content))
-    together(lambda: _note(folder, tag, partial, num_kept_partial_checkpoints))
+
+    def begin() -> bool:
+        _check_targets(folder, tag, partial)
+        return own.begin()
+
+    keeps_order = together(begin)
+    is_written = False
+    try:
+        settle(own, keeps_order, _is_own)
+        if partial:
+            together(lambda: _write_parts(own, tag, model, optimizer, user_content))
+        else:
+            together(lambda: _write_whole(own, tag, model, user_content))
+        is_written = True
+    finally:
+        if keeps_order and not is_written:
+            remove(own.part)
+    place(own, keeps_order, _is_own)
+    removed = together(lambda: _note(folder, tag, partial, num_kept_partial_checkpoints) if keeps_order else [])
+
+    def clear() -> None:  # once the newest are noted on all machines
+        if keeps_order:
+            own.clear()
+        for each in removed:
+            remove(_part_folder(folder, each))
+
+    together(clear)
 
 
 def resume_from_checkpoint(
@@ -116,34 +137,38 @@ def resume_from_checkpoint(
     if translate_function is not None and partial:
         logger.info("smp.resume_from_checkpoint: translate_function translates full checkpoints; this one is partial")
 
-    def read() -> tuple[Any, ...]:
+    def look() -> str:
         if model is None:
             raise ArgumentError("no smp.DistributedModel has been made that could be loaded; make it before resuming")
+        if not (translate_function is None or callable(translate_function)):
+            raise ArgumentError(f"translate_function is {shown(translate_function)}; give a function of a state")
         folder = Path(_check_path(path))
-        chosen = _newest(folder, partial) if tag is None else _check_tag(tag)
-        if not partial:
-            state = read_weights(folder / chosen, ADVICE)
-            return state, None, _content(folder / f"user_content_{chosen}"), None
-        inner = _part_folder(folder, chosen)
-        if not inner.is_dir():
-            raise CheckpointError(f"there is no partial checkpoint {shown(str(inner))}; {_there(folder)}")
-        state, save = Parts(f"{inner}/model_", ".pt").read("cpu")
-        return (
-            state,
-            _optimizer_state(inner, optimizer, load_optimizer, save),
-            _content(inner / "user_content.pt"),
-            save,
-        )
+        return _newest(folder, partial) if tag is None else _check_tag(tag)
 
-    state, held, content, save = agreed(
-        "smp.resume_from_checkpoint", lambda: {"given": described("resume_from_checkpoint", given)}, read
-    )
+    found = agreed("smp.resume_from_checkpoint", lambda: {"given": described("resume_from_checkpoint", given)}, look)
+    # Where a save was killed while machines noted it, each in a folder of its own, all have what the first one lists.
+    chosen, folder = from_rank_zero(found), Path(path)
+    saves = whole_saves(folder, _name(chosen, partial))
+
+    def at(entry: str) -> Path:
+        return entry_of(folder, _name(chosen, partial), saves, entry)
+
+    def read() -> tuple[Any, ...]:
+        if not partial:
+            return read_weights(at(chosen), ADVICE), None, _content(at(f"user_content_{chosen}")), None
+        inner = at(_name(chosen, partial))
+        if not inner.is_dir():
+            raise CheckpointError(
+                f"there is no partial checkpoint {shown(str(_part_folder(folder, chosen)))}; {_there(folder)}"
+            )
+        state, save = Parts(f"{inner}/model_", ".pt").read("cpu")
+        held = _optimizer_state(inner, optimizer, load_optimizer, save)
+        return state, held, _content(inner / "user_content.pt"), save
+
+    state, held, content, save = together(read)
     (differs,) = largest([save != from_rank_zero(save)])
     if differs:
-        raise CheckpointError(
-            f"the checkpoint in {shown(str(path))} has files of different saves, of which one was not finished; load "
-            "another one, and give each save a tag of its own: what was there then stays until the new one is whole"
-        )
+        raise CheckpointError(f"the checkpoint in {shown(str(path))} has files of different saves; load another one")
     if translate_function is not None and not partial:
         state = together(lambda: translate_function(state))
     assert model is not None, "read has looked"
@@ -151,6 +176,19 @@ def resume_from_checkpoint(
     if held is not None:
         optimizer.load_state_dict(held if load_sharded_optimizer_state else {**held, "state": {}})
     return content
+
+
+def _check_save(path: Any, tag: Any, partial: bool, model: Any, optimizer: Any, kept: Any) -> None:
+    """What `save_checkpoint` may be given."""
+    _check_path(path)
+    _check_tag(tag)
+    if kept is not None and (type(kept) is not int or kept < 1):
+        raise ArgumentError(f"num_kept_partial_checkpoints is {shown(kept)}; it is a number of at least 1, or None")
+    if not partial and model is None:
+        raise ArgumentError("smp.save_checkpoint was given no model; a full checkpoint is a whole model")
+    for name, held, made in (("model", model, "DistributedModel"), ("optimizer", optimizer, "DistributedOptimizer")):
+        if held is not None and not hasattr(held, "local_state_dict"):
+            raise ArgumentError(f"smp.save_checkpoint was given a {type(held).__name__} as {name}; give the smp.{made}")
 
 
 def _optimizer_state(folder: Path, optimizer: Any, is_wanted: bool, save: str | None) -> Any:
@@ -197,30 +235,31 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _write_parts(folder: Path, model: Any, optimizer: Any, user_content: Any, save: str) -> None:
-    _make(folder)
+def _write_parts(own: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
+    folder, target = own.part / own.name, _part_folder(own.folder, tag)
+    folder.mkdir(exist_ok=True)
     if local_rank() == 0:
-        write_file(user_content, str(folder / "user_content.pt"), is_refused=True)
+        path = str(folder / "user_content.pt")
+        write_file(user_content, path, is_refused=True, known_as=str(target / "user_content.pt"))
     for name, owner in (("model", model), ("optimizer", optimizer)):
         if owner is not None:
             state = owner.local_state_dict()  # also where replicas give one another what they share
             if rdp_rank() == 0:
-                Parts(f"{folder}/{name}_", ".pt").write(state, save)
+                known_as = Parts(f"{target}/{name}_", ".pt")
+                Parts(f"{folder}/{name}_", ".pt").write(state, own.save, known_as)
 
 
-def _write_whole(folder: Path, tag: str, model: Any, user_content: Any) -> None:
-    _make(folder)
+def _write_whole(own: Staged, tag: str, model: Any, user_content: Any) -> None:
+    content = f"user_content_{tag}"
     if rank() == 0:
-        write_file(user_content, str(folder / f"user_content_{tag}"), is_refused=True)
+        write_file(user_content, str(own.part / content), is_refused=True, known_as=str(own.folder / content))
     state = model.state_dict()
     if rank() == 0:
-        write_file(state, str(folder / tag))
+        write_file(state, str(own.part / tag), known_as=str(own.folder / tag))
 
 
-def _note(folder: Path, tag: str, partial: bool, num_kept: int | None) -> None:
-    """Say which checkpoint is the newest, once it is whole, on each machine; then remove those that are not kept."""
-    if local_rank():
-        return
+def _note(folder: Path, tag: str, partial: bool, num_kept: int | None) -> list[str]:
+    """Say which checkpoint is the newest, once it is whole; the tags of those that are not kept."""
     there = _listed(folder)
     removed: list[str] = []
     if partial:
@@ -229,8 +268,7 @@ def _note(folder: Path, tag: str, partial: bool, num_kept: int | None) -> None:
     else:
         there["full"] = tag
     write(folder / NEWEST, json.dumps(there), FORMAT)
-    for each in removed:
-        shutil.rmtree(_part_folder(folder, each), ignore_errors=True)  # another machine may share the folder
+    return removed
 
 
 def _listed(folder: Path) -> dict[str, Any]:
@@ -271,11 +309,23 @@ def _part_folder(folder: Path, tag: str) -> Path:
     return folder / f"{tag}_partial"
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"the folder {shown(str(folder))} cannot be made: {error.strerror}") from None
+def _name(tag: str, partial: bool) -> str:
+    """What a checkpoint is called among those that are being saved."""
+    return f"{tag}_partial" if partial else f"{tag}_full"
+
+
+def _is_own(name: str) -> bool:
+    """Whether a file in a partial checkpoint's folder is one that a save writes."""
+    return bool(re.fullmatch(r"(model|optimizer)_\d+\.pt|user_content\.pt|\.[0-9a-f]{16}\.tmp", name))
+
+
+def _check_targets(folder: Path, tag: str, partial: bool) -> None:
+    """Refuse to replace what may not be written to."""
+    inner = _part_folder(folder, tag)
+    own = [inner / each for each in os.listdir(inner) if _is_own(each)] if partial and inner.is_dir() else []
+    for each in own if partial else (folder / tag, folder / f"user_content_{tag}"):
+        if each.exists():
+            check_target(each, CHECKPOINT)
 
 
 def _check_path(path: Any) -> str:

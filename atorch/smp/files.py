@@ -5,6 +5,7 @@ Files are replaced in one piece, and read as weights alone: loading never runs c
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.smp.parts import ADVICE, Parts, write_file
 from atorch.smp.ranks import rdp_rank
+from atorch.smp.session import session
 from atorch.weights_file import read_weights
 
 MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
@@ -52,7 +54,9 @@ def save(
     if v3 and rdp_rank() != 0:
         return
     if partial:
-        Parts(f"{f}_").write(obj)
+        current = session()
+        current.saves[f] += 1  # equally often on all processes, so that they give the save one name without an exchange
+        Parts(f"{f}_").write(obj, f"{current.name} {current.saves[f]}")
     else:
         write_file(obj, f)
 
@@ -80,6 +84,7 @@ def load(
         CheckpointError: a file is missing, which are named; or it holds more than plain data, or cannot be read.
     """
     _check(f, pickle_module, "smp.load")
+    _check_place(map_location)
     if not pickle_load_args.pop("weights_only", True):
         raise ArgumentError("smp.load was given weights_only=False, and never runs code out of a file; leave it out")
     mmap = pickle_load_args.pop("mmap", None)
@@ -102,9 +107,29 @@ def load(
     return read_weights(f, ADVICE, map_location, mmap)
 
 
+def _check_place(map_location: Any) -> None:
+    """Refuse a `map_location` that is none, or a device that is not here."""
+    if not (isinstance(map_location, (str, torch.device, dict)) or map_location is None or callable(map_location)):
+        raise ArgumentError(
+            f"map_location is {shown(map_location)}; it is a function of a storage and its place, a device, its name, "
+            "or a dict from names to names"
+        )
+    if isinstance(map_location, str):
+        try:
+            map_location = torch.device(map_location)
+        except RuntimeError:
+            raise ArgumentError(
+                f"map_location is {shown(map_location)}, which is no device; give one such as 'cpu'"
+            ) from None
+    if isinstance(map_location, torch.device) and map_location.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"map_location is '{map_location}', but torch finds no CUDA device here; give 'cpu'")
+
+
 def _check(f: Any, pickle_module: Any, call: str) -> None:
     if not isinstance(f, str):
         raise ArgumentError(f"{call} was given {shown(f)} for f; it takes a file's name, a string: give str(path)")
+    if not os.path.basename(f):
+        raise ArgumentError(f"{call} was given {shown(f)} for f, which names no file; give the path of a file")
     standard = sys.modules.get("pickle")
     if pickle_module is not None and pickle_module is not standard:
         name = getattr(pickle_module, "__name__", shown(pickle_module))

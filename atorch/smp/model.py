@@ -327,8 +327,13 @@ class DistributedModel(LocalParts):
             same_partition_load: accepted: partial states are put together, whatever partition they are of.
 
         Raises:
+            ArgumentError: it is no dict.
             RuntimeError: names or shapes differ, as of any module; at once for a whole state, before the partition too.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ArgumentError(
+                f"the model was given {shown(state_dict)} as a state; give what its state_dict returned"
+            )
         state = merged_model_state(dict(state_dict))
         self._check_state(state, strict)
         self.when_partitioned(lambda: self._load(state, strict, assign))

@@ -7,6 +7,7 @@ are not put together.
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from atorch.distributed.arrivals import listed
 from atorch.errors import CheckpointError, shown
-from atorch.files import replacing
+from atorch.files import check_source, replacing
 from atorch.logs import OF_THIS_RANK, logger
 from atorch.smp.partial_states import is_partial, merged
 from atorch.smp.ranks import mp_rank, mp_size, pp_size, tp_size
@@ -50,14 +51,18 @@ class Parts:
         """The file of the process whose `mp_rank` is `number`."""
         return f"{self.start}{number}{self.end}"
 
-    def write(self, obj: Any, save: str | None = None) -> None:
-        """Write this process's file. `save` names what all processes write together.
+    def write(self, obj: Any, save: str, known_as: Parts | None = None) -> None:
+        """Write this process's file.
+
+        Args:
+            save: names what all processes write together.
+            known_as: the files as messages call them; None for these.
 
         Raises:
             CheckpointError: it cannot be written.
         """
-        arrangement = _arrangement() if save is None else {**_arrangement(), SAVE: save}
-        write_file(_arranged(obj, arrangement), self.path(mp_rank()))
+        own = _arranged(obj, {**_arrangement(), SAVE: save})
+        write_file(own, self.path(mp_rank()), known_as=(known_as or self).path(mp_rank()))
 
     def read(self, map_location: Any = None, mmap: bool | None = None) -> tuple[Any, str | None]:
         """What this process's file holds, or all of them put together, where processes are arranged otherwise.
@@ -72,14 +77,24 @@ class Parts:
         numbers = [mp_rank()] if is_alike else range(saved["mp_size"])
         self._need(numbers, saved["mp_size"])
         parts = [read_weights(self.path(number), ADVICE, map_location, mmap) for number in numbers]
-        saves = {each.get(SAVE) for part in parts for each in _arrangements(part)}
-        if len(saves) > 1:
-            raise CheckpointError(
-                f"{shown(self.path(numbers[0]))} and its other parts are of different saves, of which one was not "
-                "finished; load another checkpoint"
-            )
+        save = self._save_of(dict(zip(numbers, parts, strict=True)), saved["mp_size"])
         parts = [_arranged(part, None) for part in parts]
-        return parts[0] if is_alike else merged(parts, shown(self.start)), next(iter(saves), None)
+        return parts[0] if is_alike else merged(parts, shown(self.start)), save
+
+    def _save_of(self, read: Mapping[int, Any], size: int) -> str | None:
+        """The one save that all files are of: those that were read, and of the others those that are here."""
+        others = sorted(set(self.numbers()) & set(range(size)) - set(read))
+        named: dict[Any, int] = {}
+        for number, part in (*read.items(), *((each, self._glance(each)) for each in others)):
+            for arrangement in _arrangements(part):
+                named.setdefault(arrangement.get(SAVE), number)
+        if len(named) > 1:
+            paths = " and ".join(shown(self.path(number)) for number in sorted(named.values()))
+            raise CheckpointError(
+                f"{paths} are of different saves, of which one was not finished; load another checkpoint, or, where "
+                "processes are saving it, call smp.barrier() first"
+            )
+        return next(iter(named), None)
 
     def numbers(self) -> list[int]:
         """The numbers of the files that are there."""
@@ -97,15 +112,21 @@ class Parts:
         if not numbers:
             raise CheckpointError(f"there is no partial checkpoint {shown(self.path(mp_rank()))}")
         # The first file is of the last save; of those with higher numbers some may be left from more processes.
-        path = self.path(0 if 0 in numbers else mp_rank() if mp_rank() in numbers else numbers[0])
-        for found in _arrangements(read_weights(path, ADVICE, mmap=True)):
+        number = 0 if 0 in numbers else mp_rank() if mp_rank() in numbers else numbers[0]
+        for found in _arrangements(self._glance(number)):
             if type(found.get("mp_size")) is not int or found["mp_size"] < 1:
                 raise CheckpointError(
-                    f"{shown(path)} says its processes were arranged as {shown(found)}; save it again"
+                    f"{shown(self.path(number))} says its processes were arranged as {shown(found)}; save it again"
                 )
             return found
         here = _arrangement()
         return here if len(numbers) == here["mp_size"] else {"mp_size": len(numbers)}
+
+    def _glance(self, number: int) -> Any:
+        """What a file holds, whose tensors are not read until they are looked at."""
+        path = self.path(number)
+        check_source(path, CHECKPOINT)
+        return read_weights(path, ADVICE, mmap=zipfile.is_zipfile(path))
 
     def _need(self, numbers: Sequence[int], size: int) -> None:
         missing = [number for number in numbers if not Path(self.path(number)).exists()]
@@ -116,23 +137,26 @@ class Parts:
             )
 
 
-def write_file(obj: Any, path: str, *, is_refused: bool = False) -> None:
+def write_file(obj: Any, path: str, *, is_refused: bool = False, known_as: str = "") -> None:
     """Write one file in one piece. Where it would not be read back, this is said, or with `is_refused` raised.
+
+    known_as: its path as messages call it; by default `path`.
 
     Raises:
         CheckpointError: it cannot be written, or not be read back; what was there stays.
     """
+    named = shown(known_as or path)
     with replacing(path, CHECKPOINT) as file:
         try:
             torch.save(obj, file)
         except _UNWRITABLE as error:
-            raise CheckpointError(f"{shown(path)} cannot be written: {error}; {GIVE}") from error
+            raise CheckpointError(f"{named} cannot be written: {error}; {GIVE}") from error
         file.flush()
         why = _refusal(file.name)
         if why and is_refused:
-            raise CheckpointError(f"{shown(path)} could not be loaded again: {why}; {GIVE}")
+            raise CheckpointError(f"{named} could not be loaded again: {why}; {GIVE}")
     if why:
-        logger.warning("smp.load will refuse %s: %s; %s", shown(path), why, PLAIN, extra=OF_THIS_RANK)
+        logger.warning("smp.load will refuse %s: %s; %s", named, why, PLAIN, extra=OF_THIS_RANK)
 
 
 def _refusal(path: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from atorch.distributed import world
-from atorch.distributed.collectives import agreed
+from atorch.distributed.collectives import agreed, from_rank_zero
 from atorch.distributed.description import described
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
@@ -50,6 +52,8 @@ class Session:
     model: nn.Module | None = None  # the one of the script
     optimizer: Any = None  # the one of the script, too
     messages: Messages = field(default_factory=Messages)
+    name: str = ""  # of this session, on all processes
+    saves: Counter[str] = field(default_factory=Counter)  # how often `smp.save` has written parts, by path
     is_tracing: bool = False  # a step's function runs to be looked at
     partition_contexts: list[Any] = field(default_factory=list)  # `smp.partition`, the innermost last
 
@@ -86,7 +90,7 @@ def init(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = No
         return made, Mesh(slices(made, here.size), None, here.device.type, here.timeout)
 
     found, mesh = agreed("smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())})
-    session = Session(found, mesh, here)
+    session = Session(found, mesh, here, name=from_rank_zero(secrets.token_hex(8)))
     for axes in AXES_OF.values():  # all together, and in one order
         mesh.group(*axes)
     _sessions.append(session)

@@ -83,3 +83,19 @@ def test_gloo_connects_all_with_all_unless_it_is_told_to_wait(pool: Pool) -> Non
     assert all(made >= 3 for made, _ in eager), eager  # each with each other one
     assert all(made <= 1 for made, _ in lazy), lazy  # it listens at most
     assert sum(used for _, used in lazy) < sum(used for _, used in eager), (lazy, eager)  # what a broadcast needs
+
+
+def left(rank: int, size: int) -> tuple[set[str], set[str]]:
+    """The states of gloo's threads of a group that something still holds, before and after a process leaves."""
+    held = dist.group.WORLD
+    dist.all_reduce(torch.ones(2), group=held)
+    threads = [world._states_of_threads(each) for each in ("pt_gloo_runloop", "no such")]
+    world._leave()
+    found = world._states_of_threads("pt_gloo_runloop")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the pool ends one
+    assert threads[0], "gloo has another name for them"
+    return threads[1], found
+
+
+def test_who_leaves_waits_until_gloos_threads_have_let_go(pool: Pool) -> None:
+    assert pool.run(left) == [(set(), {"S"})] * 2

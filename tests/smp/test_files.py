@@ -232,6 +232,29 @@ def test_full_files_are_torchs_own(tmp_path: Path) -> None:
         smp.load(str(tmp_path / "folder" / "other.pt"))
 
 
+def saved_twice(rank: int, size: int, path: str, killed: int) -> Any:
+    """What a process gets of parts of which one was not written again."""
+    smp.init({"partitions": size})
+    for value in (1.0, 2.0):
+        if value == 1 or rank != killed:
+            smp.save({"model": {PARTIAL: True, f"layer{rank}": torch.full((2,), value)}}, path)
+    smp.barrier()
+    try:
+        return smp.load(path)["model"][f"layer{rank}"].tolist()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        smp.shutdown()
+
+
+def test_parts_of_two_saves_are_told(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.pt")
+    assert pool.run(saved_twice, path, -1) == [[2.0, 2.0]] * 2
+    for told in pool.run(saved_twice, path, 1):
+        assert "model.pt_0' and '" in told
+        assert "model.pt_1' are of different saves, of which one was not finished" in told
+
+
 def _on_meta(storage: torch.UntypedStorage, place: str) -> torch.UntypedStorage:
     return torch.UntypedStorage(storage.nbytes(), device="meta")
 
@@ -248,6 +271,20 @@ def test_map_location_in_its_four_forms(tmp_path: Path, partial: bool) -> None:
 
 
 @pytest.mark.usefixtures("begun")
+def test_places_that_are_none_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "model.pt")
+    smp.save({"weight": torch.ones(2)}, path)
+    with pytest.raises(ArgumentError, match="map_location is 3; it is a function of a storage and its place, a device"):
+        smp.load(path, map_location=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="map_location is 'gpu', which is no device; give one such as 'cpu'"):
+        smp.load(path, map_location="gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for where in ("cuda:0", torch.device("cuda", 0)):
+        with pytest.raises(ArgumentError, match="map_location is 'cuda:0', but torch finds no CUDA device here"):
+            smp.load(path, map_location=where)
+
+
+@pytest.mark.usefixtures("begun")
 def test_arguments_that_do_not_hold_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     with pytest.raises(
@@ -256,6 +293,9 @@ def test_arguments_that_do_not_hold_are_named(tmp_path: Path) -> None:
         smp.save({}, path)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"smp.load was given PosixPath"):
         smp.load(path)  # type: ignore[arg-type]
+    for name in ("", f"{tmp_path}/"):
+        with pytest.raises(ArgumentError, match="for f, which names no file; give the path of a file"):
+            smp.save({}, name)
     other = types.ModuleType("dill")
     with pytest.raises(ArgumentError, match="smp.save was given pickle_module dill; it takes the standard pickle"):
         smp.save({}, str(path), pickle_module=other)

@@ -407,6 +407,7 @@ def wrong_calls(rank: int, size: int) -> list[str]:
             said(lambda: smp.step(non_split_inputs=["y"])(lambda model, x: None)),
             said(lambda: model.register_post_partition_hook(3)),  # type: ignore[arg-type]
             said(lambda: model.register_post_step_hook(3)),  # type: ignore[arg-type]
+            said(lambda: model.load_state_dict(3)),  # type: ignore[arg-type]
         ]
         return told
 
@@ -417,7 +418,7 @@ def test_wrong_calls_are_told(pool: Pool) -> None:
         "torch.nn.Module", "make the smp.DistributedModel first", "make a smp.DistributedModel", '"cpu" or "gpu"',
         "must be False", "1 or more", "MiB", "a second smp.DistributedModel", "outside of smp.step",
         "outside of smp.step", "not the DistributedModel's", "give a function", "no such argument", "give a function",
-        "give a function",
+        "give a function", "was given 3 as a state",
     ]  # fmt: skip
     assert [part in message for part, message in zip(expected, told, strict=True)] == [True] * len(told), told
     with pytest.raises(ArgumentError, match=r"smp\.init"):
