@@ -1,9 +1,10 @@
 """Seconds of a collective by the α–β model: a latency for every hop, and the bytes over the slowest link.
 
 That the ranks of a ring over several nodes go in step is what all-gathers and reduce-scatters show that were published
-by the number of nodes: 256 MB on 1 to 64 nodes of 8 H100s over EFA, 37 µs a rank (Ultra-Scale Playbook, nanotron), all
-within 21 %; 2 GB on 32 such nodes over InfiniBand (NVIDIA/nccl issue 1218), 19 µs a rank, where NCCL's own model has
-14 µs for its network.
+by the number of nodes: 32 MB to 2 GB on 2 to 32 nodes of 8 H100s over EFA, 9 µs a rank
+(crazyguitar/aws-gpu-communication-benchmark at fd167f9, data/nccl_all_gather.csv), 7.5 % off in the mean; 256 MB on 1
+to 64 of them with older software, 37 µs a rank (Ultra-Scale Playbook, nanotron), within 21 %; 2 GB on 32 nodes over
+InfiniBand (NVIDIA/nccl issue 1218), 19 µs a rank, where NCCL's own model has 14 µs for its network.
 
 Rings, and trees where these answer sooner: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH"; Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
@@ -19,6 +20,10 @@ from dataclasses import dataclass
 from atorch.cluster import ClusterSpec
 from atorch.cost.state import Collective
 
+TREE_RATE = 0.5
+"""Of what links inside a node carry of a ring, what they do of a tree, which goes up and down there: 64 to 512 MB on 8
+to 32 nodes of 8 H100s over EFA (data/nccl_all_reduce.csv, as above), whose network has room for twice as much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -31,14 +36,16 @@ class Group:
     outer_latency_s: float  # of a hop between nodes
     num_leaves: int = 1
     leaf_latency_s: float = 0.0  # of a hop between leaves
+    inner_bandwidth: float = math.inf  # bytes/s of one rank through a link inside a node
 
     def seconds(self, kind: Collective, count: float, num_bytes: float) -> float:
         """The time of `count` calls that carry `num_bytes` together.
 
         Of n ranks, a ring hands pieces on n - 1 times, twice in an all-reduce, and every link carries (n - 1) / n of
         the payload as often. The ranks go in step, so that over several nodes every time takes as long as a hop between
-        them. A double tree reduces and broadcasts over all nodes in twice their number's logarithm. A send is one hop
-        with the whole payload. In an all-to-all every rank keeps one n-th of what it has.
+        them. A double tree reduces and broadcasts over all nodes in twice their number's logarithm, at `TREE_RATE`
+        inside of them: small payloads go by trees, large ones by rings. A send is one hop with the whole payload. In an
+        all-to-all every rank keeps one n-th of what it has.
         """
         far = self.leaf_latency_s if self.num_leaves > 1 else self.outer_latency_s
         if kind == "send":
@@ -51,14 +58,18 @@ class Group:
             latency = self.inner_latency_s * inner + self.outer_latency_s * outer + self.leaf_latency_s * across
         else:
             latency = max(self.inner_latency_s, far) * (self.size - 1)
-        if kind == "all_reduce":
-            tree = (
-                self.inner_latency_s * inner / self.num_nodes
-                + self.outer_latency_s * math.log2(self.num_nodes / self.num_leaves)
-                + self.leaf_latency_s * math.log2(self.num_leaves)
-            )
-            latency = rounds_of(kind) * min(latency, tree)
-        return count * latency + self.carrying_s(kind, num_bytes)
+        ring_s = count * rounds_of(kind) * latency + self.carrying_s(kind, num_bytes)
+        return min(ring_s, self._tree_s(count, num_bytes)) if kind == "all_reduce" and self.num_nodes > 1 else ring_s
+
+    def _tree_s(self, count: float, num_bytes: float) -> float:
+        """An all-reduce's time by a double tree over the nodes, inside of which a chain reduces and broadcasts."""
+        latency = (
+            self.inner_latency_s * (self.size - self.num_nodes) / self.num_nodes
+            + self.outer_latency_s * math.log2(self.num_nodes / self.num_leaves)
+            + self.leaf_latency_s * math.log2(self.num_leaves)
+        )
+        inside = TREE_RATE * self.inner_bandwidth if self.size > self.num_nodes else math.inf
+        return 2.0 * (count * latency + num_bytes / min(self.bandwidth, inside))
 
     def carrying_s(self, kind: Collective, num_bytes: float) -> float:
         """Of these seconds, those in which the slowest link carries bytes."""
@@ -98,13 +109,13 @@ def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> Gro
 
 def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> Group:
     inside, outside, across = cluster.intra_node, cluster.inter_node, cluster.inter_leaf
-    bandwidth = inside.bandwidth * inside.efficiency
+    bandwidth = inner = inside.bandwidth * inside.efficiency
     num_nodes = -(-size // in_node)
     if num_nodes > 1:
         bandwidth = min(bandwidth, in_node * outside.bandwidth * outside.efficiency)
     num_leaves = 1 if across is None else -(-size // in_leaf)
     if across is None or num_leaves == 1:
-        return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s)
+        return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, inner_bandwidth=inner)
     bandwidth = min(bandwidth, in_leaf * across.bandwidth * across.efficiency)
     latency = max(outside.latency_s, across.latency_s)  # what leaves a leaf leaves its node, too
-    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency)
+    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency, inner)

@@ -77,7 +77,8 @@ _PORTS = re.compile(
 )
 _OMNI_PATH = re.compile(r"(?P<count>\d+)\s*x\s*omni-?path (?P<rate>\d+)")
 _NETWORKS: Mapping[str, Mapping[str, float]] = {
-    # Of p5.48xlarge, whose file has the source: collectives measured by themselves, not these tables.
+    # As it was in 2024, when the tables' runs were: all-gathers and reduce-scatters of 256 MB on 2 to 64 p5.48xlarge by
+    # themselves (Ultra-Scale Playbook, pp_comm_bandwidth). What such machines reach since then is in their file.
     "efa": {"inter_node.latency_s": 3.7e-5, "inter_node.efficiency": 0.73},
 }
 
