@@ -1,14 +1,17 @@
 """Runs that lost time which nothing that is told of them explains.
 
 One rule tells them, and it reads no estimate: measured runs are held to measured runs. Two runs are compared that are
-alike in everything but micro-batches, stages, data-parallel ranks and ZeRO's level. One of them, the other, has as many
-data-parallel ranks or fewer, which send no more, and as many micro-batches or more, over which a step's end is shared
-out. Between filling and draining a pipeline takes as long as its micro-batches and other stages together. So for each
-of these the other run takes at most
+alike in everything but micro-batches, stages, data-parallel ranks and ZeRO's level; one of them, the other, has as many
+stages or more. Between filling and draining a pipeline takes as long as its micro-batches and other stages together. So
+for each of these the other run takes at most
 
 - as long, where its micro-batches are as large or smaller; f times as long where they are f times as large;
 - of that, where it has more stages, what the longest of them has of the model: its part of the blocks, one more, and
-  the head, as nobody cuts worse.
+  the head, as nobody cuts worse;
+- f times that, where it has f times the data-parallel ranks, which no sum over them takes longer by: a ring has f times
+  as many hops.
+
+With fewer micro-batches it takes at most as long in all, as these share out a step's end.
 
 What takes more than `MARGIN` times that has stalled.
 """
@@ -69,8 +72,12 @@ def _run(row: Row, seconds: float) -> _Run | None:
 
 def _takes_too_long(one: _Run, other: _Run) -> bool:
     was, now = one.layout, other.layout
-    if now.data > was.data or now.num_micro_batches < was.num_micro_batches or now.pipeline < was.pipeline:
+    if now.pipeline < was.pipeline:
         return False
     larger = max(1.0, now.micro_batch / was.micro_batch)
     part = 1.0 if now.pipeline == was.pipeline else was.pipeline * other.longest(now.pipeline)
-    return other.seconds > MARGIN * larger * part * other.slots / one.slots * one.seconds
+    wider = max(1.0, now.data / was.data)
+    slots = other.slots / one.slots
+    if now.num_micro_batches < was.num_micro_batches:
+        slots = max(1.0, slots)
+    return other.seconds > MARGIN * larger * part * wider * slots * one.seconds
