@@ -9,7 +9,7 @@ included. Gradients are let go of as soon as they are there, or when the next on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -72,12 +72,13 @@ def trace(
             leaving = parameter.grad if lingering else None
             parameter.grad = None
 
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(partial(let_go, name=name))
-    with torch.enable_grad(), mode, live:
-        loss().backward()
-        live.mark("end")
+    with ExitStack() as hooks:  # which hold the parameters that hold them, where the collector does not look
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(partial(let_go, name=name)).remove)
+        with torch.enable_grad(), mode, live:
+            loss().backward()
+            live.mark("end")
     both = zip(watch.accesses, live.other_bytes[1:], strict=True)  # the first moment ends with the first access
     return Pass([Access(operation, names, size) for (operation, names), size in both], gradients)
 
