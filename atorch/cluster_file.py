@@ -17,7 +17,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, HostSpec, KernelSpec, LinkSpec
+from atorch.cluster import TREE_EFFICIENCY, ClusterSpec, DeviceSpec, Efficiency, HostSpec, KernelSpec, LinkSpec
 from atorch.cost.uncertainty import KINDS
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.strict_json import Format
@@ -68,7 +68,7 @@ _DEVICE: Set[str] = frozenset(
 )
 _CLUSTER: Set[str] = frozenset(
     {"device", "num_nodes", "devices_per_node", "intra_node", "inter_node", "nodes_per_leaf", "inter_leaf"}
-    | {"host_link", "host_memory_gib", "host", "uncertainty", "sources"}
+    | {"tree_efficiency", "host_link", "host_memory_gib", "host", "uncertainty", "sources"}
 )
 SHIPPED: Set[str] = frozenset({"matches", "aliases", "machine"})
 """How a device is recognised, what else a cluster is called, and which cloud's machine it is: no base passes it on."""
@@ -152,6 +152,7 @@ def cluster_of(data: Any, where: str) -> ClusterSpec:
         intra_node=_link(top, "intra_node"),
         inter_node=_link(top, "inter_node"),
         uncertainty=_uncertainty(top) if "uncertainty" in top.data else {},
+        tree_efficiency=top.figure("tree_efficiency", _SHARE, TREE_EFFICIENCY),
         sources=_sources(top),
         **optional,
     )
@@ -278,6 +279,8 @@ def data_of(cluster: ClusterSpec) -> dict[str, Any]:
     }
     if cluster.inter_leaf is not None:
         data |= {"nodes_per_leaf": cluster.nodes_per_leaf, "inter_leaf": asdict(cluster.inter_leaf)}
+    if cluster.tree_efficiency != TREE_EFFICIENCY:
+        data["tree_efficiency"] = cluster.tree_efficiency
     if cluster.host is not None:
         data["host"] = asdict(cluster.host)
     if cluster.host_memory_bytes < float("inf"):

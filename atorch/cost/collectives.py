@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 from atorch.cluster import ClusterSpec
 from atorch.cost.state import Collective
+from atorch.units import MiB
 
-TREE_RATE = 0.5
-"""Of what links inside a node carry of a ring, what they do of a tree, which goes up and down there: 64 to 512 MB on 8
-to 32 nodes of 8 H100s over EFA (data/nccl_all_reduce.csv, as above), whose network has room for twice as much."""
+TREE_PIECE = 4 * MiB
+"""Bytes of an all-reduce that a hop of a tree hands on at once, NCCL's buffer: the figures that `TREE_EFFICIENCY` is
+from make it 4.5 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,15 @@ class Group:
     outer_latency_s: float  # of a hop between nodes
     num_leaves: int = 1
     leaf_latency_s: float = 0.0  # of a hop between leaves
-    inner_bandwidth: float = math.inf  # bytes/s of one rank through a link inside a node
+    tree_bandwidth: float = math.inf  # bytes/s that a tree carries inside a node
 
     def seconds(self, kind: Collective, count: float, num_bytes: float) -> float:
         """The time of `count` calls that carry `num_bytes` together.
 
         Of n ranks, a ring hands pieces on n - 1 times, twice in an all-reduce, and every link carries (n - 1) / n of
         the payload as often. The ranks go in step, so that over several nodes every time takes as long as a hop between
-        them. A double tree reduces and broadcasts over all nodes in twice their number's logarithm, at `TREE_RATE`
-        inside of them: small payloads go by trees, large ones by rings. A send is one hop with the whole payload. In an
+        them. A double tree reduces and broadcasts over all nodes in twice their number's logarithm: small payloads go
+        by trees, large ones by rings. A send is one hop with the whole payload. In an
         all-to-all every rank keeps one n-th of what it has.
         """
         far = self.leaf_latency_s if self.num_leaves > 1 else self.outer_latency_s
@@ -62,14 +63,19 @@ class Group:
         return min(ring_s, self._tree_s(count, num_bytes)) if kind == "all_reduce" and self.num_nodes > 1 else ring_s
 
     def _tree_s(self, count: float, num_bytes: float) -> float:
-        """An all-reduce's time by a double tree over the nodes, inside of which a chain reduces and broadcasts."""
+        """An all-reduce's time by a double tree over the nodes, inside of which a chain reduces and broadcasts.
+
+        It is filled hop by hop with pieces of `TREE_PIECE`, or of small payloads as many as there are hops.
+        """
         latency = (
             self.inner_latency_s * (self.size - self.num_nodes) / self.num_nodes
             + self.outer_latency_s * math.log2(self.num_nodes / self.num_leaves)
             + self.leaf_latency_s * math.log2(self.num_leaves)
         )
-        inside = TREE_RATE * self.inner_bandwidth if self.size > self.num_nodes else math.inf
-        return 2.0 * (count * latency + num_bytes / min(self.bandwidth, inside))
+        hops = (self.size - self.num_nodes) / self.num_nodes + math.log2(self.num_nodes)
+        filling = min(count * hops * TREE_PIECE, num_bytes)
+        inside = self.tree_bandwidth if self.size > self.num_nodes else math.inf
+        return 2.0 * (count * latency + (filling + num_bytes) / min(self.bandwidth, inside))
 
     def carrying_s(self, kind: Collective, num_bytes: float) -> float:
         """Of these seconds, those in which the slowest link carries bytes."""
@@ -109,13 +115,14 @@ def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> Gro
 
 def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> Group:
     inside, outside, across = cluster.intra_node, cluster.inter_node, cluster.inter_leaf
-    bandwidth = inner = inside.bandwidth * inside.efficiency
+    bandwidth = inside.bandwidth * inside.efficiency
+    trees = cluster.tree_efficiency * bandwidth
     num_nodes = -(-size // in_node)
     if num_nodes > 1:
         bandwidth = min(bandwidth, in_node * outside.bandwidth * outside.efficiency)
     num_leaves = 1 if across is None else -(-size // in_leaf)
     if across is None or num_leaves == 1:
-        return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, inner_bandwidth=inner)
+        return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, tree_bandwidth=trees)
     bandwidth = min(bandwidth, in_leaf * across.bandwidth * across.efficiency)
     latency = max(outside.latency_s, across.latency_s)  # what leaves a leaf leaves its node, too
-    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency, inner)
+    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency, trees)

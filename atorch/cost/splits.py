@@ -88,6 +88,9 @@ def replicate(
     return cost.send(_reduction(cost, "all_reduce", axes, itemsize, bucket_bytes, overlaps))
 
 
+Gathers = Literal["all_gather", "at once", "broadcast", "sliced"]
+
+
 def shard_optimizer(
     cost: Cost,
     *,
@@ -97,23 +100,23 @@ def shard_optimizer(
     bucket_bytes: float = 25 * MiB,
     overlaps: bool = True,
     reduces: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter",
-    gathers: Literal["all_gather", "broadcast", "sliced"] = "all_gather",
+    gathers: Gathers = "all_gather",
     gathers_ahead: bool = False,
 ) -> Cost:
     """Optimizer state sharded: gradients reduced to their owners, parameters gathered from them after the update.
 
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1. Gradients are reduced over `axes`, the state is sharded
     `over` as many or fewer of them. Who has whole parameters broadcasts them; slices are gathered, in "sliced" where
-    these are not as the gradients' buckets (runtime/sliced_buckets.py). With `gathers_ahead` the next forward pass
-    waits for the first bucket alone.
+    these are not as the gradients' buckets (runtime/sliced_buckets.py), or all "at once". With `gathers_ahead` the next
+    forward pass waits for the first bucket alone.
     """
     shards = cost.size(*over)
     stepped = cost.num_trainable * cost.param_itemsize / cost.param_shards
     calls, share = stepped / bucket_bytes + 1, 1 / shards
     if gathers == "broadcast":
         calls, share = deal_out(cost, shards)
-    elif gathers == "sliced":
-        calls, gathers = num_sliced_buckets(cost), "all_gather"
+    elif gathers != "all_gather":
+        calls, gathers = num_sliced_buckets(cost) if gathers == "sliced" else 1.0, "all_gather"
     return cost.but(optim_shards=cost.optim_shards / share).send(
         _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
         Comm(gathers, over, stepped, count=calls, overlap=1.0 - 1.0 / calls if gathers_ahead else 0.0),

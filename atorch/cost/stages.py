@@ -115,12 +115,19 @@ def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, 
 
 
 def _by_flops(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:
-    """As `_by_blocks`, where a stage ends with what reaches its share of all products' FLOPs."""
+    """As `_by_blocks`, where a stage ends with what reaches its share of all products' FLOPs.
+
+    It ends before where no more copies with parameters are left than stages after it, as each has to train something.
+    """
     total = sum(segment.count * segment.matmul_flops for segment in segments)
-    stage, passed = 0, 0.0
+    left = sum(segment.count for segment in segments if segment.num_params)
+    stage, passed, trains = 0, 0.0, False
     for position, segment in enumerate(segments):
         for _ in range(segment.count):
+            reached = passed >= total * (stage + 1) / stages * (1 - 1e-9)
+            if trains and segment.num_params and stage + 1 < stages and (reached or left < stages - stage):
+                stage, trains = stage + 1, False
             yield position, stage
             passed += segment.matmul_flops
-            if passed >= total * (stage + 1) / stages * (1 - 1e-9) and stage + 1 < stages:
-                stage += 1
+            left -= segment.num_params > 0
+            trains = trains or segment.num_params > 0

@@ -343,7 +343,8 @@ def reached_bandwidth(cluster: ClusterSpec) -> float:
 
 def _cast_bytes(cost: Cost, params: float, added: float) -> float:
     """Weights that are cast, and gradients that are added to those of earlier micro-batches."""
-    accumulated = 3.0 * added * cost.grad_itemsize * (1.0 - 1.0 / cost.num_micro_batches)
+    first = 1.0 / cost.num_micro_batches  # of whose gradients none is a sum; where they have a place, they are copied
+    accumulated = added * cost.grad_itemsize * (3.0 * (1.0 - first) + (2.0 * first if cost.grads_persist else 0.0))
     return params * cost.cast_traffic_bytes + accumulated
 
 

@@ -76,6 +76,7 @@ class Implementation:
     fused_norm: bool = True  # else norms are computed in fp32, operation by operation, and keep those copies
     fused_activation: bool = True  # else the activation's result is kept beside what it is multiplied with
     dropout: bool = False  # masks, a byte an element, of attention and both residual branches
+    copied: float = 0.0  # tensors as large as queries that a forward pass copies to another layout around attention
     packed_values: bool = False  # values are kept as a part of the whole product that queries and keys were made from
     cached_passes: float = 0.0  # forward passes of which outputs hold all keys and values, as for generating
     logit_bytes: float = 4.0  # kept of every logit for backward: probabilities in fp32
@@ -297,6 +298,7 @@ class _Build:
         kept = self.tokens * (query + key + value + result + unrotated) * keep.itemsize
         flops = 2.0 * self.tokens * shape.seq_len * (query + result)
         rotated = 0.0 if shape.learned_positions else 2.0 * self.tokens * (query + key) * keep.itemsize
+        rotated += 2.0 * keep.copied * self.tokens * query * keep.itemsize
         if keep.flash_attention:
             kept += 4.0 * self.tokens * shape.heads  # a statistic of every row of scores
             gradients = self.tokens * (query + key + value + result) * keep.itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from atorch.cost.splits import Gathers
 from atorch.cost.state import Beside
 from atorch.cost.transformer import Implementation
 from atorch.units import MiB
@@ -21,6 +22,7 @@ class Framework:
     keeps_masters: bool = True  # 16-bit parameters beside fp32 masters; else fp32 parameters that are cast for use
     grad_itemsize: float = 4.0
     grads_persist: bool = True  # gradients keep their place between steps
+    half_grads: bool = False  # in fp16 they stay as autograd makes them, and nothing is left of them after a step
     fresh_itemsize: float = 0.0  # of gradients that wait until backward is through before they are added
     buffer_bytes: float = 0.0  # of communication, whatever the model
     bucket_itemsize: float = 0.0  # of communication buffers for all gradients, where several replicas share them
@@ -40,7 +42,7 @@ class Framework:
     overlaps: bool = True  # reductions run behind backward
     bucket_bytes: float = 25 * MiB  # of gradients that are reduced together
     optimizer_group: int = 0  # neighbours that share the optimizer's state out under ZeRO-1; 0 for all
-    broadcasts: bool = False  # what a rank stepped is sent by broadcasts of every rank, not gathered
+    gathers: Gathers = "all_gather"  # what ranks stepped
     hop_wait_s: float = 0.0  # of a collective in a pipeline over nodes, while sends and receives keep the device busy
     send_wait_s: float = 0.0  # of every send and receipt of a stage, on 64 nodes and where tensor ranks are on four
     scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
@@ -55,7 +57,7 @@ class Framework:
     splits_norms: bool = False  # along the sequence, beside tensor parallelism, where nothing is said of it
     vocab_multiple: int = 1  # of tensor ranks, to which vocabularies are padded
     delays_scales: bool = False  # those of 8-bit products, as transformer-engine's first recipe does
-    copies_by_rank: bool = False  # ZeRO's pieces, one parameter and one rank after the other, to and from buffers
+    copies_by_rank: bool = False  # ZeRO's pieces, one parameter and one rank after the other; computing waits for them
     split_launches: float = 0.0  # as `launches`, at least, under tensor parallelism
     launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
 
@@ -63,7 +65,9 @@ class Framework:
 # Probabilities in fp32; the logits, then their gradient, in 16 bits.
 _MEGATRON = Implementation(loss_bytes=2.0)
 # The sum of two copies in fp32, one of which is kept as probabilities.
-_NANOTRON = Implementation(loss_bytes=4.0, fused_activation=False)
+# Queries, keys and values are permuted, keys and values joined and permuted again, the result transposed: 8 tensors in
+# forward, and in backward, with gradients stacked and made contiguous, 9 (CausalSelfAttention in models/llama.py).
+_NANOTRON = Implementation(loss_bytes=4.0, fused_activation=False, copied=6.8)
 # A cross entropy that writes its gradient over the logits.
 _FUSED_LOSS = Implementation(logit_bytes=2.0, loss_bytes=2.0)
 _UNFUSED = Implementation(fused_norm=False, fused_activation=False)
@@ -136,11 +140,12 @@ _KNOWN: Mapping[str, Framework] = {
         # Its source has 25 of gradients in 16 bits, reduced in fp32 (`ddp_bucket_cap_mb`, config/config.py); as many
         # rings over 64 and more ranks would take longer than whole steps took.
         bucket_bytes=512 * MiB,
-        # Products and collectives are launched through one queue, as its tensor parallelism demands
-        # (`CUDA_DEVICE_MAX_CONNECTIONS`, parallel/utils.py), so that a reduction that waits holds up what comes after
-        # it. Megatron-FSDP's user guide has it unset, for reductions and computing to run beside one another.
-        overlaps=False,
-        copies_by_rank=True,  # `all_gather_coalesced` and `reduce_scatter_coalesced` in distributed.py
+        # Launches go through one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1` in run_multinode.sh). What copies a scattered
+        # bucket to its place (`update_output`, `all_gather_coalesced` and `reduce_scatter_coalesced` in distributed.py)
+        # waits there for the collective, and what comes after it, too; an all-reduce is in place and has no such copy.
+        tensor_beside="weights",  # `tp_linear_async_communication` (examples/config_tiny_llama_bench.yaml)
+        gathers="at once",  # `_all_gather_params` in optim/zero.py
+        copies_by_rank=True,
         # Calls of torch's operators in a block, counted: 181 and 10 collectives for the 120 without tensor parallelism.
         split_launches=15.0,
         hop_wait_s=2.8e-4,
@@ -153,7 +158,11 @@ _KNOWN: Mapping[str, Framework] = {
     "nemo": _MEGATRON_RECIPES,
     "bridge": _MEGATRON_RECIPES,
     "megatron-deepspeed": Framework(
-        implementation=Implementation(dropout=True), overlaps=False, scatters_sends=True, vocab_multiple=128
+        implementation=Implementation(dropout=True),
+        overlaps=False,
+        scatters_sends=True,
+        vocab_multiple=128,
+        half_grads=True,  # `zero_grad` of FP16_Optimizer (deepspeed/runtime/fp16/fused_optimizer.py)
     ),
     "megatron-lm (may 2021)": _MEGATRON_2021,
     "megatron-lm (2021)": _MEGATRON_2021,
@@ -165,7 +174,7 @@ _KNOWN: Mapping[str, Framework] = {
         grads_persist=False,
         step_itemsize=12.0,
         bucket_bytes=512 * MiB,
-        broadcasts=True,
+        gathers="broadcast",  # of every rank
         optimizer_group=8,
     ),
     "oneflow": Framework(implementation=Implementation(dropout=True), keeps_masters=False),

@@ -96,6 +96,8 @@ def cost_of(row: Row) -> Cost:
     layout, framework, shape = layout_of(row), framework_for(row), shape_of(row)
     _agree(layout, shape)
     profile, precision = profile_of(row), precision_of(row)
+    if framework.half_grads and precision.dtype == "float16":
+        framework = replace(framework, grad_itemsize=2.0, grads_persist=False)
     launches = max(framework.launches, framework.split_launches if layout.tensor > 1 else 0.0)
     cost = arrange(plain_cost(profile, int(layout.global_batch)), _axes(layout))
     cost = replace(
@@ -237,9 +239,9 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: 
         cost,
         over=("zero",) if layout.zero == 1 and framework.optimizer_group else REPLICA_AXES,
         reduces="all_reduce" if framework.optimizer_group else "reduce_scatter",
-        overlaps=framework.overlaps,
+        overlaps=framework.overlaps and not framework.copies_by_rank,
         bucket_bytes=framework.bucket_bytes,
-        gathers="broadcast" if framework.broadcasts else "all_gather",
+        gathers=framework.gathers,
         gathers_ahead=framework.overlaps_gathers,
     )
     if layout.zero == 2:

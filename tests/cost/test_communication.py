@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
-from atorch.cost.collectives import TREE_RATE, Group, group_of, group_of_neighbours
+from atorch.cost.collectives import TREE_PIECE, Group, group_of, group_of_neighbours
 from atorch.cost.communication import BESIDE_OTHERS, IN_CHUNKS, boundary_bytes, of_copy
 from atorch.cost.splits import (
     accumulate,
@@ -168,10 +168,10 @@ def test_what_is_gathered_once_a_step_is_sent_once_and_stays():
 
 def test_groups_inside_a_node_across_nodes_and_of_neighbours():
     axes = {"tensor": 2, "data": 4}
-    assert group_of(("tensor",), axes, CLUSTER) == Group(2, 1, 1e6, 1e-3, 1e-2, inner_bandwidth=1e6)
-    assert group_of(("data",), axes, CLUSTER) == Group(4, 4, 5e4, 1e-3, 1e-2, inner_bandwidth=1e6)
-    assert group_of(("tensor", "data"), axes, CLUSTER) == Group(8, 4, 1e5, 1e-3, 1e-2, inner_bandwidth=1e6)
-    assert group_of_neighbours(4, CLUSTER, stride=2) == Group(4, 4, 5e4, 1e-3, 1e-2, inner_bandwidth=1e6)
+    assert group_of(("tensor",), axes, CLUSTER) == Group(2, 1, 1e6, 1e-3, 1e-2, tree_bandwidth=5e5)
+    assert group_of(("data",), axes, CLUSTER) == Group(4, 4, 5e4, 1e-3, 1e-2, tree_bandwidth=5e5)
+    assert group_of(("tensor", "data"), axes, CLUSTER) == Group(8, 4, 1e5, 1e-3, 1e-2, tree_bandwidth=5e5)
+    assert group_of_neighbours(4, CLUSTER, stride=2) == Group(4, 4, 5e4, 1e-3, 1e-2, tree_bandwidth=5e5)
 
 
 LEAF = LinkSpec(bandwidth=1e4, latency_s=1e-1)
@@ -181,10 +181,10 @@ def test_a_group_over_leaves_is_bound_by_the_links_out_of_a_leaf():
     axes = {"tensor": 2, "data": 4}
     leaves = replace(CLUSTER, nodes_per_leaf=2, inter_leaf=LEAF)
     assert group_of(("tensor",), axes, leaves) == group_of(("tensor",), axes, CLUSTER)
-    assert group_of(("data",), axes, leaves) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 1e6)
-    assert group_of(("tensor", "data"), axes, leaves) == Group(8, 4, 4e4, 1e-3, 1e-2, 2, 1e-1, 1e6)
+    assert group_of(("data",), axes, leaves) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 5e5)
+    assert group_of(("tensor", "data"), axes, leaves) == Group(8, 4, 4e4, 1e-3, 1e-2, 2, 1e-1, 5e5)
     assert group_of_neighbours(2, leaves, stride=2) == group_of_neighbours(2, CLUSTER, stride=2)
-    assert group_of_neighbours(4, leaves, stride=2) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 1e6)
+    assert group_of_neighbours(4, leaves, stride=2) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 5e5)
     group = group_of(("data",), axes, leaves)
     assert group.seconds("send", 3, 0) == pytest.approx(3 * 1e-1)
     assert group.seconds("all_gather", 1, 0) == pytest.approx(3 * 1e-1), "ranks of a ring go in step"
@@ -230,15 +230,22 @@ def test_a_slower_link_between_leaves_makes_no_step_faster():
 
 
 def test_an_all_reduce_over_many_nodes_goes_up_and_down_a_tree():
-    group = Group(size=32, num_nodes=16, bandwidth=1e5, inner_latency_s=1e-3, outer_latency_s=1e-2, inner_bandwidth=1e5)
-    by_tree, by_ring = 2 * (1e-3 + 4 * 1e-2 + 1000 / (TREE_RATE * 1e5)), 31 * 1e-2 + 31 / 32 * 1000 / 1e5
-    assert group.seconds("all_reduce", 1, 1000) == pytest.approx(by_tree)
+    group = Group(size=32, num_nodes=16, bandwidth=1e5, inner_latency_s=1e-3, outer_latency_s=1e-2, tree_bandwidth=5e4)
+    by_tree, by_ring = 2 * (1e-3 + 4 * 1e-2 + 2 * 1000 / 5e4), 31 * 1e-2 + 31 / 32 * 1000 / 1e5
+    assert group.seconds("all_reduce", 1, 1000) == pytest.approx(by_tree), "whose hops are filled one after the other"
     assert group.seconds("all_gather", 1, 1000) == pytest.approx(by_ring)
-    wide, alone = replace(group, inner_bandwidth=4e5), replace(group, size=16)
-    assert wide.seconds("all_reduce", 1, 1000) == pytest.approx(2 * (1e-3 + 4 * 1e-2 + 1000 / 1e5))
-    assert alone.seconds("all_reduce", 1, 1000) == pytest.approx(2 * (4 * 1e-2 + 1000 / 1e5)), "nothing is inside"
+    wide, alone = replace(group, tree_bandwidth=2e5), replace(group, size=16)
+    assert wide.seconds("all_reduce", 1, 1000) == pytest.approx(2 * (1e-3 + 4 * 1e-2 + 2 * 1000 / 1e5))
+    assert alone.seconds("all_reduce", 1, 1000) == pytest.approx(2 * (4 * 1e-2 + 2 * 1000 / 1e5)), "nothing is inside"
     large = 1e6  # for which a ring's rate is worth its hops
     assert group.seconds("all_reduce", 1, large) == pytest.approx(2 * (31 * 1e-2 + 31 / 32 * large / 1e5))
+
+
+def test_a_tree_is_filled_with_pieces_hop_by_hop():
+    group = Group(size=32, num_nodes=16, bandwidth=1e9, inner_latency_s=0, outer_latency_s=1, tree_bandwidth=1e9)
+    hops, large = 1 + 4, 1e9
+    assert group.seconds("all_reduce", 1, large) == pytest.approx(2 * (4 + (large + hops * TREE_PIECE) / 1e9))
+    assert group.seconds("all_reduce", 2, large) == pytest.approx(2 * (8 + (large + 2 * hops * TREE_PIECE) / 1e9))
 
 
 def test_hops_hold_up_launches_only_where_a_pipeline_leaves_the_node():

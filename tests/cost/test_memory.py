@@ -92,11 +92,12 @@ def test_stages_of_equal_flops_leave_room_for_the_head():
     cost = replace(COST, stages=4)
     assert blocks(cost) == [2, 2, 2, 2]
     assert blocks(replace(cost, stages=3)) == [3, 3, 2]
-    # Of 8 · 320 + 2,000 FLOPs a quarter is 1,140: after 4, 8 and then no blocks; the head is a stage by itself.
-    assert blocks(replace(cost, balances_flops=True)) == [4, 4, 0, 0]
-    assert [stage.parts[-1][0].name for stage in stages_of(replace(cost, balances_flops=True)) if stage.parts] == [
-        "blocks", "blocks", "head",
-    ]  # fmt: skip
+    # Of 8 · 320 + 2,000 FLOPs a quarter is 1,140: after 4 and 8 blocks. But each stage has parameters to train.
+    balanced = replace(cost, balances_flops=True)
+    assert blocks(balanced) == [4, 3, 1, 0]
+    assert [stage.parts[-1][0].name for stage in stages_of(balanced)] == ["blocks", "blocks", "blocks", "head"]
+    assert blocks(replace(balanced, stages=2)) == [8, 0]
+    assert blocks(replace(balanced, stages=10)) == [0, *[1] * 8, 0]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
