@@ -81,9 +81,11 @@ class LinkSpec:
 
 _HOST_LINK = LinkSpec(bandwidth=1e10, latency_s=1e-5)
 TREE_EFFICIENCY = 0.5
-"""Of links inside a node, what trees of all-reduces between nodes, which go up and down there, reach: 32 MB to 8 GB on 2
-to 32 nodes of 8 H100s over EFA, whose network has room for twice as much, take 0.48 by least squares of logarithms, 13 %
-off in the mean (crazyguitar/aws-gpu-communication-benchmark at fd167f9, data/nccl_all_reduce.csv)."""
+"""Of links inside a node, what trees of all-reduces between nodes, which go up and down there, reach.
+
+32 MB to 8 GB on 2 to 32 nodes of 8 H100s over EFA, whose network has room for twice as much, take 0.48 by least squares
+of logarithms, 13 % off in the mean (crazyguitar/aws-gpu-communication-benchmark at fd167f9, data/nccl_all_reduce.csv).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

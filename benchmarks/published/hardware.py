@@ -77,9 +77,9 @@ _PORTS = re.compile(
 )
 _OMNI_PATH = re.compile(r"(?P<count>\d+)\s*x\s*omni-?path (?P<rate>\d+)")
 _NETWORKS: Mapping[str, Mapping[str, float]] = {
-    # As it was in 2024, when the tables' runs were: collectives of 256 MB on 2 to 64 p5.48xlarge by themselves, the first
-    # two by all-gathers and reduce-scatters, the third then by all-reduces (Ultra-Scale Playbook, pp_comm_bandwidth).
-    # What such machines reach since then is in their file.
+    # As it was in 2024, when the tables' runs were: collectives of 256 MB on 2 to 64 p5.48xlarge by themselves, two
+    # figures by all-gathers and reduce-scatters, the third then by all-reduces (Ultra-Scale Playbook,
+    # pp_comm_bandwidth). What such machines reach since then is in their file.
     "efa": {"inter_node.latency_s": 3.7e-5, "inter_node.efficiency": 0.73, "tree_efficiency": 0.19},
 }
 

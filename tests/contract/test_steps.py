@@ -63,6 +63,10 @@ def test_no_method_holds_more_after_more_steps(pool: Pool, name: str) -> None:
         assert late <= early
 
 
+def fakes() -> list[Any]:
+    return [each for each in gc.get_objects() if issubclass(type(each), FakeTensor)]
+
+
 def left_of_a_job(rank: int, size: int, load_strategy: Any, attention: str) -> list[str]:
     """What is alive after a job has ended: parameters of the user's model or the accelerated one, and fake tensors."""
     known: dict[str, weakref.ref[nn.Parameter]] = {}
@@ -81,11 +85,11 @@ def left_of_a_job(rank: int, size: int, load_strategy: Any, attention: str) -> l
             result.optim.step()
 
     job()  # the first of its kind fills caches of torch's
-    fakes = {id(each) for each in gc.get_objects() if issubclass(type(each), FakeTensor)}
+    before = {id(each) for each in fakes()}
     job()
     gc.collect()
     left = [name for name, reference in known.items() if reference() is not None]
-    return left + [str(each) for each in gc.get_objects() if issubclass(type(each), FakeTensor) and id(each) not in fakes]
+    return left + [str(each) for each in fakes() if id(each) not in before]
 
 
 @pytest.mark.parametrize(
