@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from atorch.duplicates import duplicate
 from atorch.runtime.tensor_parallel.apply import Cut, split_block
@@ -74,12 +76,26 @@ def first_failure(block: nn.Module, layout: BlockLayout, call: Call, tape: Tape,
     (args, kwargs), _ = fresh(call)
     args, kwargs = _own_arguments(layout, rank, args, kwargs)
     try:
-        with SeeProducts(dict(local_block.named_parameters()), play):
+        with _AttentionOfSomething(), SeeProducts(dict(local_block.named_parameters()), play):
             local_block(*args, **kwargs)
     except MISFITS as error:
         done = [played[group.row] == len(tape.products[group.row]) for group in layout.groups]
         return done.index(False) if False in done else len(done), f"{type(error).__name__}: {error}"
     return None
+
+
+class _AttentionOfSomething(TorchFunctionMode):
+    """Refuses attention that a wrong layout has left no heads: torch 2.11 divides by them, which ends the process."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, Tensor) and not each.numel():
+                    raise ValueError(f"attention is given a tensor of {tuple(each.shape)}")
+        return func(*args, **kwargs)
 
 
 def why_refused(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut) -> str | None:

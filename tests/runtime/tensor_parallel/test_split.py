@@ -118,7 +118,7 @@ def test_trains_as_the_whole_model(pool: Pool, name: str) -> None:
     for seen in pool.run(parity, name, {}):
         assert seen["same state"]
         assert seen["training"]
-        assert seen["loss"] <= 1e-5
+        assert seen["loss"] <= 1e-4  # rounding, which differs from processor to processor
         assert seen["update"] <= 1e-4
         assert (seen["forward"], seen["backward"]) == COUNTS[name]
         assert seen["held"] < 0.57
