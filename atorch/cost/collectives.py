@@ -45,8 +45,8 @@ class Group:
         Of n ranks, a ring hands pieces on n - 1 times, twice in an all-reduce, and every link carries (n - 1) / n of
         the payload as often. The ranks go in step, so that over several nodes every time takes as long as a hop between
         them. A double tree reduces and broadcasts over all nodes in twice their number's logarithm: small payloads go
-        by trees, large ones by rings. A send is one hop with the whole payload. In an
-        all-to-all every rank keeps one n-th of what it has.
+        by trees, large ones by rings. A send is one hop with the whole payload. In an all-to-all every rank keeps one
+        n-th of what it has.
         """
         far = self.leaf_latency_s if self.num_leaves > 1 else self.outer_latency_s
         if kind == "send":
