@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +38,7 @@ from compare import Row
 SIZES = (8, 64, 512, 4096, 16384)
 NODE = 8  # processes
 LAYERS, WIDTH = 24, 64
+SPLIT = {"tensor_parallel in a node": NODE, "tensor 2 x pipeline 2 x fsdp 2": 2}  # over so many processes
 KEPT = 1024  # bytes that a layer keeps for backward
 CLUSTERS = {
     "1.3B on 1 H100": ("1.3B", "1xH100-80GB"),
@@ -66,17 +68,45 @@ LAY_OUT_S, BLOCKS_S, TRACE_S = 10.0, 20.0, 0.01  # the last for each parameter
 
 def strategies(size: int) -> dict[str, list[Any]]:
     """What is started, by name."""
+
+    def over(*axes: tuple[str, int]) -> tuple[str, Any]:
+        rest = size // math.prod(degree for _, degree in axes)
+        return "parallel_mode", ([*axes, ("data", rest)], None)
+
+    pipeline = ("pipeline_parallel", {"micro_batches": NODE})
     return {
         "ddp": ["ddp"],
         "zero1": ["zero1"],
-        "fsdp, nodes as replicas": [("parallel_mode", ([("zero", NODE), ("data", size // NODE)], None)), "fsdp"],
-    }
+        "fsdp, nodes as replicas": [over(("zero", NODE)), "fsdp"],
+        "tensor_parallel in a node": [over(("tensor", NODE)), "tensor_parallel", "ddp"],
+        "pipeline_parallel of 8 stages": [over(("pipeline", NODE)), pipeline, "ddp"],
+        "tensor 2 x pipeline 2 x fsdp 2": [
+            over(("tensor", 2), ("pipeline", 2), ("zero", 2)), "tensor_parallel", pipeline, "fsdp",
+        ],
+    }  # fmt: skip
+
+
+class Block(torch.nn.Module):
+    """A residual block of two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As wide as `x`."""
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def a_model() -> torch.nn.Module:
+    """Blocks one after the other, as tensors and stages are split."""
+    return torch.nn.Sequential(*(Block() for _ in range(LAYERS)))
 
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows; `quick` leaves out what is largest."""
     rows = []
-    sizes = SIZES[:2] if quick else SIZES
+    sizes = SIZES[:3] if quick else SIZES
     for name in strategies(NODE):
         found = [answer_of(__file__, "start", name, size, processes=None) for size in sizes]
         for size, each in zip(sizes, found, strict=True):
@@ -86,10 +116,12 @@ def measure(quick: bool = False) -> list[Row]:
                 f"{each['descriptors']:,} file descriptors"
             )
             rows.append(Row(f"start of {name} on {size:,}", told, f"≤ {START_S:g} s", each["seconds"] <= START_S))
-        grown = found[-1]["collectives"] / found[0]["collectives"]
-        rows.append(Row(f"collectives of {name}, largest / smallest", f"{grown:.2f}", "≤ 1", grown <= 1))
-        grown = found[-1]["bytes"] / found[0]["bytes"] / _n_log_n(sizes[-1], sizes[0])
-        rows.append(Row(f"bytes of {name} beside n log n, largest / smallest", f"{grown:.2g}", "≤ 1", grown <= 1))
+        _, few, *_, many = found  # on one node there may be no replicas
+        beside = f"{sizes[-1]:,} / {sizes[1]}"
+        grown = many["collectives"] / few["collectives"]
+        rows.append(Row(f"collectives of {name}, {beside}", f"{grown:.2f}", "≤ 1", grown <= 1))
+        grown = many["bytes"] / few["bytes"] / _n_log_n(sizes[-1], sizes[1])
+        rows.append(Row(f"bytes of {name} beside n log n, {beside}", f"{grown:.2g}", "≤ 1", grown <= 1))
     for title, given in list(CLUSTERS.items())[: 2 if quick else None]:
         each = answer_of(__file__, "ranking", *given, processes=None)
         told = (
@@ -199,17 +231,26 @@ def counting(size: int) -> Iterator[Counted]:
 def _start(name: str, size: int) -> dict[str, float]:
     from atorch.distributed.fake import fake_world
 
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    data = torch.utils.data.TensorDataset(torch.zeros(4 * size, WIDTH), torch.zeros(4 * size, WIDTH))
-    with fake_world(size, rank=size // 2), counting(size) as counted:
+    model = a_model()
+    data = torch.utils.data.TensorDataset(torch.zeros(4 * size * NODE, WIDTH))
+    first_of_a_node = size // 2 // NODE * NODE  # and a first stage, which is sent no shapes: nothing is received here
+    with fake_world(size, rank=first_of_a_node), counting(size) as counted:
         from atorch import auto_accelerate  # what imports from `collectives` by name imports what counts
         from atorch.auto import session  # noqa: F401
+        from atorch.auto.opt_lib.tensor_layout import KEY, written
+        from atorch.auto.strategy import Strategy
+        from atorch.runtime.tensor_parallel import derive_layout
 
+        strategy = Strategy.of(strategies(size)[name])
+        if name in SPLIT:
+            layout = derive_layout(model, lambda model: model(torch.randn(2, WIDTH)), SPLIT[name])
+            kept = written(layout, {"plan": None, "parameter_bytes": None})
+            strategy = replace(strategy, metadata={KEY: kept})
         began = time.perf_counter()
         done, _, _ = auto_accelerate(
-            model, torch.optim.AdamW, data, lambda batch, output: (output - batch[1]).square().mean(),
-            model_input_format="unpack_sequence", dataloader_args={"batch_size": size}, verify=False,
-            prepare_input=lambda batch, device: batch, load_strategy=strategies(size)[name],
+            model, torch.optim.AdamW, data, lambda batch, output: output.square().mean(), verify=False,
+            model_input_format="unpack_sequence", dataloader_args={"batch_size": NODE * size},
+            load_strategy=strategy,
         )  # fmt: skip
         seconds = time.perf_counter() - began
     assert done

@@ -21,7 +21,11 @@ from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Kept, Rows
 from atorch.runtime.tensor_parallel.products import Product, SeeProducts, weights_of
 from atorch.runtime.tensor_parallel.recorded import Call, draw_weights, fresh
 
-DRAWS = 2  # of weights: a unit that is dead on every token of one draw is not on those of another
+# A unit may be dead on every token of a draw of weights. More are drawn while parts meet rows unevenly and there were
+# new ones among the last few draws: of 4,096 units behind a ReLU, three samples and two draws leave several dead.
+DRAWS = 2
+IN_VAIN = 3
+MOST_DRAWS = 32
 
 Masks = list[Tensor]
 """For each part of z, where its gradient is not zero."""
@@ -34,28 +38,20 @@ def derive(block: nn.Module, call: Call, degree: int) -> BlockLayout:
     """
     found: dict[str, _Row] = {}
     products: dict[str, Product] = {}
-    for seed in range(DRAWS):
+    numbers_met: list[int] = []
+    for seed in range(MOST_DRAWS):
         if seed:
             draw_weights(block, seed)
         pass_ = _Pass(block, call)
         products = {**weights_of(pass_.products), **products}
         for weight in weights_of(pass_.products):
             _look(pass_, weight, degree, found.setdefault(weight, _Row()))
-    parameters = dict(block.named_parameters())
-    biases = {name: product.bias for name, product in products.items()}
-    groups: list[Group] = []
-    kept: list[Kept] = []
-    for weight, row in found.items():
-        reason = row.unfit(degree)
-        if reason is None:
-            group = _group(weight, row, products, parameters, biases, degree)
-            if isinstance(group, Group):
-                groups.append(group)
-            else:
-                reason = group
-        if reason:
-            cut_through = row.head_size > 1 and row.heads % degree
-            kept.append(Kept(weight, reason, row.heads if cut_through else 0))
+        groups, kept, is_uneven = _groups(block, found, products, degree)
+        numbers_met.append(sum(row.num_met for row in found.values()))
+        if seed + 1 >= DRAWS and not is_uneven:
+            break
+        if seed + 1 >= DRAWS + IN_VAIN and numbers_met[-1 - IN_VAIN] == numbers_met[-1]:
+            break
     met = {name for group in groups for name in group.parameters}
     kept = [each for each in kept if each.name not in met]
     missing = [name for name in products if name not in met and name not in {each.name for each in kept}]
@@ -73,6 +69,19 @@ class _Row:
     results: dict[str, Masks] = field(default_factory=dict)
     others: dict[str, Masks] = field(default_factory=dict)
     inputs: dict[str, Masks] = field(default_factory=dict)
+    is_dead: bool = False
+    """Whether z depends on other products' results, but for its first number, which has not been seen to yet."""
+
+    @property
+    def is_partly_met(self) -> bool:
+        """Whether some of a parameter beside the products is met by no part of z."""
+        return not all(bool(torch.stack(parts).any(0).all()) for parts in self.others.values())
+
+    @property
+    def num_met(self) -> int:
+        """How many rows the parts of z meet."""
+        met = (self.results, self.others, self.inputs)
+        return sum(int(mask.sum()) for masks in met for parts in masks.values() for mask in parts)
 
     @property
     def heads(self) -> int:
@@ -140,10 +149,12 @@ def _look(seen: _Pass, weight: str, degree: int, row: _Row) -> None:
     """Add to `row` what this pass shows."""
     product = next(each for each in seen.products if each.weight == weight)
     row.size = product.input.shape[-1]
-    if weight in seen.by_weight(seen.reached(weight, 0, row.size)):
+    met = seen.by_weight(seen.reached(weight, 0, row.size))
+    if weight in met:
         return  # its own result comes back: a loop that is not followed
     size = _head_size(seen, weight, row.size)
-    row.head_size = max(row.head_size, size) if size else row.head_size
+    row.head_size = max(row.head_size, size or 0)
+    row.is_dead = not row.head_size and size is None and bool(met)
     if not size or row.heads % degree:
         return
     step = row.size // degree
@@ -156,8 +167,10 @@ def _look(seen: _Pass, weight: str, degree: int, row: _Row) -> None:
         _mark(row.inputs, _nonzero(seen.inputs, inputs), rank, degree)
 
 
-def _head_size(seen: _Pass, weight: str, size: int) -> int:
+def _head_size(seen: _Pass, weight: str, size: int) -> int | None:
     """How many neighbours in z belong together: 1 for a layer's units, a head's width for attention; 0 if all do.
+
+    None where the first meets nothing.
 
     Two that belong together meet the same rows of, say, the queries, and what they have in common falls with the next
     head.
@@ -168,7 +181,9 @@ def _head_size(seen: _Pass, weight: str, size: int) -> int:
         return {(name, row) for name, mask in rows.items() for row in mask.nonzero().flatten().tolist()}
 
     first = meets(0)
-    if not first or size < 2:
+    if not first:
+        return None
+    if size < 2:
         return 0
     shared = len(first & meets(1))
     if not shared:
@@ -186,6 +201,29 @@ def _mark(masks: dict[str, Masks], new: Mapping[str, Tensor], rank: int, degree:
 def _nonzero(tensors: Mapping[str, Tensor], grads: Iterable[Tensor | None]) -> dict[str, Tensor]:
     masks = {name: (grad != 0).cpu() for name, grad in zip(tensors, grads, strict=True) if grad is not None}
     return {name: mask for name, mask in masks.items() if mask.any()}
+
+
+def _groups(
+    block: nn.Module, found: Mapping[str, _Row], products: Mapping[str, Product], degree: int
+) -> tuple[list[Group], list[Kept], bool]:
+    """The splits, the row splits that are none, and whether more rows might make these some."""
+    parameters = dict(block.named_parameters())
+    biases = {name: product.bias for name, product in products.items()}
+    groups: list[Group] = []
+    kept: list[Kept] = []
+    is_uneven = any(row.is_dead or row.is_partly_met for row in found.values())
+    for weight, row in found.items():
+        reason = row.unfit(degree)
+        if reason is None:
+            group = _group(weight, row, products, parameters, biases, degree)
+            if isinstance(group, Group):
+                groups.append(group)
+            else:
+                reason, is_uneven = group, True
+        if reason:
+            cut_through = row.head_size > 1 and row.heads % degree
+            kept.append(Kept(weight, reason, row.heads if cut_through else 0))
+    return groups, kept, is_uneven
 
 
 def _group(

@@ -93,6 +93,28 @@ def test_exact_rows_of_a_fused_gate() -> None:
     assert not group.inputs
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_units_that_are_dead_in_one_draw_of_weights_are_met_in_another(samples: int) -> None:
+    """Of 4,096 units behind a ReLU some are dead on so few samples, whatever the weights; now and then the first is."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 4096), nn.Linear(4096, WIDTH)
+            self.scale = nn.Parameter(torch.ones(4096))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(F.relu(self.up(x)) * self.scale)
+            return x + out
+
+    block, even = apart(Scaled()), Rows.even(0, 4096, 4)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        (group,) = derive(block, Call((torch.randn(samples, WIDTH),), {}), 4).groups
+        assert (group.row, group.columns) == ("down.weight", {"up.weight": even})
+        assert (group.tied, group.inside) == ({"up.bias": even, "scale": even}, ())
+
+
 def test_experts_are_split_inside() -> None:
     (group,) = derived(Experts(), 3).groups
     assert (group.row, runs(group.row_part)) == ("down", (1, [[(0, 4)], [(4, 8)], [(8, 12)]]))
