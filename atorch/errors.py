@@ -66,6 +66,17 @@ def shown(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def check_bools(door: str, **given: object) -> None:
+    """Refuse what a call `door` was given that is neither True nor False, nor 1 or 0: "no" would count as True.
+
+    Raises:
+        ArgumentError: the first such, by its name.
+    """
+    for name, value in given.items():
+        if not isinstance(value, int) or value not in (0, 1):
+            raise ArgumentError(f"{door} was given {shown(value)} as {name}; it is True or False")
+
+
 def near_miss(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown `name`: the nearest known one, or the known ones."""
     known = sorted(known)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from atorch.errors import ArgumentError, near_miss, shown
+from atorch.errors import ArgumentError, check_bools, near_miss, shown
 from atorch.runtime.override import lift, override
 from atorch.runtime.recompute import disable_checkpointing, recomputed
 from atorch.smp.places import Place, place_of
@@ -188,10 +188,3 @@ def check_module(door: str, module: object) -> None:
             f"{door} was given a {type(module).__name__}, which has no forward that could run again; call it for each "
             "of the modules inside"
         )
-
-
-def check_bools(door: str, **given: object) -> None:
-    """Raise ArgumentError for what is neither True nor False."""
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise ArgumentError(f"{door} was given {shown(value)} as {name}; it is True or False")

@@ -28,7 +28,7 @@ import torch
 
 from atorch.distributed.collectives import agreed, from_rank_zero, largest, together
 from atorch.distributed.description import described
-from atorch.errors import ArgumentError, CheckpointError, shown
+from atorch.errors import ArgumentError, CheckpointError, check_bools, shown
 from atorch.files import AnyPath, check_target, write
 from atorch.logs import logger
 from atorch.smp.parts import ADVICE, Parts, write_file
@@ -73,6 +73,7 @@ def save_checkpoint(
     has = {"model": model is not None, "optimizer": optimizer is not None}
 
     def check() -> None:
+        check_bools("smp.save_checkpoint", partial=partial, translate_if_full=translate_if_full)
         _check_save(path, tag, partial, model, optimizer, num_kept_partial_checkpoints)
 
     agreed("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**given, **has})}, check)
@@ -138,6 +139,13 @@ def resume_from_checkpoint(
         logger.info("smp.resume_from_checkpoint: translate_function translates full checkpoints; this one is partial")
 
     def look() -> str:
+        check_bools(
+            "smp.resume_from_checkpoint",
+            partial=partial,
+            strict=strict,
+            load_optimizer=load_optimizer,
+            load_sharded_optimizer_state=load_sharded_optimizer_state,
+        )
         if model is None:
             raise ArgumentError("no smp.DistributedModel has been made that could be loaded; make it before resuming")
         if not (translate_function is None or callable(translate_function)):

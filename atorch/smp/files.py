@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from atorch.errors import ArgumentError, CheckpointError, shown
+from atorch.errors import ArgumentError, CheckpointError, check_bools, shown
 from atorch.smp.parts import ADVICE, Parts, write_file
 from atorch.smp.ranks import rdp_rank
 from atorch.smp.session import session
@@ -43,10 +43,12 @@ def save(
             first replica write: what `local_state_dict` gave them is whole.
 
     Raises:
-        ArgumentError: `f` is no string, `pickle_module` another pickle, or `pickle_protocol` another protocol.
+        ArgumentError: `f` is no string, `pickle_module` another pickle, `pickle_protocol` another protocol, or a flag
+            neither True nor False.
         CheckpointError: the file cannot be written.
     """
     _check(f, pickle_module, "smp.save")
+    check_bools("smp.save", partial=partial, v3=v3)
     if pickle_protocol != 2:
         raise ArgumentError(
             f"pickle_protocol is {shown(pickle_protocol)}; smp.load, which never runs code, reads 2 alone: leave it out"
@@ -84,6 +86,7 @@ def load(
         CheckpointError: a file is missing, which are named; or it holds more than plain data, or cannot be read.
     """
     _check(f, pickle_module, "smp.load")
+    check_bools("smp.load", partial=partial)
     _check_place(map_location)
     if not pickle_load_args.pop("weights_only", True):
         raise ArgumentError("smp.load was given weights_only=False, and never runs code out of a file; leave it out")

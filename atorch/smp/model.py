@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError, check_bools, shown
 from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.local_parts import LocalParts
 from atorch.smp.options import Options
@@ -247,6 +247,7 @@ class DistributedModel(LocalParts):
         Raises:
             ArgumentError: inside of another, or under sharded data parallelism.
         """
+        check_bools("model.join", divide_by_initial_world_size=divide_by_initial_world_size, enable=enable)
         if enable and session().config.sharded_data_parallel_degree > 1:
             raise ArgumentError(
                 "model.join() lets replicas take different numbers of steps, and with sharded_data_parallel_degree "
@@ -307,8 +308,9 @@ class DistributedModel(LocalParts):
             gather_to_rank0: accepted: rank 0 has it in any case.
 
         Raises:
-            ArgumentError: some of these did not call it, and are named.
+            ArgumentError: some of these did not call it, and are named; `gather_to_rank0` is no bool.
         """
+        check_bools("model.state_dict", gather_to_rank0=gather_to_rank0)
         if not self.partitioned:
             return self.module.state_dict(*args, **kwargs)
         meet_replicas("model.state_dict()", states=False)
@@ -327,9 +329,10 @@ class DistributedModel(LocalParts):
             same_partition_load: accepted: partial states are put together, whatever partition they are of.
 
         Raises:
-            ArgumentError: it is no dict.
+            ArgumentError: it is no dict, or a flag neither True nor False.
             RuntimeError: names or shapes differ, as of any module; at once for a whole state, before the partition too.
         """
+        check_bools("model.load_state_dict", strict=strict, assign=assign, same_partition_load=same_partition_load)
         if not isinstance(state_dict, Mapping):
             raise ArgumentError(
                 f"the model was given {shown(state_dict)} as a state; give what its state_dict returned"

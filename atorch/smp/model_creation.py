@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError, check_bools, shown
 from atorch.runtime.initial_values import InitialValues, give_values
 from atorch.runtime.meta_device import give_memory, has_meta, is_meta, like, unfilled
 from atorch.smp.session import is_initialized, session
@@ -42,8 +42,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     Raises:
         ArgumentError: `enabled` is no bool.
     """
-    if not isinstance(enabled, bool):
-        raise ArgumentError(f"delay_param_initialization was given {shown(enabled)} as enabled; it is True or False")
+    check_bools("delay_param_initialization", enabled=enabled)
     token = _delaying.set(enabled)
     delayer: Callable[..., Any] = _delayer()  # torch's annotation lets a hook return nothing
     hook = register_module_parameter_registration_hook(delayer)
@@ -84,6 +83,7 @@ def model_creation(
     Raises:
         ArgumentError: a dtype that no parameter can be trained in, or what `smp.tensor_parallelism` refuses.
     """
+    check_bools("model_creation", tensor_parallelism=tensor_parallelism)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"model_creation was given {shown(dtype)} as dtype; give a floating-point one of torch's")
     with ExitStack() as contexts:

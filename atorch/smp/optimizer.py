@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.distributed.collectives import meet
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
 from atorch.runtime.amp import ScaledOptimizer
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
@@ -183,6 +183,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: some of these did not call it, and are named.
         """
+        check_bools("optimizer.local_state_dict", gather_if_shard=gather_if_shard)
         if self._model.partitioned:
             meet_replicas("optimizer.local_state_dict()")
         return self._partial_state()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
 
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger, speaking
 
 
@@ -31,6 +31,8 @@ class Options:
         Raises:
             ArgumentError: a value does not hold.
         """
+        bools = {each.name: getattr(self, each.name) for each in fields(self) if each.type == "bool"}
+        check_bools("smp.DistributedModel", **bools)
         if self.trace_device not in ("cpu", "gpu"):
             raise ArgumentError(f'trace_device is {self.trace_device!r}; give "cpu" or "gpu"')
         if self.trace_device == "cpu" and self.trace_execution_times:
@@ -39,8 +41,8 @@ class Options:
             )
         if type(self.backward_passes_per_step) is not int or self.backward_passes_per_step < 1:
             raise ArgumentError(f"backward_passes_per_step is {self.backward_passes_per_step!r}; give 1 or more")
-        if not self.bucket_cap_mb > 0:
-            raise ArgumentError(f"bucket_cap_mb is {self.bucket_cap_mb!r}; give a size in MiB")
+        if not isinstance(self.bucket_cap_mb, (int, float)) or not self.bucket_cap_mb > 0:
+            raise ArgumentError(f"bucket_cap_mb is {shown(self.bucket_cap_mb)}; give a size in MiB")
         if self.trace_device == "gpu" and not torch.cuda.is_available():
             with speaking(True):
                 logger.info('trace_device is "gpu", and there is none here: the model is traced on the CPU')

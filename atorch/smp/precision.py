@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.errors import ArgumentError, near_miss, shown
+from atorch.errors import ArgumentError, check_bools, near_miss, shown
 from atorch.runtime.amp import LossScale
 from atorch.runtime.master_weights import cast_arguments, to_half
 from atorch.runtime.nested import map_leaves
@@ -118,10 +118,7 @@ def loss_scale_of(
     Raises:
         ArgumentError: they do not hold, or contradict each other.
     """
-    if not isinstance(is_dynamic, bool):
-        raise ArgumentError(
-            f"smp.DistributedOptimizer was given {shown(is_dynamic)} as dynamic_loss_scale; give a bool"
-        )
+    check_bools("smp.DistributedOptimizer", dynamic_loss_scale=is_dynamic)
     if nested is not None and not isinstance(nested, Mapping):
         raise ArgumentError(
             f"smp.DistributedOptimizer was given {shown(nested)} as dynamic_loss_args; give a dict of settings"

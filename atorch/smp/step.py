@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError, check_bools, shown
 from atorch.runtime.nested import map_leaves
 from atorch.smp.first_step import partition
 from atorch.smp.model import DistributedModel
@@ -62,6 +62,7 @@ def step(
         )
     if not callable(function):
         raise ArgumentError(f"smp.step was given {shown(function)}; give a function, and its options by name")
+    check_bools("smp.step", detach_outputs=detach_outputs)
     slicing = Slicing(function, non_split_inputs or (), input_split_axes or {})
 
     @functools.wraps(function)

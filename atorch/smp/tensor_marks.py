@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
 
 M = TypeVar("M", bound=nn.Module)
@@ -130,6 +130,5 @@ def _note_created(module: nn.Module, name: str, parameter: Any) -> None:
 
 
 def _mark(enabled: bool, config: Mapping[str, Any]) -> TensorMark:
-    if not isinstance(enabled, bool):
-        raise ArgumentError(f"tensor parallelism was given enabled {shown(enabled)}; give True or False")
-    return TensorMark(enabled, dict(config))
+    check_bools("tensor_parallelism", enabled=enabled)
+    return TensorMark(bool(enabled), dict(config))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import atorch.smp as smp
+from atorch.errors import ArgumentError
+from atorch.smp.options import Options
 from tests.pool import Pool
 from tests.smp.job import begun
 
@@ -205,6 +207,55 @@ def test_every_public_name_is_documented() -> None:
     page = (TESTS.parents[1] / "docs" / "smp.md").read_text()
     unknown = [name for name in smp.__all__ if name not in known and not re.search(rf"\b{name}\b", page)]
     assert not unknown
+
+
+def flags(holder: Any, name: str) -> list[str]:
+    """The arguments of what `holder` gives by this name that are True or False by default."""
+    try:
+        arguments = inspect.signature(getattr(holder, name)).parameters.values()
+    except (TypeError, ValueError):  # no callable, or one that does not say
+        return []
+    return [each.name for each in arguments if isinstance(each.default, bool)]
+
+
+def test_a_flag_is_true_or_false(tmp_path: Path) -> None:
+    """Else "no" counts as yes. Backward's flags are refused whatever they are."""
+    path = str(tmp_path / "file")
+    smp.init({"ddp": True})
+    try:
+        model = smp.DistributedModel(nn.Linear(2, 2))
+        doors: Mapping[str, Any] = {
+            "save": functools.partial(smp.save, {}, path),
+            "load": functools.partial(smp.load, path),
+            "save_checkpoint": functools.partial(smp.save_checkpoint, path, "tag", model=model),
+            "resume_from_checkpoint": functools.partial(smp.resume_from_checkpoint, path),
+            "step": functools.partial(smp.step, lambda model: None),
+            "tensor_parallelism": lambda **flag: smp.tensor_parallelism(**flag).__enter__(),
+            "model_creation": lambda **flag: smp.model_creation(**flag).__enter__(),
+            "delay_param_initialization": lambda **flag: smp.delay_param_initialization(**flag).__enter__(),
+            "set_tensor_parallelism": functools.partial(smp.set_tensor_parallelism, model.module),
+            "set_activation_checkpointing": functools.partial(smp.set_activation_checkpointing, model.module),
+            "DistributedOptimizer": functools.partial(smp.DistributedOptimizer, torch.optim.SGD(model.parameters())),
+            "DistributedModel.join": lambda **flag: model.join(**flag).__enter__(),
+            "DistributedModel.state_dict": model.state_dict,
+            "DistributedModel.load_state_dict": functools.partial(model.load_state_dict, model.state_dict()),
+            "DistributedModel": lambda **flag: Options(**flag).checked(),  # one model is made already
+            "DistributedOptimizer.local_state_dict": lambda **flag: optimizer.local_state_dict(**flag),
+        }
+        public = {name: (smp, name) for name in smp.__all__}
+        for kind in (smp.DistributedModel, smp.DistributedOptimizer):
+            public |= {f"{kind.__name__}.{name}": (kind, name) for name in vars(kind) if not name.startswith("_")}
+        having = {name: found for name, of in public.items() if (found := flags(*of))}
+        having.pop("DistributedModel.backward")
+        assert having.keys() == doors.keys()
+        optimizer: Any = smp.DistributedOptimizer.__new__(smp.DistributedOptimizer)
+        for name, names in having.items():
+            for flag in names:
+                with pytest.raises(ArgumentError, match=f"'no' as {flag}; it is True or False"):
+                    doors[name](**{flag: "no"})
+    finally:
+        smp.shutdown()
+    assert not list(tmp_path.iterdir())
 
 
 class Layers(nn.Module):

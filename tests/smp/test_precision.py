@@ -249,7 +249,7 @@ def test_a_dynamic_scale_does_what_its_settings_say() -> None:
         ({"scale_window": 1.5}, "1.5 as scale_window"),
         ({"scale_factor": 1}, "1 as scale_factor; it is a number above 1"),
         ({"static_loss_scale": -1.0}, "static_loss_scale; give a number above 0"),
-        ({"dynamic_loss_scale": 1}, "dynamic_loss_scale; give a bool"),
+        ({"dynamic_loss_scale": 2}, "2 as dynamic_loss_scale; it is True or False"),
     ],
 )
 def test_settings_that_do_not_hold_are_refused(pool: Pool, given: dict[str, Any], told: str) -> None:

@@ -116,8 +116,8 @@ def test_as_a_decorator() -> None:
     ("call", "told"),
     [
         (lambda: smp.set_tensor_parallelism([nn.Linear(2, 2)]), "give a module of the model"),  # type: ignore[arg-type]
-        (lambda: smp.set_tensor_parallelism(nn.Linear(2, 2), 4), "enabled 4; give True or False"),  # type: ignore[arg-type]
-        (lambda: smp.tensor_parallelism(torch.ones(1)).__enter__(), "give True or False"),  # type: ignore[arg-type]
+        (lambda: smp.set_tensor_parallelism(nn.Linear(2, 2), 4), "given 4 as enabled; it is True or False"),  # type: ignore[arg-type]
+        (lambda: smp.tensor_parallelism(torch.ones(1)).__enter__(), "as enabled; it is True or False"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_arguments(call: Any, told: str) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, check_bools
 from atorch.smp.activation_checkpointing import (
     OPTIONS,
     Options,
-    check_bools,
     check_module,
     checkpoint_forward,
     is_sequential,
