@@ -1,7 +1,8 @@
-"""Processes on CUDA devices: refused where NCCL would hang or the host could not be reached."""
+"""What processes are told and what they keep: devices that NCCL or hosts cannot reach, connections, collectives."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from types import SimpleNamespace
@@ -74,6 +75,18 @@ def sockets_of_a_group(rank: int, size: int, lazy: str) -> tuple[int, int]:
 def num_sockets() -> int:
     links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
     return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+
+
+def last_recorded(rank: int, size: int) -> tuple[str, list[int]]:
+    """What torch's flight recorder has of a process's last collective."""
+    dist.all_reduce(torch.ones(rank + 3, 2)[:3])
+    entry = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"][-1]
+    return entry["profiling_name"], entry["input_sizes"][0]
+
+
+def test_torch_records_the_last_collectives_without_a_setting(pool: Pool) -> None:
+    """The page on large jobs reads a hang from them; over NCCL torch also writes them to a file."""
+    assert pool.run(last_recorded) == [("gloo:all_reduce", [3, 2])] * 2
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the descriptors that Linux shows")
