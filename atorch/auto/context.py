@@ -22,8 +22,9 @@ from atorch.distributed.collectives import everyone
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
-from atorch.runtime.clip import add_clipping
+from atorch.runtime.clip import ClipsItself, add_clipping
 from atorch.runtime.deferred import Deferred
+from atorch.runtime.guarded_gradients import guard_gradients
 from atorch.runtime.initial_values import InitialValues, give_values
 from atorch.runtime.loader import Loader, shares_out
 from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
@@ -178,12 +179,25 @@ class Context:
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale, self.layout, self.write_value))
         add_clipping(built.model)
+        why = self._why_norms_differ(built)
+        if why:
+            guard_gradients(built.model, why)
         if built.optim is not None and self.mesh is not None and self.mesh.size(*REPLICA_AXES) > 1:
             keep_to(built.model, built.optim)
         scheduler = None
         if self.make_scheduler is not None and built.optim is not None:
             scheduler = self.make_scheduler(built.optim)
         return self._result(built, scheduler)
+
+    def _why_norms_differ(self, built: Built) -> str:
+        """Why the norm of this process's gradients is not the one of plain training; "" where it is."""
+        if self.mesh is not None and self.mesh.size("pipeline") > 1:
+            return "is of one stage, and other processes have those of the other stages"
+        if self.layout is not None:
+            return "is one of those that the processes of the axis tensor have parts of"
+        if isinstance(built.model, ClipsItself):
+            return "is on the process that steps it, which has no others"
+        return "" if built.loss_scale is _unscaled else "is multiplied by the loss scale until optim.step()"
 
     def give_memory(self, make: Callable[[torch.Tensor, torch.device], torch.Tensor] = unfilled) -> None:
         """Let parameters and buffers that are still on the meta device be real: `build` writes their values.

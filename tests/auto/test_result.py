@@ -14,8 +14,9 @@ import atorch
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
 from tests.auto.loss_job import BATCH, Net, Samples, rows
-from tests.auto.opt_lib.sharing_job import accelerated
+from tests.auto.opt_lib.sharing_job import Tokens, accelerated, loss_func
 from tests.pool import Pool
+from tests.runtime import sharing
 from tests.runtime.sharing import make
 
 
@@ -153,3 +154,62 @@ def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[st
 @pytest.mark.parametrize("strategy", [["zero1"], ["fsdp", "checkpoint"]], ids=["zero1", "fsdp+checkpoint"])
 def test_what_is_in_eval_mode_stays_so(pool: Pool, strategy: list[Any], path: str) -> None:
     assert pool.run(modes, strategy, path) == [[], []]
+
+
+def clipped_by_torch(rank: int, size: int, strategy: list[Any]) -> str:
+    """What torch's own clipping says; "" where it clips by plain training's norm."""
+    result, plain = accelerated(strategy, "llama"), make("llama")
+    batch = next(iter(result.dataloader))
+    for num_steps in range(2):  # gradients may be put elsewhere from the second step on
+        result.loss_func(batch, result.model(batch)).backward()
+        loss_func(whole := Tokens().tokens[: sharing.BATCH], plain(whole)).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        try:
+            told, norm = "", nn.utils.clip_grad_norm_(result.model.parameters(), 0.1)
+        except ArgumentError as error:
+            told, norm = str(error), atorch.clip_grad_norm(result.model, 0.1)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        assert float(norm) == pytest.approx(float(expected), rel=1e-2 if "scale" in told else 1e-4), num_steps
+        result.optim.zero_grad()
+        plain.zero_grad()
+    return told
+
+
+PIPELINE = ("pipeline_parallel", {"micro_batches": 2})
+FP16 = ("amp_native", "fp16")
+
+
+def over(*axes: tuple[str, int]) -> tuple[str, Any]:
+    return "parallel_mode", (axes, None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "told"),
+    [
+        (["ddp"], 2, ""),
+        (["zero2"], 2, ""),
+        (["fsdp", ("micro_batch", {"size": 1})], 2, ""),
+        (["chunk"], 1, ""),
+        (["chunk"], 2, "is spread over 2 processes"),
+        ([FP16], 1, "loss scale"),
+        ([FP16, "ddp"], 2, "loss scale"),
+        ([FP16, "chunk"], 1, "loss scale"),
+        ([("half", "fp16"), "fsdp"], 2, "loss scale"),
+        ([over(("tensor", 2)), "tensor_parallel"], 2, "the axis tensor"),
+        ([over(("tensor", 2), ("zero", 2)), "tensor_parallel", "fsdp"], 4, "the axis tensor"),
+        ([over(("pipeline", 2)), PIPELINE], 2, "of one stage"),
+        ([over(("pipeline", 2), ("data", 2)), PIPELINE, "ddp"], 4, "of one stage"),
+        ([over(("pipeline", 2), ("zero", 2)), PIPELINE, "fsdp"], 4, "of one stage"),
+        (
+            [over(("pipeline", 2)), ("pipeline_parallel", {"micro_batches": 2, "schedule": "zero_bubble"})],
+            2,
+            "of one stage",
+        ),
+    ],
+    ids=repr,
+)
+def test_torchs_clipping_is_plain_trainings_or_refused(pool: Pool, strategy: list[Any], ranks: int, told: str) -> None:
+    """It would clip by the norm of a process's own part, and training would be another one without a word."""
+    for said in pool.run(clipped_by_torch, strategy, ranks=ranks):
+        assert told in said
+        assert bool(told) == bool(said)

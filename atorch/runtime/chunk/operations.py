@@ -26,10 +26,11 @@ from atorch.runtime.chunk.course import Course, HeldViews, Nodes, Pass
 from atorch.runtime.chunk.gradients import Gradients
 from atorch.runtime.chunk.layout import Slot
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
-from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, GradientPart, Home, manage
+from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
 from atorch.runtime.collective_order import FORWARD_ENDS, CollectiveOrder, Step
+from atorch.runtime.guarded_gradients import OF_ALL_ELEMENTS, OF_ALL_GRADIENTS, guarded
 from atorch.runtime.weak_method import weakly
 
 _TENSOR: Any = Tensor
@@ -77,6 +78,8 @@ class Operations:
         self._slots, self._gradients = slots, gradients
         self._nodes = Nodes()
         self._views = HeldViews()  # by chunk
+        self.norms_differ = ""
+        """Why the norm of gradients is not plain training's, where that is so."""
         self._aliases: dict[str, list[TensorWeakRef]] = {}  # by parameter: `parameter.data` that somebody holds
         self._passes = 0  # forward passes under way
         self._gathered: dict[int, Tensor] | None = None
@@ -317,11 +320,11 @@ class Operations:
         self._gradients.settle()  # backward may still be under way
         home: Home = parameter.home
         part = self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
-        if part is None or self.chunks.num_shares == 1:
-            return part
-        shown = part.as_subclass(GradientPart)
-        shown.of_parameter, shown.processes = home.name, self.chunks.num_shares
-        return shown
+        if part is not None and self.chunks.num_shares > 1:
+            return guarded(part, home.name, f"is spread over {self.chunks.num_shares} processes", OF_ALL_ELEMENTS)
+        if part is not None and self.norms_differ:
+            return guarded(part, home.name, self.norms_differ, OF_ALL_GRADIENTS)
+        return part
 
     def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
         memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]

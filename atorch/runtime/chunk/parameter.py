@@ -41,6 +41,10 @@ class ChunkedParameter(nn.Parameter):
         group = self.home.operations.chunks.group
         return () if group is None else (group,)
 
+    def guard_gradient(self, why: str) -> None:
+        """Let gradients refuse their norm: see `guarded_gradients`."""
+        self.home.operations.norms_differ = why
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -72,35 +76,6 @@ class ChunkedView(Tensor):
     ) -> Any:
         """Run `func` where the values are."""
         return _run(func, args, {} if kwargs is None else kwargs)
-
-
-class GradientPart(Tensor):
-    """This process's part of a gradient of which others have the rest: element by element it is what it seems.
-
-    What looks at all elements, such as torch.nn.utils.clip_grad_norm_, would miss those of the others.
-    """
-
-    of_parameter: str
-    processes: int
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run `func` on the part.
-
-        Raises:
-            ArgumentError: it would be another number on each process.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_ALL_ELEMENTS:
-                part = args[0] if isinstance(args[0], cls) else args[0][0]
-                raise ArgumentError(
-                    f"the gradient of {part.of_parameter} is spread over {part.processes} processes, and "
-                    f"{func.__name__} would be that of this one's part; clip with "
-                    "atorch.clip_grad_norm(model, max_norm), which returns the norm of all, too"
-                )
-            return func(*args, **({} if kwargs is None else kwargs))
 
 
 def manage(parameter: nn.Parameter, home: Home) -> None:
@@ -144,18 +119,6 @@ _DESCRIPTIVE = frozenset(
         torch.is_floating_point,
         torch.is_complex,
         torch.ops.prim.device.default,  # what fakes ask
-    ]
-)
-
-
-_REDUCTIONS = "norm sum mean max min amax amin var std prod argmax argmin median dot"
-_OF_ALL_ELEMENTS = frozenset(
-    [
-        *(getattr(owner, name) for owner in (_TENSOR, torch) for name in _REDUCTIONS.split()),
-        torch.linalg.norm,
-        torch.linalg.vector_norm,
-        torch.linalg.matrix_norm,
-        torch._foreach_norm,
     ]
 )
 
