@@ -354,18 +354,15 @@ class DistributedModel(LocalParts):
         return self
 
     def _own_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for part in (self.module, *self._others):
-            state.update(part.state_dict())
-        return state
+        parts = (self.module, *self._others)
+        return {name: value for part in parts for name, value in part.state_dict().items()}
 
     def _check_state(self, state: Mapping[str, Any], strict: bool) -> None:
         unknown, missing = sorted(state.keys() - set(self.names)), sorted(set(self.names) - state.keys())
         if strict and (unknown or missing):
-            told = [f"unexpected: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(
-                missing
-            )
-            raise RuntimeError(f"the state does not fit {type(self.module).__name__} ({'; '.join(told)})")
+            named = {"unexpected": unknown, "missing": missing}
+            told = "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
+            raise RuntimeError(f"the state does not fit {type(self.module).__name__} ({told})")
 
     def _load(self, state: Mapping[str, Any], strict: bool, assign: bool) -> None:
         for part in (self.module, *self._others):

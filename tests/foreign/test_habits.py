@@ -26,18 +26,32 @@ STRATEGIES: Mapping[str, Mapping[int, Any]] = {
     "fsdp": dict.fromkeys((1, 2), ["fsdp"]),
     "bf16 + fsdp": dict.fromkeys((1, 2), [("amp_native", "bf16"), "fsdp"]),
     "chunk": dict.fromkeys((1, 2), ["chunk"]),
+    "ddp + micro_batch": {2: ["ddp", ("micro_batch", {"size": 2})]},
+    "tensor_parallel": {2: [("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel"]},
+    "pipeline_parallel": {
+        2: [("parallel_mode", ([("pipeline", 2)], None)), ("pipeline_parallel", {"micro_batches": 4})]
+    },
 }
 SHARDED = ("zero2", "fsdp", "bf16 + fsdp")
 
+DEFERRED = ("ddp + micro_batch", "pipeline_parallel")
 UNUSED = "find_unused_parameters=True"
 SPREAD = "spread over 2 processes"
+CLIP = r"clip with atorch.clip_grad_norm\(model, max_norm\)"
 REFUSED: Mapping[tuple[str, str, int], str] = {
     **{(habit, each, n): "does not support deepcopy" for habit in ("averages_its_weights", "averages_with_torch")
        for each in SHARDED for n in (1, 2)},
     **{(habit, each, n): "has a hook on its gradient" for habit in ("hooks_gradients", "hooked")
        for each in SHARDED for n in (1, 2)},
     **{(habit, each, 2): UNUSED for habit in ("skips_a_block", "freezes_later")
-       for each in ("plain", "zero1 + checkpoint")},
+       for each in ("plain", "zero1 + checkpoint", "ddp + micro_batch")},
+    **{(habit, each, 2): "it can only be given to loss_func" for habit in ("has_two_losses", "adds_two_losses")
+       for each in DEFERRED},
+    **{("clips_by_torch", each, 2): CLIP for each in ("tensor_parallel", "pipeline_parallel")},
+    **{(habit, "pipeline_parallel", 2): "a pipelined model cannot be copied"
+       for habit in ("averages_its_weights", "averages_with_torch")},
+    ("wants_gradients_of_inputs", "pipeline_parallel", 2): r"argument\[0\] of the pipelined model requires a gradient",
+    ("hooks_modules", "pipeline_parallel", 2): "on_every_process",
     **{(habit, "chunk", 2): SPREAD
        for habit in ("averages_its_weights", "averages_with_torch", "averages_the_state", "clamps_weights",
                      "clips_by_torch")},
@@ -82,6 +96,10 @@ def check(pool: Pool, name: str, strategy: str, processes: int) -> None:
         ("has_two_losses", "zero1 + checkpoint"),
         ("clips_values", "zero1 + checkpoint"),
         ("clips_by_torch", "chunk"),
+        ("clips_by_torch", "pipeline_parallel"),
+        ("wants_gradients_of_inputs", "pipeline_parallel"),
+        ("freezes_later", "ddp + micro_batch"),
+        ("averages_its_weights", "tensor_parallel"),
         ("hooks_gradients", "fsdp"),
         ("resumes_in_memory", "fsdp"),
         ("calls_twice", "chunk"),
@@ -102,8 +120,9 @@ def test_gradients_in_chunks_add_up_over_calls_of_micro_batches(pool: Pool) -> N
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "processes"), [(name, processes) for name, each in STRATEGIES.items() for processes in each]
+)
 @pytest.mark.parametrize("name", [*HABITS, *MODELS])
 def test_loops_see_what_they_see_plainly(pool: Pool, name: str, strategy: str, processes: int) -> None:
     torch.manual_seed(0)

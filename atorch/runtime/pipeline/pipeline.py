@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import together
-from atorch.errors import StrategyError
+from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.runtime.deferred import Apart, Deferred, deposit
 from atorch.runtime.loss_look import Look, Sample
@@ -50,8 +50,13 @@ class Pipeline(Wrapper):
         self.state_names = tuple(names)  # of the whole model's state, in its order
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A deferred output, or, without gradients, the output itself on every process."""
+        """A deferred output, or, without gradients, the output itself on every process.
+
+        Raises:
+            ArgumentError: an argument requires a gradient, which no process but the first stage's would get.
+        """
         if torch.is_grad_enabled():
+            map_leaves(_without_gradient, {**dict(enumerate(args)), **kwargs}, "argument")
             return Deferred(self, args, kwargs)
         outputs: list[Any] = []
 
@@ -62,6 +67,12 @@ class Pipeline(Wrapper):
         engine = self.engine
         engine.run([(args, kwargs)], keep, train=False)
         return from_place(outputs[0] if outputs else None, engine.last_place, engine.group, engine.device)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ArgumentError(
+            "a pipelined model cannot be copied: its stages are on several processes, which run them together. Copy "
+            "what this process has, model.state_dict(), or what all have, atorch.whole_state(model)"
+        )
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -282,6 +293,15 @@ class PipelinedLoss:
         whole, apart = self._floats(losses, 2)
         if len(pieces) > 1 and abs(whole - apart) > self._tolerance * max(abs(whole), 1e-30):
             raise error
+
+
+def _without_gradient(leaf: Any, place: str) -> Any:
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        raise ArgumentError(
+            f"{place} of the pipelined model requires a gradient, which the first stage's "
+            "process alone would get; detach it, or let a module of the model compute it"
+        )
+    return leaf
 
 
 def _arguments(call: _Call) -> Arguments:
