@@ -30,6 +30,7 @@ from atorch.runtime.loader import Loader, shares_out
 from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
 from atorch.runtime.meta_device import give_memory, put, unfilled
 from atorch.runtime.parameter_groups import keep_to
+from atorch.runtime.partial_state import tell_of_part
 from atorch.runtime.rank_weight import RankWeight, RankWeighted, num_counts
 from atorch.runtime.tensor_parallel.model_layout import rows_of
 
@@ -182,6 +183,10 @@ class Context:
         why = self._why_norms_differ(built)
         if why:
             guard_gradients(built.model, why)
+        if self.mesh is not None and self.mesh.size("pipeline") > 1:
+            tell_of_part(built.model, "the stages of this process")
+        elif self.layout is not None and not any(hasattr(each, "placements") for each in built.model.parameters()):
+            tell_of_part(built.model, "this process's rows of split parameters")
         if built.optim is not None and self.mesh is not None and self.mesh.size(*REPLICA_AXES) > 1:
             keep_to(built.model, built.optim)
         scheduler = None

@@ -31,6 +31,7 @@ from atorch.runtime.amp import LossScale
 from atorch.runtime.clip import clip_grad_norm
 from atorch.runtime.gradient_sample import farthest, not_as_written
 from atorch.runtime.losses import value_of
+from atorch.runtime.partial_state import own_state
 from atorch.runtime.split import num_rows, take
 from atorch.runtime.still import Attributes, evaluation_mode, still, untouched
 
@@ -172,7 +173,7 @@ def _tell_of_counters(applied: Context, plain: Mapping[str, int], found: Mapping
 
 def _values(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
     """Those of some parameters, as they are spread over processes."""
-    return {name: each for name, each in model.state_dict().items() if name in names} if names else {}
+    return {name: each for name, each in own_state(model).items() if name in names} if names else {}
 
 
 def _clear(result: AccelerateResult) -> None:

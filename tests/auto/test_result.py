@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import atorch
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
+from atorch.logs import logger
 from tests.auto.loss_job import BATCH, Net, Samples, rows
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated, loss_func
 from tests.pool import Pool
@@ -213,3 +214,29 @@ def test_torchs_clipping_is_plain_trainings_or_refused(pool: Pool, strategy: lis
     for said in pool.run(clipped_by_torch, strategy, ranks=ranks):
         assert told in said
         assert bool(told) == bool(said)
+
+
+def told_of_state(rank: int, size: int, strategy: list[Any]) -> list[str]:
+    """What is logged where the state is asked for twice, and the whole one before."""
+    result = accelerated(strategy, "llama")
+    with mock.patch.object(logger, "warning") as warning:
+        atorch.whole_state(result.model)
+        assert not warning.called
+        for _ in range(2):
+            result.model.state_dict()
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "part"),
+    [
+        ([over(("tensor", 2)), "tensor_parallel"], ["this process's rows of split parameters"]),
+        ([over(("pipeline", 2)), PIPELINE], ["the stages of this process"]),
+        (["zero1"], []),
+        (["fsdp"], []),
+    ],
+    ids=repr,
+)
+def test_who_asks_for_a_part_of_the_state_is_told_once(pool: Pool, strategy: list[Any], part: list[str]) -> None:
+    for said in pool.run(told_of_state, strategy):
+        assert [each.split(" alone: ")[0] for each in said] == [f"model.state_dict() has {each}" for each in part]

@@ -83,6 +83,8 @@ class Pipeline(Wrapper):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the stages here, by the whole model's names."""
+        for tell in self._state_dict_pre_hooks.values():
+            tell(self, "", False)
         state, *others = (part.state_dict(*args, **kwargs) for part in self.engine.parts)
         for other in others:
             state.update(other)

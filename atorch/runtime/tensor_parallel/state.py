@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import everyone, meet, nobody_else
 from atorch.errors import ArgumentError
+from atorch.runtime.partial_state import own_state
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 
@@ -43,7 +44,7 @@ def whole_state(
     if mesh is not None and layout is not None:
         group = mesh.group("tensor")
     rows = {} if layout is None else layout.rows
-    held = model.state_dict()
+    held = own_state(model)
     stages = mesh.group("pipeline") if mesh is not None and mesh.size("pipeline") > 1 else None
     everybody = everyone()
     if everybody is not None and (rows or stages or any(hasattr(each, "full_tensor") for each in held.values())):
