@@ -23,12 +23,13 @@ from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agree, agreed, from_rank_zero, synchronise, together
 from atorch.distributed.description import described_optimizer
-from atorch.distributed.mesh import BATCH_AXES
+from atorch.distributed.mesh import AXES, BATCH_AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
 from atorch.profiler.storages import separate
 from atorch.runtime.initial_values import InitialValues
 from atorch.runtime.meta_device import has_meta, need_values
+from atorch.runtime.same_batches import watch_batches
 
 if TYPE_CHECKING:
     from atorch.auto.planner.calibration import Calibration
@@ -127,6 +128,9 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
     if expected is not None:
         _check(applied, result, expected)
+    mesh = applied.need_mesh()
+    together_on = [axis for axis in AXES if axis not in BATCH_AXES and mesh.size(axis) > 1]
+    watch_batches(result.model, {axis: mesh.group(axis) for axis in together_on})
     return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
 
 

@@ -269,6 +269,9 @@ class Mesh:
 
     def close(self) -> None:
         """End the groups that this mesh made. Nothing may use it any more; peers that wait in one of them fail."""
+        for each in (*self._roots, *self._joined.values()):
+            # A group ends once nothing has it, and torch 2.11 never lets go of some meshes.
+            getattr(each, "_pg_registry", {}).clear()
         self._roots.clear()
         self._joined.clear()
         shared = (everyone(), dist.group.WORLD)

@@ -1,0 +1,74 @@
+"""Processes that work on one batch together, and are given batches of their own: told in the first passes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import largest
+from atorch.errors import ArgumentError
+from atorch.logs import logger
+from atorch.runtime.nested import map_leaves
+
+LOOKS = 3  # passes that are compared: a loader that deals batches out by rank differs in the first
+FEW = 64  # numbers of each tensor
+_DIFFERENT = (
+    "processes along the axis %s compute one batch together, and were given different ones: take result.dataloader, "
+    "which deals batches out along the axes data and zero alone, or deal out yours so"
+)
+
+
+def watch_batches(model: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Compare what the processes of each group call `model` with in its first training passes.
+
+    Args:
+        groups: by the name of the axis along which processes have the same batch.
+
+    Raises:
+        ArgumentError: in such a pass, on all processes of a group: shapes or whole numbers, as of tokens, differ. Where
+            other numbers do, which may be rounding, it is a warning.
+    """
+    if groups:
+        handle: list[Any] = []
+        looking = _Looking(groups, handle)
+        handle.append(model.register_forward_pre_hook(looking, with_kwargs=True))
+
+
+class _Looking:
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], handle: Sequence[Any]) -> None:
+        self._groups, self._handle, self._left = groups, handle, LOOKS
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        self._left -= 1
+        if self._left <= 0:
+            self._handle[0].remove()
+        exact: list[Any] = []
+        rounded: list[Any] = []
+
+        def note(leaf: Any, place: str) -> Any:
+            if isinstance(leaf, Tensor):
+                exact.append((place, tuple(leaf.shape)))
+                (rounded if leaf.is_floating_point() else exact).append(leaf.detach().reshape(-1)[:FEW].tolist())
+            return leaf
+
+        map_leaves(note, [args, kwargs])
+        told = [*_both_ways(exact), *_both_ways(rounded)]
+        for axis, group in self._groups.items():
+            high, low, rounded_high, rounded_low = largest(told, group)
+            if high != -low:
+                raise ArgumentError(_DIFFERENT % axis)
+            if rounded_high != -rounded_low:
+                logger.warning(_DIFFERENT, axis)
+
+
+def _both_ways(noted: object) -> tuple[int, int]:
+    """Numbers whose maxima over processes are negatives of one another where all noted the same."""
+    number = int.from_bytes(hashlib.blake2b(repr(noted).encode(), digest_size=7).digest(), "big")
+    return number, -number
