@@ -43,8 +43,11 @@ class _Looking:
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], handle: Sequence[Any]) -> None:
         self._groups, self._handle, self._left = groups, handle, LOOKS
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Looking, ({}, ())  # process groups do not travel, and a copy of the model is not what trains
+
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+        if not (self._groups and model.training and torch.is_grad_enabled()):
             return
         self._left -= 1
         if self._left <= 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -58,6 +60,18 @@ def test_different_batches_are_told_on_all_processes(pool: Pool, kind: str, firs
     for said in pool.run(told, kind, first):
         assert said.startswith(expected)
         assert bool(said) == bool(expected)
+
+
+def copied(rank: int, size: int) -> bool:
+    model = Takes()
+    watch_batches(model, {"tensor": dist.group.WORLD})
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        twin(torch.full((2,), rank))
+    return True
+
+
+def test_copies_of_the_model_may_be_given_anything(pool: Pool) -> None:
+    assert pool.run(copied) == [True, True]
 
 
 def dealt_by_rank(rank: int, size: int, strategy: Any) -> str:
