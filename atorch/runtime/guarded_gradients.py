@@ -48,8 +48,8 @@ class _Guarded:
         """
         with torch._C.DisableTorchFunctionSubclass():
             if func in OF_ALL_ELEMENTS:
-                given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-                for each in given:
+                first = next(iter((*args, *(kwargs or {}).values())))
+                for each in first if isinstance(first, (list, tuple)) else (first,):
                     if isinstance(each, _Guarded) and func in each.refused:
                         raise ArgumentError(
                             f"the gradient of {each.of_parameter} {each.kind}, so that {func.__name__} does not give "
