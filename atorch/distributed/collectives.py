@@ -6,7 +6,6 @@ of a few numbers, as many for a thousand processes as for two. What went wrong, 
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from atorch import errors
 from atorch.distributed.arrivals import Arrivals, answered, listed
 from atorch.distributed.dense_parts import dense_parts
-from atorch.distributed.description import Fact, Facts, digest
+from atorch.distributed.description import Fact, Facts, both_ways, digest
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import ArgumentError, AtorchError, shown
 from atorch.logs import OF_THIS_RANK, logger
@@ -326,8 +325,7 @@ def _answers(exchange: Callable[[], T], call: str) -> T:
 
 def _is_same(value: Any, group: dist.ProcessGroup | None = None, *, is_well: bool = True) -> bool:
     """Whether all ranks have the same plain data, by its text, and all are well."""
-    number = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
-    high, low, is_ill = largest([number, -number, not is_well], group)
+    high, low, is_ill = largest([*both_ways(value), not is_well], group)
     return high == -low and not is_ill
 
 

@@ -115,6 +115,12 @@ def digest(facts: Facts) -> str:
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:24]
 
 
+def both_ways(value: object) -> tuple[int, int]:
+    """Numbers whose maxima over ranks are negatives of one another where all have the same plain data, by its text."""
+    number = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
+    return number, -number
+
+
 def _trained(parameter: torch.Tensor) -> str:
     return f"{_shape(parameter)}, {'trains' if parameter.requires_grad else 'is frozen (requires_grad=False)'}"
 

@@ -34,7 +34,7 @@ class _Guarded:
 
     __slots__ = ()
     of_parameter: str
-    kind: str  # why it is not what plain training has, or not all of it
+    why: str  # what makes it another than plain training has, or not all of it
     refused: frozenset[Any]
 
     @classmethod
@@ -52,7 +52,7 @@ class _Guarded:
                 for each in first if isinstance(first, (list, tuple)) else (first,):
                     if isinstance(each, _Guarded) and func in each.refused:
                         raise ArgumentError(
-                            f"the gradient of {each.of_parameter} {each.kind}, so that {func.__name__} does not give "
+                            f"the gradient of {each.of_parameter} {each.why}, so that {func.__name__} does not give "
                             "plain training's norm; clip with atorch.clip_grad_norm(model, max_norm), which does, and "
                             "returns it"
                         )
@@ -77,7 +77,7 @@ def guarded(gradient: Tensor, name: str, why: str, refused: frozenset[Any]) -> T
     kind = _GUARDED.get(type(gradient))
     if kind is not None:
         gradient.__class__ = kind
-        gradient.of_parameter, gradient.kind, gradient.refused = name, why, refused  # type: ignore[attr-defined]
+        gradient.of_parameter, gradient.why, gradient.refused = name, why, refused  # type: ignore[attr-defined]
     return gradient
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import largest
+from atorch.distributed.description import both_ways
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.nested import map_leaves
@@ -18,19 +18,19 @@ from atorch.runtime.nested import map_leaves
 LOOKS = 3  # passes that are compared: a loader that deals batches out by rank differs in the first
 FEW = 64  # numbers of each tensor
 _DIFFERENT = (
-    "processes along the axis %s compute one batch together, and were given different ones: take result.dataloader, "
+    "processes along %s compute one batch together, and were given different ones: take result.dataloader, "
     "which deals batches out along the axes data and zero alone, or deal out yours so"
 )
 
 
 def watch_batches(model: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Compare what the processes of each group call `model` with in its first training passes.
+    """Compare what processes that compute one batch together call `model` with in its first training passes.
 
     Args:
         groups: by the name of the axis along which processes have the same batch.
 
     Raises:
-        ArgumentError: in such a pass, on all processes of a group: shapes or whole numbers, as of tokens, differ. Where
+        ArgumentError: in such a pass, on all of them: shapes or whole numbers, as of tokens, differ. Where
             other numbers do, which may be rounding, it is a warning.
     """
     if groups:
@@ -62,16 +62,11 @@ class _Looking:
             return leaf
 
         map_leaves(note, [args, kwargs])
-        told = [*_both_ways(exact), *_both_ways(rounded)]
-        for axis, group in self._groups.items():
-            high, low, rounded_high, rounded_low = largest(told, group)
-            if high != -low:
-                raise ArgumentError(_DIFFERENT % axis)
-            if rounded_high != -rounded_low:
-                logger.warning(_DIFFERENT, axis)
-
-
-def _both_ways(noted: object) -> tuple[int, int]:
-    """Numbers whose maxima over processes are negatives of one another where all noted the same."""
-    number = int.from_bytes(hashlib.blake2b(repr(noted).encode(), digest_size=7).digest(), "big")
-    return number, -number
+        told = [*both_ways(exact), *both_ways(rounded)]
+        for group in self._groups.values():
+            told = largest(told, group)  # over the product of the axes in the end, so that all of them raise
+        high, low, rounded_high, rounded_low = told
+        if high != -low:
+            raise ArgumentError(_DIFFERENT % " × ".join(self._groups))
+        if rounded_high != -rounded_low:
+            logger.warning(_DIFFERENT, " × ".join(self._groups))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import first_told, largest, together
+from atorch.distributed.description import both_ways
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
@@ -33,7 +34,7 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.sharding import Passes
 from atorch.smp.slicing import Arguments, beginnings
-from atorch.smp.start import Start, both_ways, has_begun_none, raise_it
+from atorch.smp.start import Start, has_begun_none, raise_it
 from atorch.smp.step_results import StepResults
 
 

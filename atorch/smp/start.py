@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atorch.distributed.collectives import agreed, from_rank_zero, largest
-from atorch.distributed.description import Fact
+from atorch.distributed.description import Fact, both_ways
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.shapes import sizes_of
 from atorch.smp.session import Session
@@ -81,12 +80,6 @@ def _filled(arguments: Arguments, values: Sequence[Tensor], device: torch.device
         lambda leaf, place: next(left).to(device) if isinstance(leaf, Tensor) else leaf, arguments
     )
     return made
-
-
-def both_ways(told: object) -> tuple[int, int]:
-    """Numbers whose maxima over processes are negatives of one another where all were told the same."""
-    number = zlib.crc32(repr(told).encode())
-    return number, -number
 
 
 def has_begun_none(owner: Session) -> bool:

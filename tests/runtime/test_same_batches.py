@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 from unittest import mock
@@ -17,6 +18,8 @@ from atorch.logs import logger
 from atorch.runtime.same_batches import LOOKS, watch_batches
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated
 from tests.pool import Pool
+
+PIPELINE = ("pipeline_parallel", {"micro_batches": 2})
 
 
 class Takes(nn.Module):
@@ -49,10 +52,10 @@ def told(rank: int, size: int, kind: str, first: int) -> str:
     ("kind", "first", "expected"),
     [
         ("", 0, ""),
-        ("tokens", 0, "raised: processes along the axis tensor compute one batch together"),
+        ("tokens", 0, "raised: processes along tensor compute one batch together"),
         ("tokens", 1, "raised: "),
         ("shape", 0, "raised: "),
-        ("floats", 0, "warned: processes along the axis tensor"),
+        ("floats", 0, "warned: processes along tensor"),
         ("tokens", LOOKS, ""),  # looked at no more
     ],
 )
@@ -77,7 +80,7 @@ def test_copies_of_the_model_may_be_given_anything(pool: Pool) -> None:
 def dealt_by_rank(rank: int, size: int, strategy: Any) -> str:
     """What a loop is told that deals samples out by rank itself."""
     result = accelerated(strategy, "llama")
-    tokens = Tokens().tokens[rank::size][:4]
+    tokens = Tokens().tokens[rank::size][:2]
     try:
         result.loss_func(tokens, result.model(tokens)).backward()
     except ArgumentError as error:
@@ -88,15 +91,17 @@ def dealt_by_rank(rank: int, size: int, strategy: Any) -> str:
 @pytest.mark.parametrize(
     ("axes", "methods", "says"),
     [
-        ([("tensor", 2)], ["tensor_parallel"], "axis tensor"),
-        ([("pipeline", 2)], [("pipeline_parallel", {"micro_batches": 2})], "axis pipeline"),
-        ([("sequence", 2)], ["sequence_parallel"], "axis sequence"),
+        ([("tensor", 2)], ["tensor_parallel"], "along tensor compute"),
+        ([("pipeline", 2)], [PIPELINE], "along pipeline compute"),
+        ([("sequence", 2)], ["sequence_parallel"], "along sequence compute"),
+        ([("tensor", 2), ("pipeline", 2)], ["tensor_parallel", PIPELINE], "along tensor × pipeline compute"),
         ([("data", 2)], ["ddp"], ""),
         ([("zero", 2)], ["fsdp"], ""),
     ],
     ids=lambda each: str(each),
 )
 def test_a_loop_that_deals_samples_out_by_rank_is_told(pool: Pool, axes: Any, methods: list[Any], says: str) -> None:
-    for said in pool.run(dealt_by_rank, [("parallel_mode", (axes, None)), *methods]):
+    ranks = math.prod(degree for _, degree in axes)
+    for said in pool.run(dealt_by_rank, [("parallel_mode", (axes, None)), *methods], ranks=ranks):
         assert says in said
         assert bool(said) == bool(says)
