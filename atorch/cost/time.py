@@ -17,7 +17,7 @@ from atorch.cost.stages import Cut, Parts, cut_of, heaviest_stages
 from atorch.cost.state import Cost
 
 BACKWARD = 2 / 3  # of computing, the share that is in backward
-SHARPNESS = 6.0  # of the knee between being bound by launches and by work: where both are alike, neither hides all
+SHARPNESS = 2.5  # of the knee between being bound by launches and by work: where both are alike, neither hides all
 COLLECTIVE_LAUNCHES = 1.5  # a collective is launched as slowly as so many other operations
 MEETING_S = 5e-5  # a round of a collective that nothing hides waits so long, as ranks do not come to it together
 SLOWED = 0.189  # computing is slower while something is sent beside it: arXiv 2507.03114, the mean of its runs

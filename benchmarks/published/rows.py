@@ -83,7 +83,7 @@ def is_compiled(row: Row) -> bool:
     return row.text("compile") not in (*BLANK, "eager")
 
 
-COPY_S = 4e-6  # from one launch to the next: `launch_s` of atorch/clusters
+COPY_S = 5e-6  # from one launch to the next: `launch_s` of atorch/clusters
 COMPILED = 3.0  # launches for each operation of a closed form where Python's modules are compiled away
 
 
@@ -120,7 +120,9 @@ def cost_of(row: Row) -> Cost:
         schedule="interleaved" if layout.interleave > 1 else "1f1b",
         interleave=layout.interleave,
     )
-    cost = _recompute(accumulate(cost, layout.num_micro_batches), recomputation_of(row))
+    cost = accumulate(cost, layout.num_micro_batches)
+    if framework.recomputes:
+        cost = _recompute(cost, recomputation_of(row))
     lost = _waiting_seconds(layout, framework) + _copying_seconds(cost, layout, framework)
     return replace(_data_parallel(cost, layout, framework, precision), extra_s=lost)
 

@@ -23,6 +23,7 @@ from atorch.cost.splits import (
     split_sequence,
     split_tensor,
 )
+from atorch.cost.time import SHARPNESS
 
 # Eight tokens of a stream of 4 elements, in 16 bits: 64 bytes.
 BLOCK = Segment(
@@ -285,6 +286,6 @@ def test_where_launches_and_work_are_alike_neither_hides_the_other():
     busy = 4 * 8 * 2.5 * 100 / CLUSTER.device.memory_bandwidth
     launching = 4 * 3 * 10
     alike = replace(CLUSTER, device=replace(CLUSTER.device, launch_s=busy / launching))
-    assert step_time(cost, alike).total_s == pytest.approx(2 ** (1 / 6) * busy)
+    assert step_time(cost, alike).total_s == pytest.approx(2 ** (1 / SHARPNESS) * busy)
     quick = replace(CLUSTER, device=replace(CLUSTER.device, launch_s=busy / launching / 10))
-    assert step_time(cost, quick).total_s == pytest.approx(busy, rel=1e-6)
+    assert busy < step_time(cost, quick).total_s < 1.002 * busy
