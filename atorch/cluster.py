@@ -64,7 +64,7 @@ class DeviceSpec:
     capability: tuple[int, int] | None = None  # CUDA compute capability
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)  # dtype → dense FLOP/s
     memory_bandwidth: float = 1e10  # bytes/s
-    launch_s: float = 5e-6  # seconds per operation launched
+    launch_s: float = 5e-6  # seconds of the host for a call of an operator, Python's and autograd's share included
     multiprocessors: int = 0  # that compute tiles of a product each; 0 where their number is not known
     attention: Mapping[str, KernelSpec] = field(default_factory=dict, hash=False)  # the first is PyTorch's own choice
     efficiency: Efficiency = REACHED

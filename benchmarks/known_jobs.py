@@ -129,10 +129,11 @@ def _planned(job: Job, row: Row, case: Case) -> Job:
 
 
 def _profile(row: Row) -> ModelProfile:
-    """The model as a plan takes it: parameters in fp32, what atorch's own modules keep."""
-    shape, keep = shape_of(row), Implementation(itemsize=4.0)
-    adapters = adapters_of(row, framework_for(row))
-    return adapted_profile(shape, adapters, 1, keep) if adapters else transformer_profile(shape, 1, keep)
+    """The model as a plan takes it: in fp32 if all of it trains, in the dtype of what is frozen beside adapters."""
+    shape, adapters = shape_of(row), adapters_of(row, framework_for(row))
+    if adapters is None:
+        return transformer_profile(shape, 1, Implementation(itemsize=4.0))
+    return adapted_profile(shape, adapters, 1, Implementation(itemsize=adapters.base_itemsize))
 
 
 def _but(job: Job, **changes: object) -> Job:

@@ -20,6 +20,7 @@ CLAIMS = (
     "step_overhead",
     "straggler_detector",
     "first_pass",
+    "host_time",
     "planning_time",
     "search_regret",
     "pipeline_cut",

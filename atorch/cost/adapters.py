@@ -185,7 +185,7 @@ class _Frozen:
             matmuls=block.matmuls + tuple(_thin_products(site, adapters.rank, widths)),
             outside=_more(block.outside, thin + (0.0 if site.is_inside else kept), thin),
             inside=inside,
-            num_ops=block.num_ops + (5.0 + 3.0 * adapters.magnitudes) * number,
+            num_ops=block.num_ops + (10.0 + 15.0 * adapters.magnitudes) * number,
         )
 
 

@@ -73,7 +73,7 @@ class Segment:
     input_bytes: float = 0.0  # activations that enter: what recomputation keeps, and a pipeline sends
     working_bytes: float = 0.0  # the most that one operation of forward or backward needs beside what is saved
     split_working: bool = False  # whether tensor parallelism divides working_bytes, as it does logits
-    num_ops: float = 0.0  # operations launched in forward
+    num_ops: float = 0.0  # operators called in forward, views too: they all take the host's time
     num_losses: int = 0  # cross entropies that are taken of a head's logits
     num_heads: int = 0  # attention heads that tensor parallelism would share out
     num_kv_heads: int = 0

@@ -122,7 +122,7 @@ class Cost:
     hop_wait_s: float = (
         0.0  # what every hop adds to a collective's launch in a pipeline whose stages send from node to node
     )
-    ops_scale: float = 1.0  # operations launched, against those traced
+    ops_scale: float = 1.0  # operators called, against those traced
     compiled: bool = False  # blocks are compiled code
     attention: AttentionKind = "fused"
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch

@@ -18,10 +18,10 @@ from atorch.cost.state import Cost
 
 BACKWARD = 2 / 3  # of computing, the share that is in backward
 SHARPNESS = 2.5  # of the knee between being bound by launches and by work: where both are alike, neither hides all
-COLLECTIVE_LAUNCHES = 1.5  # a collective is launched as slowly as so many other operations
+COLLECTIVE_LAUNCHES = 7.5  # a collective is launched as slowly as so many other operations
 MEETING_S = 5e-5  # a round of a collective that nothing hides waits so long, as ranks do not come to it together
 SLOWED = 0.189  # computing is slower while something is sent beside it: arXiv 2507.03114, the mean of its runs
-SEND_LAUNCHES = 12.0  # as many operations' launches are lost where a stage waits for what a neighbour sends
+SEND_LAUNCHES = 60.0  # as many operations' launches are lost where a stage waits for what a neighbour sends
 REMEMBERED = 10_000  # models' copies that `StepTimes` keeps: a search comes back to those that it met last
 
 

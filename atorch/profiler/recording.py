@@ -25,6 +25,7 @@ from atorch.profiler.tensors import tensor_bytes, tensors_of
 _FREE = frozenset(
     (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
 )
+_SAVING = torch.ops.aten.detach  # as `Recorder.save` does
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Stretch:
     block: str = ""  # "" between blocks
     like: Stretch | None = None  # the one that it repeats, which has the operations
     operations: list[Operation] = field(default_factory=list)
+    num_views: int = 0  # calls that look at a value another way, and launch nothing
     saved: dict[Value, int] = field(default_factory=dict)  # bytes that are saved for backward, here first
     needed: set[Value] = field(default_factory=set)  # inputs that backward needs, saved here first or not
     inputs: dict[Value, int] = field(default_factory=dict)  # bytes of what a block is given
@@ -131,7 +133,10 @@ class Recorder:
         writes = {self.value(each): each for each in results}
         operands = {self.value(each): each for each in tensors_of((args, kwargs))}
         is_alias = not func._schema.is_mutable and writes.keys() <= operands.keys()
-        if not self._is_on or is_alias or func.namespace == "prim":
+        if not self._is_on or func.namespace == "prim":
+            return
+        if is_alias:
+            here.num_views += packet is not _SAVING
             return
         reads = {value: each for value, each in operands.items() if value not in self._weights}
         here.params.update(

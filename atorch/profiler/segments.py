@@ -177,6 +177,7 @@ class _Assembly:
 
     def _figures(self, place: int, stretch: Stretch) -> _Figures:
         operations = stretch.operations
+        launched = sum(each.is_launched for each in operations)
         layout = derive(
             [each.node for each in operations],
             self.activations,
@@ -191,7 +192,7 @@ class _Assembly:
             attention_flops=sum(each.flops for each in operations),
             inside=_region(stretch, layout, is_inside=True),
             outside=_region(stretch, layout, is_inside=False),
-            num_ops=float(sum(each.is_launched for each in operations)),
+            num_ops=float(launched + stretch.num_views if launched else 0),
             num_losses=sum(operations[place].is_log_softmax for place in layout.inside),
             dispatched_bytes=_dispatched_bytes(operations, layout),
         )

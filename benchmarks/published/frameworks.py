@@ -60,7 +60,7 @@ class Framework:
     delays_scales: bool = False  # those of 8-bit products, as transformer-engine's first recipe does
     copies_by_rank: bool = False  # ZeRO's pieces, one parameter and one rank after the other; computing waits for them
     split_launches: float = 0.0  # as `launches`, at least, under tensor parallelism
-    launches: float = 10.0  # for each operation of a closed form: Python's modules, views, casts, what autograd keeps
+    launches: float = 2.0  # operators called, against transformers' blocks: modules around layers, functions of its own
 
 
 # Probabilities in fp32; the logits, then their gradient, in 16 bits.
@@ -156,12 +156,12 @@ _KNOWN: Mapping[str, Framework] = {
         gathers="at once",  # `_all_gather_params` in optim/zero.py
         copies_by_rank=True,
         # Calls of torch's operators in a block, counted: 181 and 10 collectives for the 120 without tensor parallelism.
-        split_launches=15.0,
+        split_launches=3.0,
         hop_wait_s=2.8e-4,
         # Before every tensor go two messages of its shape, which the host waits for. The figure is the median over the
         # runs of the 1B model on 512 devices; on fewer some runs lose it, others do not; with 32 tensor ranks all do.
         send_wait_s=0.26,
-        launches=13.0,
+        launches=2.6,
     ),
     "automodel": Framework(keeps_masters=False, grads_persist=False),
     "nemo": _MEGATRON_RECIPES,
@@ -217,7 +217,7 @@ READ_OFF: Mapping[str, Mapping[str, float | bool]] = {
     # Traits that were read off published runs, and what they are by sources alone, with which a held-out source is
     # estimated.
     "nanotron": {
-        "hop_wait_s": 0.0, "send_wait_s": 0.0, "launches": 10.0, "held_without_pipelines": 0.0, "bucket_bytes": 50 * MiB
+        "hop_wait_s": 0.0, "send_wait_s": 0.0, "launches": 2.0, "held_without_pipelines": 0.0, "bucket_bytes": 50 * MiB
     },
 }  # fmt: skip
 

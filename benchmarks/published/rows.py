@@ -84,7 +84,7 @@ def is_compiled(row: Row) -> bool:
 
 
 COPY_S = 5e-6  # from one launch to the next: `launch_s` of atorch/clusters
-COMPILED = 3.0  # launches for each operation of a closed form where Python's modules are compiled away
+COMPILED = 0.6  # operators called, against transformers' blocks, where Python's modules are compiled away
 
 
 def cost_of(row: Row) -> Cost:

@@ -119,7 +119,7 @@ def test_a_pipeline_holds_stages_and_micro_batches_in_flight():
     time = step_time(cost, CLUSTER)
     # Three of four micro-batches add to gradients that are there, and the first one's are copied to their place.
     accumulated = 150 * 4 * (3 * 3 / 4 + 2 / 4) / 1e5
-    second = BLOCK_S + 2.5 * 1e3 / 1e5 + (9 + 48) * 1e-3 + accumulated
+    second = BLOCK_S + 2.5 * 1e3 / 1e5 + (9 + 240) * 1e-3 + accumulated
     sent = 1e-2 + 20 / 1e4
     assert time.bubble_s == pytest.approx(second + 2 * sent)  # the first stage waits for the other's micro-batch
     assert time.exposed_comm_s == pytest.approx(2 * 3 * sent)

@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 
 from atorch.cost.transformer import Experts, Implementation, LatentAttention, TransformerShape, transformer_profile
+from atorch.profiler.trace import trace
 
 LLAMA = TransformerShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192, head_dim=128
@@ -115,3 +118,15 @@ def test_figures_grow_with_the_batch_and_parameters_do_not():
     assert four.matmul_flops == 4 * one.matmul_flops
     assert (four.num_params, four.batch_size) == (one.num_params, 4)
     assert four.param_bytes == 2 * four.num_params
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+def test_a_block_calls_as_many_operators_as_the_traced_one(kind):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = getattr(transformers, f"{kind}Config")(num_attention_heads=2, use_cache=False, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    traced = trace(model, ids, lambda m, batch: m(batch, labels=batch), lambda batch, output: output[0])
+    shape = replace(LLAMA if kind == "Llama" else GPT, layers=2, hidden=32, heads=2, kv_heads=2, ffn=64, seq_len=8)
+    said = transformer_profile(shape, 1, Implementation(dropout=kind == "Bert")).segments[1]
+    assert said.num_ops == pytest.approx(traced.blocks[0].num_ops, rel=0.3)

@@ -39,7 +39,8 @@ def test_units_cost_together_what_the_planner_expects_of_the_model(make: Callabl
     found = costs_of((model, batch))
     assert list(found) == [name for name in units(model) if name in found]  # defined in the order of execution
     assert sum(each.held_bytes for each in found.values()) >= ADAM * sum(each.numel() for each in model.parameters())
-    assert sum(each.seconds for each in found.values()) == pytest.approx(expected)
+    # But for what only looks at a value another way, where that is all that lies between two units.
+    assert sum(each.seconds for each in found.values()) == pytest.approx(expected, rel=0.01)
     assert sum(each.kept_bytes for each in found.values()) == pytest.approx(profile.activation_bytes)
 
 
