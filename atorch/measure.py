@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import skip_init
 
 from atorch.cluster import DeviceSpec, LinkSpec
 
@@ -69,8 +70,12 @@ def launch_seconds(place: torch.device) -> float:
     A layer without bias calls two, one of which only looks at its weight another way, and its activation one. By
     it blocks of well-known models take 0.8 to 1.15 of what they are measured to: `benchmarks/host_time.py`.
     """
-    layers = [layer for _ in range(16) for layer in (nn.Linear(8, 8, bias=False, device=place), nn.SiLU())]
-    chain, tiny = nn.Sequential(*layers), torch.ones(8, 8, device=place, requires_grad=True)
+    chain = nn.Sequential()
+    for _ in range(16):
+        layer = skip_init(nn.Linear, 8, 8, bias=False, device=place)  # without a random number of the caller's
+        chain.extend((layer, nn.SiLU()))
+        nn.init.eye_(layer.weight)
+    tiny = torch.ones(8, 8, device=place, requires_grad=True)
 
     def step() -> None:
         with torch.enable_grad():

@@ -21,6 +21,12 @@ def test_a_copy_counts_what_is_read_and_written(monkeypatch):
     assert copy_bandwidth(CPU) == 2 * 4 * 2**23 / 0.5
 
 
+def test_measuring_draws_no_random_number():
+    before = torch.get_rng_state()
+    measured(DeviceSpec(type="cpu", name="cpu", memory_bytes=1e9), CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_is_measured_is_what_is_reached():
     device = measured(DeviceSpec(type="cpu", name="cpu", memory_bytes=1e9), CPU)
     assert set(device.peak_flops) == set(MATMUL_DTYPES)
