@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from atorch.cluster import ClusterSpec
 from atorch.cost.state import Collective
@@ -26,18 +27,26 @@ TREE_PIECE = 4 * MiB
 from make it 4.5 MB."""
 
 
+class Link(NamedTuple):
+    """What a rank has to reach some of the others."""
+
+    ranks: int
+    bandwidth: float  # bytes/s
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Ranks that communicate, by what lies between them."""
 
     size: int
     num_nodes: int
-    bandwidth: float  # bytes/s of one rank through its slowest link
+    bandwidth: float  # bytes/s of a ring through its slowest link
     inner_latency_s: float  # of a hop inside a node
     outer_latency_s: float  # of a hop between nodes
     num_leaves: int = 1
     leaf_latency_s: float = 0.0  # of a hop between leaves
     tree_bandwidth: float = math.inf  # bytes/s that a tree carries inside a node
+    links: tuple[Link, ...] = ()  # of one rank
 
     def seconds(self, kind: Collective, count: float, num_bytes: float) -> float:
         """The time of `count` calls that carry `num_bytes` together.
@@ -45,8 +54,8 @@ class Group:
         Of n ranks, a ring hands pieces on n - 1 times, twice in an all-reduce, and every link carries (n - 1) / n of
         the payload as often. The ranks go in step, so that over several nodes every time takes as long as a hop between
         them. A double tree reduces and broadcasts over all nodes in twice their number's logarithm: small payloads go
-        by trees, large ones by rings. A send is one hop with the whole payload. In an all-to-all every rank keeps one
-        n-th of what it has.
+        by trees, large ones by rings. A send is one hop with the whole payload, through one rank's slowest link. In an
+        all-to-all every rank keeps one n-th of what it has, and sends as much to each other through its own links.
         """
         far = self.leaf_latency_s if self.num_leaves > 1 else self.outer_latency_s
         if kind == "send":
@@ -79,8 +88,11 @@ class Group:
 
     def carrying_s(self, kind: Collective, num_bytes: float) -> float:
         """Of these seconds, those in which the slowest link carries bytes."""
-        passes = 1.0 if kind == "send" else rounds_of(kind) * (1 - 1 / self.size)
-        return passes * num_bytes / self.bandwidth
+        if kind == "send":
+            return num_bytes / min((link.bandwidth for link in self.links), default=self.bandwidth)
+        if kind == "all_to_all" and self.links:
+            return num_bytes * max(link.ranks / self.size / link.bandwidth for link in self.links)
+        return rounds_of(kind) * (1 - 1 / self.size) * num_bytes / self.bandwidth
 
 
 def rounds_of(kind: Collective) -> float:
@@ -115,14 +127,20 @@ def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> Gro
 
 def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> Group:
     inside, outside, across = cluster.intra_node, cluster.inter_node, cluster.inter_leaf
+    links = [Link(in_node - 1, inside.bandwidth * inside.efficiency)] if in_node > 1 else []
     bandwidth = inside.bandwidth * inside.efficiency
     trees = cluster.tree_efficiency * bandwidth
     num_nodes = -(-size // in_node)
     if num_nodes > 1:
-        bandwidth = min(bandwidth, in_node * outside.bandwidth * outside.efficiency)
+        links.append(Link(size - in_node, outside.bandwidth * outside.efficiency))
+        bandwidth = min(bandwidth, in_node * links[-1].bandwidth)
     num_leaves = 1 if across is None else -(-size // in_leaf)
     if across is None or num_leaves == 1:
-        return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, tree_bandwidth=trees)
-    bandwidth = min(bandwidth, in_leaf * across.bandwidth * across.efficiency)
+        latencies = (inside.latency_s, outside.latency_s)
+        return Group(size, num_nodes, bandwidth, *latencies, tree_bandwidth=trees, links=tuple(links))
+    links.append(Link(size - in_leaf, across.bandwidth * across.efficiency))
+    bandwidth = min(bandwidth, in_leaf * links[-1].bandwidth)
     latency = max(outside.latency_s, across.latency_s)  # what leaves a leaf leaves its node, too
-    return Group(size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency, trees)
+    return Group(
+        size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency, trees, tuple(links)
+    )

@@ -16,7 +16,6 @@ from atorch.cost.profile import Segment
 from atorch.cost.stages import Cut, Parts, cut_of, heaviest_stages
 from atorch.cost.state import Cost
 
-BACKWARD = 2 / 3  # of computing, the share that is in backward
 SHARPNESS = 2.5  # of the knee between being bound by launches and by work: where both are alike, neither hides all
 COLLECTIVE_LAUNCHES = 7.5  # a collective is launched as slowly as so many other operations
 MEETING_S = 5e-5  # a round of a collective that nothing hides waits so long, as ranks do not come to it together
@@ -271,7 +270,7 @@ class StepTimes:
         A stage sends each micro-batch forward and its gradient back, but for the first stage and the last.
         """
         longest = 0.0
-        ways = (1.0 if cost.stages == 2 else 2.0) * sending_s
+        ways = (1.0 if cost.stages == 2 else 2.0) * cost.interleave * sending_s
         between = cost.stages > 1 and self._group(cost, ("pipeline",)).num_nodes > 1
         for _, _, micro in runs:
             share = micro.params / whole.num_params if cost.stages > 1 else 1.0
@@ -307,7 +306,7 @@ def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, clust
         trainable += count * copy.trainable
         added += count * copy.added
         blocks += count if segment.is_block else 0.0
-    traffic += _cast_bytes(cost, params, added) / reached_bandwidth(cluster)
+    traffic += _cast_bytes(cost, params, added / cost.grad_shards) / reached_bandwidth(cluster)
     if cost.stages > 1:  # activations and gradients, to and from neighbours
         launch += 4.0 * cost.interleave * SEND_LAUNCHES * cost.ops_scale * cluster.device.launch_s
     of_parameters, of_blocks = (params / whole.num_params, blocks / whole.num_blocks) if cost.stages > 1 else (1.0, 1.0)
@@ -356,9 +355,9 @@ def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
 def _unfilled(cost: Cost) -> float:
     """Of the other stages' time for a micro-batch, what the slowest waits: less where gaps are filled.
 
-    Zero-bubble fills them with the weights' gradients, a third of the work: Qi et al. 2023, arXiv 2401.10241.
+    Zero-bubble fills them with the weights' gradients, as long as a forward pass: Qi et al. 2023, arXiv 2401.10241.
     """
-    return 1 / 3 if cost.schedule == "zero_bubble" else 1 / cost.interleave
+    return (1 + cost.recompute) / (3 + cost.recompute) if cost.schedule == "zero_bubble" else 1 / cost.interleave
 
 
 def _ending(
@@ -374,12 +373,13 @@ def _ending(
     optimizer_s = _optimizer_bytes(cost) / reached_bandwidth(cluster)
     last, longest = (0.0, 0.0), 0.0
     unfilled, slowest_s = _unfilled(cost), max(run.micro.total_s for run in runs)
-    waiting = host_s + (1.0 - unfilled) * BACKWARD * slowest_s
+    in_backward = (2.0 + cost.recompute) / (3.0 + cost.recompute)  # of computing
+    waiting = host_s + (1.0 - unfilled) * in_backward * slowest_s
     earlier = -slowest_s
     for _, number, micro in runs:
         share = micro.params / whole.num_params if cost.stages > 1 else 1.0
-        backward = unfilled * BACKWARD * micro.total_s
-        waited = max(0.0, unfilled * BACKWARD * earlier)
+        backward = unfilled * in_backward * micro.total_s
+        waited = max(0.0, unfilled * in_backward * earlier)
         hiding = max(0.0, share * whole.once[1] - backward - waiting)
         if cluster.device.type == "cuda":
             hiding = beside_computing(share * whole.once[1], backward + waiting)
