@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -129,11 +129,12 @@ def _planned(job: Job, row: Row, case: Case) -> Job:
 
 
 def _profile(row: Row) -> ModelProfile:
-    """The model as a plan takes it: in fp32 if all of it trains, in the dtype of what is frozen beside adapters."""
+    """The model as a plan takes it, operation by operation: in fp32, or as what is frozen beside adapters."""
     shape, adapters = shape_of(row), adapters_of(row, framework_for(row))
+    eager = Implementation(itemsize=4.0, fused_norm=False, fused_activation=False)
     if adapters is None:
-        return transformer_profile(shape, 1, Implementation(itemsize=4.0))
-    return adapted_profile(shape, adapters, 1, Implementation(itemsize=adapters.base_itemsize))
+        return transformer_profile(shape, 1, eager)
+    return adapted_profile(shape, adapters, 1, replace(eager, itemsize=adapters.base_itemsize))
 
 
 def _but(job: Job, **changes: object) -> Job:

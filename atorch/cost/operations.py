@@ -125,7 +125,7 @@ def _pitch(inner: float, columns: float) -> float:
 
 
 def _attention_seconds(cost: Cost, segment: Segment, share: float, again: float, products: ProductTimes) -> float:
-    flops = share * segment.attention_flops / cost.tensor
+    flops = cost.attention_load * share * segment.attention_flops / cost.tensor
     if not flops:
         return 0.0
     repeats = again if cost.recompute_keeps in ("inputs", "nothing", "scores") else 0.0

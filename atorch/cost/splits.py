@@ -133,12 +133,15 @@ def shard(
     once_a_step: bool = False,
     replicas: tuple[str, ...] = (),
     overlap: float = 0.8,
+    copies: Literal["both", "gradients", "nothing"] = "both",
 ) -> Cost:
     """Parameters, gradients and optimizer state sharded; each block gathered before it computes, its gradients reduced.
 
     Zhao et al. 2023, arXiv 2304.11277. All of it in every micro-batch, or `once_a_step`: then parameters stay gathered
     over a step's micro-batches, and their gradients whole. Blocks are gathered again in backward unless
-    `keeps_gathered`; over `replicas` the shards of gradients are all-reduced.
+    `keeps_gathered`; over `replicas` the shards of gradients are all-reduced. FSDP2 copies parameters out of the buffer
+    that they are gathered in, and gradients into one (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py); FSDP1,
+    whose parameters are views of what is gathered, copies gradients alone.
     """
     shards, around = cost.size(*axes), _num_groups_around(cost.segments)
     calls = float(cost.num_blocks + around)
@@ -152,6 +155,8 @@ def shard(
         for each in cost.segments
     )  # fmt: skip
     reduced = reduced_itemsize * cost.num_trainable
+    out = 2.0 * gathered if copies == "both" else 0.0
+    into = 0.0 if copies == "nothing" else reduced + itemsize * cost.num_trainable
     return cost.but(
         param_shards=cost.param_shards * shards,
         grad_shards=cost.grad_shards * (1.0 if once_a_step else shards),
@@ -162,8 +167,8 @@ def shard(
         cast_itemsize=0.0,  # shards are cast before they are gathered
         cast_traffic_bytes=cost.cast_traffic_bytes / shards,
     ).send(
-        Comm("all_gather", axes, gathered, calls + again, overlap, each_micro_batch=not once_a_step),
-        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=not once_a_step),
+        Comm("all_gather", axes, gathered, calls + again, overlap, each_micro_batch=not once_a_step, copied=out),
+        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=not once_a_step, copied=into),
         Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=not once_a_step),
     )
 

@@ -36,7 +36,8 @@ class Comm:
     `num_bytes` is the whole payload as seen by one rank: the tensor that is reduced, or the full tensor that is
     gathered, for the whole model. `overlap` is the fraction that computation can hide. Of a pipeline's stage it is the
     share of the parameters that the stage has, or of the blocks: `scales_with`. Those of blocks happen in every
-    micro-batch, `num_bytes` together. With `each_micro_batch`, `count` and `num_bytes` are of one micro-batch.
+    micro-batch, `num_bytes` together. With `each_micro_batch`, all three are of one micro-batch:
+    also `copied`, bytes that are read and written to fill and to empty what is sent, which nothing hides.
     """
 
     kind: Collective
@@ -46,6 +47,7 @@ class Comm:
     overlap: float = 0.0
     scales_with: Literal["parameters", "blocks"] = "parameters"
     each_micro_batch: bool = False
+    copied: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,7 @@ class Cost:
     hop_wait_s: float = (
         0.0  # what every hop adds to a collective's launch in a pipeline whose stages send from node to node
     )
+    attention_load: float = 1.0  # of the rank that computes the most of it, against the mean
     ops_scale: float = 1.0  # operators called, against those traced
     compiled: bool = False  # blocks are compiled code
     attention: AttentionKind = "fused"

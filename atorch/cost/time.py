@@ -102,8 +102,8 @@ _read_by_copies = attrgetter(
     "dtype", "fp8", "fp8_outside", "compiled", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens",
     "gathers_logits", "tensor_beside", "fp8_once", "fp8_gathers", "adds_in_products",
     "sequence", "context", "expert", "expert_capacity", "expert_skew",
-    "attention_kernel", "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s", "traced_batch", "batch_size",
-    "num_micro_batches",
+    "attention_kernel", "attention_load", "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s",
+    "traced_batch", "batch_size", "num_micro_batches",
 )  # fmt: skip
 """What copies' seconds follow from, beside the cluster, the mesh, gradients that products add to, and the cut."""
 _read_by_blocks = attrgetter("recompute", "recompute_keeps")  # besides
@@ -252,7 +252,7 @@ class StepTimes:
             else:
                 into, place = once, 0
             seconds = share * group.seconds(comm.kind, comm.count, comm.num_bytes)
-            into[0] += (1.0 - comm.overlap) * seconds
+            into[0] += (1.0 - comm.overlap) * seconds + share * comm.copied / reached_bandwidth(self.cluster)
             into[1] += comm.overlap * seconds
             carried[place][group.num_nodes > 1] += share * group.carrying_s(comm.kind, comm.num_bytes)
         return _Whole(

@@ -31,6 +31,7 @@ class Framework:
     compiles_loss: bool = False  # with the model: logits in 16 bits are kept, and their gradient is made from them
     held_at_most: float = 0.0  # inputs of a block that are kept gathered by some versions: what fits has room for it
     held_without_pipelines: float = 0.0  # by most runs
+    gathers_flat: bool = False  # into what parameters are views of, as FSDP1 does
     search_tokens: int = 0  # of a sample in its search's example, whose rows say so by its words for a strategy
     step_itemsize: float = 0.0
     zero_when_split: int = 0  # level of ZeRO under tensor or pipeline parallelism where none is named
@@ -185,7 +186,9 @@ _KNOWN: Mapping[str, Framework] = {
         optimizer_group=8,
     ),
     "oneflow": Framework(implementation=Implementation(dropout=True), keeps_masters=False),
-    "composer": Framework(implementation=_FUSED_LOSS, keeps_masters=False, grads_persist=False, delays_scales=True),
+    "composer": Framework(
+        implementation=_FUSED_LOSS, keeps_masters=False, grads_persist=False, delays_scales=True, gathers_flat=True
+    ),
     # Its autocast is PyTorch's, beside which DDP has buckets for all gradients in fp32. Where it finds FSDP beside
     # autocast, it has FSDP gather, compute and reduce in 16 bits ("turn on mixed_precision in FSDP" in
     # atorch/auto/model_context.py of intelligent-machine-learning/dlrover, at 3a442b728, when its runs were measured).
@@ -199,6 +202,7 @@ _KNOWN: Mapping[str, Framework] = {
         reduced_itemsize=2.0,
         frozen_itemsize=4.0,  # what `from_config` makes, and shards of it stay
         search_tokens=2048,  # bayes_opt_sg_llama2_entry.sh; its other examples have 4,096
+        gathers_flat=True,
         split_by="deepspeed",
     ),
     # Its buckets of 5e8 elements, one to reduce and one to gather.

@@ -232,6 +232,7 @@ def _data_parallel(cost: Cost, layout: Layout, framework: Framework, precision: 
             reduced_itemsize=2.0 if precision.reduces_16_bits else framework.reduced_itemsize,
             keeps_gathered=layout.keeps_gathered,
             once_a_step=layout.pipeline > 1 and framework.gathers_once_in_pipelines,
+            copies="gradients" if framework.gathers_flat else "both",
         )
     if layout.data > 1 and layout.zero < 2:
         cost = replace(cost, bucket_itemsize=framework.bucket_itemsize)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
-from atorch.cost.collectives import TREE_PIECE, Group, group_of, group_of_neighbours
+from atorch.cost.collectives import TREE_PIECE, Group, Link, group_of, group_of_neighbours
 from atorch.cost.communication import BESIDE_OTHERS, IN_CHUNKS, boundary_bytes, of_copy
 from atorch.cost.splits import (
     accumulate,
@@ -169,10 +169,22 @@ def test_what_is_gathered_once_a_step_is_sent_once_and_stays():
 
 def test_groups_inside_a_node_across_nodes_and_of_neighbours():
     axes = {"tensor": 2, "data": 4}
-    assert group_of(("tensor",), axes, CLUSTER) == Group(2, 1, 1e6, 1e-3, 1e-2, tree_bandwidth=5e5)
-    assert group_of(("data",), axes, CLUSTER) == Group(4, 4, 5e4, 1e-3, 1e-2, tree_bandwidth=5e5)
-    assert group_of(("tensor", "data"), axes, CLUSTER) == Group(8, 4, 1e5, 1e-3, 1e-2, tree_bandwidth=5e5)
-    assert group_of_neighbours(4, CLUSTER, stride=2) == Group(4, 4, 5e4, 1e-3, 1e-2, tree_bandwidth=5e5)
+    inside, apart = (Link(1, 1e6),), (Link(3, 5e4),)
+    assert group_of(("tensor",), axes, CLUSTER) == Group(2, 1, 1e6, 1e-3, 1e-2, tree_bandwidth=5e5, links=inside)
+    assert group_of(("data",), axes, CLUSTER) == Group(4, 4, 5e4, 1e-3, 1e-2, tree_bandwidth=5e5, links=apart)
+    assert group_of_neighbours(4, CLUSTER, stride=2) == group_of(("data",), axes, CLUSTER)
+    both = group_of(("tensor", "data"), axes, CLUSTER)
+    assert both == Group(8, 4, 1e5, 1e-3, 1e-2, tree_bandwidth=5e5, links=(Link(1, 1e6), Link(6, 5e4)))
+
+
+def test_what_every_rank_sends_others_goes_through_its_own_links():
+    """A ring leaves a node once, through all its ranks' links; messages of an all-to-all through their own rank's."""
+    group = group_of(("tensor", "data"), {"tensor": 2, "data": 4}, CLUSTER)
+    assert group.carrying_s("all_gather", 800) == pytest.approx(7 / 8 * 800 / 1e5)
+    assert group.carrying_s("all_to_all", 800) == pytest.approx(6 / 8 * 800 / 5e4)
+    assert group.carrying_s("send", 800) == pytest.approx(800 / 5e4)
+    alone = group_of(("tensor",), {"tensor": 2}, CLUSTER)
+    assert alone.carrying_s("all_to_all", 800) == pytest.approx(alone.carrying_s("all_gather", 800))
 
 
 LEAF = LinkSpec(bandwidth=1e4, latency_s=1e-1)
@@ -180,12 +192,13 @@ LEAF = LinkSpec(bandwidth=1e4, latency_s=1e-1)
 
 def test_a_group_over_leaves_is_bound_by_the_links_out_of_a_leaf():
     axes = {"tensor": 2, "data": 4}
-    leaves = replace(CLUSTER, nodes_per_leaf=2, inter_leaf=LEAF)
+    leaves, apart = replace(CLUSTER, nodes_per_leaf=2, inter_leaf=LEAF), (Link(3, 5e4), Link(2, 1e4))
     assert group_of(("tensor",), axes, leaves) == group_of(("tensor",), axes, CLUSTER)
-    assert group_of(("data",), axes, leaves) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 5e5)
-    assert group_of(("tensor", "data"), axes, leaves) == Group(8, 4, 4e4, 1e-3, 1e-2, 2, 1e-1, 5e5)
+    assert group_of(("data",), axes, leaves) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 5e5, apart)
+    both = (Link(1, 1e6), Link(6, 5e4), Link(4, 1e4))
+    assert group_of(("tensor", "data"), axes, leaves) == Group(8, 4, 4e4, 1e-3, 1e-2, 2, 1e-1, 5e5, both)
     assert group_of_neighbours(2, leaves, stride=2) == group_of_neighbours(2, CLUSTER, stride=2)
-    assert group_of_neighbours(4, leaves, stride=2) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 5e5)
+    assert group_of_neighbours(4, leaves, stride=2) == group_of(("data",), axes, leaves)
     group = group_of(("data",), axes, leaves)
     assert group.seconds("send", 3, 0) == pytest.approx(3 * 1e-1)
     assert group.seconds("all_gather", 1, 0) == pytest.approx(3 * 1e-1), "ranks of a ring go in step"

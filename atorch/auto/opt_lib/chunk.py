@@ -106,6 +106,7 @@ class Chunk(Method):
             replicas=replicas,
             itemsize=2.0 if low else cost.param_itemsize,
             overlap=0.8 if self.prefetch else 0.0,
+            copies="nothing",
         )
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         budget = fraction * cost.device_bytes if self.budget_bytes is None else float(self.budget_bytes)

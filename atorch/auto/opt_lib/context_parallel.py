@@ -59,11 +59,7 @@ class ContextParallel(Method):
     def cost(self, cost: Cost) -> Cost:
         """The split. Out of order, the last of c processes has (2 c - 1) / c² of a causal triangle for its 1 / c."""
         cost = whole_outside(split_context(cost))
-        if self.load_balance or cost.context == 1:
-            return cost
-        more = 2 - 1 / cost.context
-        slowest = (replace(each, attention_flops=more * each.attention_flops) for each in cost.segments)
-        return cost.but(segments=tuple(slowest))
+        return cost if self.load_balance else cost.but(attention_load=2.0 - 1.0 / cost.context)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

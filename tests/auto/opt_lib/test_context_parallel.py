@@ -14,7 +14,8 @@ import tests.contract.test_cost_against_simulation as contract
 from atorch.auto.opt_lib.context_parallel import ContextParallel
 from atorch.auto.planner.simulate import simulate
 from atorch.auto.strategy import Strategy
-from atorch.cost import peak_memory, plain_cost
+from atorch.cost import peak_memory, plain_cost, step_time
+from atorch.cost.useful import useful_flops
 from atorch.errors import AtorchError
 from atorch.profiler.messages import Messages
 from atorch.runtime.sequence_parallel.split_tokens import SplitTokens
@@ -46,7 +47,9 @@ def test_out_of_order_the_last_process_has_most_of_the_triangle():
     )
     assert even.segments == PROFILE.segments
     # Rows 3/4 to 1 of a triangle: 7/16 of it, where a quarter is the even share.
-    assert uneven.segments[1].attention_flops == pytest.approx(1e5 * (7 / 16) / (1 / 4))
+    assert uneven.attention_load == pytest.approx((7 / 16) / (1 / 4))
+    assert useful_flops(uneven) == useful_flops(even), "the model needs as much"
+    assert step_time(uneven, cluster(4)).matmul_s > step_time(even, cluster(4)).matmul_s
 
 
 @pytest.mark.parametrize(

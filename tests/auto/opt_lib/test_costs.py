@@ -67,6 +67,10 @@ def test_zero1_deals_out_what_an_optimizer_needs_whole():
     assert [(comm.kind, comm.num_bytes) for comm in of_matrices.comm] == [("all_reduce", 4000), ("broadcast", 4000)]
 
 
+def _without_copies(cost):
+    return replace(cost, comm=tuple(replace(comm, copied=0.0) for comm in cost.comm))
+
+
 def test_fsdp_shares_everything_and_gathers_blocks():
     found = cost(MESH, "fsdp")
     assert (found.param_bytes, found.grad_bytes, found.optim_bytes) == (1000, 1000, 2000)
@@ -75,6 +79,13 @@ def test_fsdp_shares_everything_and_gathers_blocks():
     assert gathering.num_bytes == 4000 + 3200  # the blocks are gathered again in backward
     assert gathering.count == 10 + 8
     assert (reducing.kind, reducing.num_bytes, reducing.count) == ("reduce_scatter", 4000, 10)
+    assert (gathering.copied, reducing.copied) == (
+        2 * 7200,
+        2 * 4000,
+    )  # out of a buffer, and into one
+    bandwidth = CPU.device.memory_bandwidth * CPU.device.efficiency.traffic
+    copied = step_time(found, CPU).exposed_comm_s - step_time(_without_copies(found), CPU).exposed_comm_s
+    assert copied == pytest.approx((2 * 7200 + 2 * 4000) / bandwidth)
 
 
 def test_fsdp_never_gathers_more_than_there_is():
@@ -86,7 +97,8 @@ def test_fsdp_never_gathers_more_than_there_is():
 def test_zero2_gathers_once_and_keeps():
     found = cost(MESH, "zero2")
     assert peak_memory(found).transient == 4000 + 2 * 400
-    assert found.comm[0] == Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, each_micro_batch=True)
+    gathering = Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, each_micro_batch=True, copied=8000)
+    assert found.comm[0] == gathering
 
 
 def test_fsdp_gathers_in_the_precision_of_the_matmuls():
