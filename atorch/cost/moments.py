@@ -128,6 +128,8 @@ class _Copy(NamedTuple):
     stored_grads: float
     stored_state: float
     kept: float  # activations that wait for backward
+    again: float  # of those, what is not kept because it is recomputed
+    results: float  # of products, whose gradients those of weights are computed from
     working: float  # what backward needs beside them
     weights: float  # elements of the weights of different shapes
 
@@ -157,7 +159,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
         params += number * each.stored_bytes
         state += number * each.stored_state
         trained += number * each.trained
-    *passes, step = moments = tuple(_moments(terms, copies, stage.in_flight, appear, piece))
+    *passes, step = moments = tuple(_moments(terms, copies, stage, appear, piece))
     return Course(
         parameters=params,
         optimizer=state * terms.optim_itemsize,
@@ -191,19 +193,23 @@ def _uncovered(moments: Sequence[Moment]) -> Iterator[Moment]:
 
 
 def _moments(
-    terms: Terms, parts: list[tuple[bool, float, _Copy]], in_flight: float, appear: bool, piece: float
+    terms: Terms, parts: list[tuple[bool, float, _Copy]], stage: Stage, appear: bool, piece: float
 ) -> Iterator[Moment]:
     """The loss, blocks' backwards, the optimizer's step.
 
     In the second backward, where no forward comes between, one micro-batch less is in flight: one piece of it, of which
-    a stage has several where it is interleaved. Where gradients appear in the first backward, all are there then.
+    a stage has several where it is interleaved. Where gradients appear in the first backward, all are there then. What
+    waits for weights' gradients has those of what products made. Recomputed it is there whole, as is all that is in
+    flight and one more: simulated with 4 stages, within 11 %.
     """
-    grads = cast = kept = in_blocks = state = outside = weights = 0.0
+    in_flight, waiting = stage.in_flight, stage.waiting
+    grads = cast = kept = in_blocks = state = outside = weights = held = 0.0
     for is_block, number, each in parts:
         grads += number * each.stored_grads
         cast += number * each.cast
         kept += number * each.kept
         state += number * each.stored_state
+        held += number * (waiting * each.results + ((in_flight + 1.0) * each.again if waiting else 0.0))
         if is_block:
             weights = max(weights, each.weights)
             in_blocks += number * each.kept
@@ -213,7 +219,7 @@ def _moments(
     casts = 1.0 + max(0.0, in_flight - 1.0) * (1.0 - terms.recompute)  # autocast's, which backward keeps
     always = casts * terms.cast_itemsize * cast + terms.placeholder_itemsize * weights
     around, within = _gathered(terms, parts)
-    alive, saved = in_flight * kept, in_flight * in_blocks
+    alive, saved = in_flight * kept + held, in_flight * in_blocks
     yield Moment(0.0 if appear else all_grads, alive, always + around, outside, saved)
     again = in_flight > 1
     first, first_in_blocks = piece * kept, piece * in_blocks
@@ -299,10 +305,13 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     working = segment.working_bytes * (inside if segment.split_working else scale)
     # An input gathered whole, a gradient before it is scattered.
     working += 2.0 * segment.input_bytes * (scale - outside)
+    again = 0.0
     if segment.is_block and terms.recompute:
         again = kept - _kept_when_recomputed(terms, segment, inside, outside)
         kept, working = kept - terms.recompute * again, working + max(0.0, again)
+        again = terms.recompute * max(0.0, again)
     whole = dense + experts
+    results = inside * segment.inside.selective_bytes + outside * segment.outside.selective_bytes
     return _Copy(
         params=whole,
         stored_bytes=_stored(dense, experts, terms.param_shards, terms.expert)
@@ -313,6 +322,8 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
         stored_grads=share * _stored(dense, experts, terms.grad_shards, terms.expert),
         stored_state=share * _stored(dense, experts, terms.optim_shards, terms.expert),
         kept=kept,
+        again=again,
+        results=results,
         working=working + _made_whole(terms, segment),
         weights=_weights(terms, segment) if terms.placeholder_itemsize else 0.0,
     )

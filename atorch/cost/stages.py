@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
@@ -20,6 +20,7 @@ class Stage:
     index: int
     parts: Parts
     in_flight: float  # micro-batches whose activations it holds at once, counted in all of its blocks
+    waiting: float = 0.0  # of them, those whose weights' gradients are put off
 
     @property
     def num_blocks(self) -> float:
@@ -40,19 +41,24 @@ class Cut:
 def stages_of(cost: Cost) -> tuple[Stage, ...]:
     """The stages of a cost's pipeline, by FLOPs or by blocks: as many each, the first taking what does not divide."""
     parts = cut_of(cost).parts
-    return tuple(Stage(index, held, in_flight(cost, index)) for index, held in enumerate(parts))
+    return tuple(Stage(index, held, in_flight(cost, index), _waiting(cost, index)) for index, held in enumerate(parts))
 
 
 def heaviest_stages(cost: Cost) -> tuple[Stage, ...]:
-    """The stages of which one needs the most memory: none that an earlier one, with more in flight, covers."""
+    """The stages of which one needs the most memory: none that an earlier one, with more in flight, covers.
+
+    Of a zero-bubble schedule none that a later one covers, as this has put off more.
+    """
     cut = cut_of(cost)
-    flying = tuple(in_flight(cost, index) for index in cut.uncovered)
-    return _heaviest(cut, flying)
+    indices = cut.uncovered
+    if cost.schedule == "zero_bubble":
+        indices = tuple(accumulate((number for _, number in cut.runs), initial=-1))[1:]
+    return _heaviest(cut, tuple((index, in_flight(cost, index), _waiting(cost, index)) for index in indices))
 
 
 @lru_cache(maxsize=4096)
-def _heaviest(cut: Cut, flying: tuple[float, ...]) -> tuple[Stage, ...]:
-    return tuple(Stage(index, cut.parts[index], held) for index, held in zip(cut.uncovered, flying, strict=True))
+def _heaviest(cut: Cut, held: tuple[tuple[int, float, float], ...]) -> tuple[Stage, ...]:
+    return tuple(Stage(index, cut.parts[index], flying, waiting) for index, flying, waiting in held)
 
 
 def in_flight(cost: Cost, index: int) -> float:
@@ -74,6 +80,14 @@ def in_flight(cost: Cost, index: int) -> float:
         held = 2 * (stages - index - 1) + (pieces - 1) * stages + 1
         return min(float(held), micro_batches * pieces) / pieces
     return min(float(stages - index), micro_batches)
+
+
+def _waiting(cost: Cost, index: int) -> float:
+    """Micro-batches whose inputs' gradients stage `index` has computed, and whose weights' it computes later.
+
+    The first stage computes both at once, the one after it puts off one, and has another that it just went through.
+    """
+    return min(index + 1.0, cost.num_micro_batches) if cost.schedule == "zero_bubble" and index else 0.0
 
 
 def cut_of(cost: Cost) -> Cut:

@@ -14,7 +14,7 @@ CATEGORIES: Mapping[str, str] = {
     "traffic": "operations that only move bytes, such as norms",
     "launch": "waiting for operations to be launched",
     "bubble": "stages of a pipeline waiting",
-    "exposed_comm": "communication that computing does not hide",
+    "exposed_comm": "communication that computing does not hide, and copies for it",
     "offload": "waiting for host memory",
 }
 """By category of memory or time; what says itself what it is, such as gradients, is not here."""

@@ -24,6 +24,8 @@ from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory, plain_cost
 from atorch.cost.communication import of_copy
+from atorch.cost.memory import stage_memory
+from atorch.cost.stages import stages_of
 from atorch.distributed.world import World
 from atorch.profiler.trace import trace
 
@@ -281,6 +283,20 @@ def _same_messages(expected: Mapping[tuple[str, frozenset[str]], tuple[float, fl
     assert {key: calls for key, (calls, _) in expected.items()} == {key: calls for key, (calls, _) in sent.items()}
     for key, (_, size) in expected.items():
         assert size == pytest.approx(sent[key][1], rel=0.1), key
+
+
+@pytest.mark.parametrize("others", [[], ["checkpoint"]], ids=str)
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.matrix) for stage in (0, 2, 3))])
+def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int, others: list[Any]) -> None:
+    """More than under 1F1B, and the more the later it is; recomputation saves memory on the first alone."""
+    ctx, profile = job(llama, 8)
+    piped: list[Any] = [("parallel_mode", [("pipeline", 4)]), ("pipeline_parallel", {"schedule": "zero_bubble"})]
+    strategy = complete(Strategy.of([*piped, ("micro_batch", {"size": 2}), *others]), 4)
+    rows = {name: tensor.repeat(4, 1) for name, tensor in batch().items()}
+    happened = simulate(ctx, strategy, rows, world_size=4, rank=stage, global_batch=4 * ROWS)
+    cost = strategy.cost(plain_cost(profile, 4 * ROWS))
+    held = stage_memory(cost, stages_of(cost)[stage])
+    assert -0.12 <= held.total / happened.peak_bytes - 1 <= 0.12, (held.by_category(), dict(happened.memory))
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,16 @@ class PipelineParallel(Method):
     def cost(self, cost: Cost) -> Cost:
         """Stages and schedule; micro_batch, which comes later, sets another number of parts.
 
-        Torch keeps a place for all that a stage receives in a step, activations and gradients, of all micro-batches.
+        Torch keeps a place for all that a stage receives in a step, activations and gradients, of all micro-batches,
+        and until the weights' gradients of a zero-bubble schedule what it sends as well.
         """
         cost = split_pipeline(cost, schedule=self.schedule, interleave=self.pieces)
         if cost.stages == 1 and self.micro_batches is None:
             return cost
         neighbours = min(2, cost.stages - 1) if self.backend == "torch" else 0
-        received = neighbours * self.pieces * cost.num_micro_batches * boundary_bytes(cost)
-        cost = cost.but(bucket_bytes=cost.bucket_bytes + received)
+        kept = neighbours * self.pieces * cost.num_micro_batches * boundary_bytes(cost)
+        kept *= 2.0 if self.schedule == "zero_bubble" else 1.0
+        cost = cost.but(bucket_bytes=cost.bucket_bytes + kept)
         return accumulate(cost, self.micro_batches or self._most_parts(cost))
 
     def _most_parts(self, cost: Cost) -> int:

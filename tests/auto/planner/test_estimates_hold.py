@@ -138,8 +138,13 @@ def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: Stage) -> dict[bool
             group = group_of_neighbours(cost.expert, cluster, cost.tensor)
         else:
             group = group_of(comm.axis, cost.axes, cluster)
-        passes = 1.0 if comm.kind == "send" else rounds_of(comm.kind) * (1 - 1 / group.size)
-        spent[group.num_nodes > 1] += times * passes * comm.num_bytes / group.bandwidth
+        if comm.kind == "all_to_all":  # through a rank's own links, as a send
+            seconds = max(
+                (link.ranks / group.size * comm.num_bytes / link.bandwidth for link in group.links), default=0
+            )
+        else:
+            seconds = rounds_of(comm.kind) * (1 - 1 / group.size) * comm.num_bytes / group.bandwidth
+        spent[group.num_nodes > 1] += times * seconds
 
     params = sum(number * cost.local_params(each) for each, number in stage.parts)
     of_parameters = params / cost.num_params
@@ -155,7 +160,7 @@ def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: Stage) -> dict[bool
     if cost.stages > 1:
         group = group_of(("pipeline",), cost.axes, cluster)
         sends = cost.num_micro_batches * (1.0 if cost.stages == 2 else 2.0)
-        spent[group.num_nodes > 1] += sends * boundary_bytes(cost) / group.bandwidth
+        spent[group.num_nodes > 1] += sends * boundary_bytes(cost) / min(link.bandwidth for link in group.links)
     return spent
 
 
@@ -188,7 +193,7 @@ def check_more_micro_batches(cost: Cost, times: StepTimes) -> None:
     assert after.needed >= before.needed * (1 - ROUNDING)
     for stage in stages_of(cost):
         if stage.in_flight + 1 <= parts:
-            fuller = Stage(stage.index, stage.parts, stage.in_flight + 1)
+            fuller = replace(stage, in_flight=stage.in_flight + 1)
             assert stage_memory(cost, fuller).total >= stage_memory(cost, stage).total * (1 - ROUNDING)
 
 
