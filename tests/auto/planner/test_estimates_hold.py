@@ -138,7 +138,9 @@ def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: Stage) -> dict[bool
             group = group_of_neighbours(cost.expert, cluster, cost.tensor)
         else:
             group = group_of(comm.axis, cost.axes, cluster)
-        if comm.kind == "all_to_all":  # through a rank's own links, as a send
+        if comm.kind == "send":  # through a rank's own links, as in an all-to-all
+            seconds = comm.num_bytes / min((link.bandwidth for link in group.links), default=math.inf)
+        elif comm.kind == "all_to_all":
             seconds = max(
                 (link.ranks / group.size * comm.num_bytes / link.bandwidth for link in group.links), default=0
             )
