@@ -79,10 +79,7 @@ def test_fsdp_shares_everything_and_gathers_blocks():
     assert gathering.num_bytes == 4000 + 3200  # the blocks are gathered again in backward
     assert gathering.count == 10 + 8
     assert (reducing.kind, reducing.num_bytes, reducing.count) == ("reduce_scatter", 4000, 10)
-    assert (gathering.copied, reducing.copied) == (
-        2 * 7200,
-        2 * 4000,
-    )  # out of a buffer, and into one
+    assert (gathering.copied, reducing.copied) == (2 * 7200, 2 * 4000)  # out of a buffer, and into one
     bandwidth = CPU.device.memory_bandwidth * CPU.device.efficiency.traffic
     copied = step_time(found, CPU).exposed_comm_s - step_time(_without_copies(found), CPU).exposed_comm_s
     assert copied == pytest.approx((2 * 7200 + 2 * 4000) / bandwidth)
