@@ -43,5 +43,10 @@ def saved_bytes(segment: Segment) -> float:
     return segment.dispatched_bytes * features / first.inner
 
 
+def kept_elements(dense: float, experts: float, shards: float, ranks: int) -> float:
+    """Elements that a device keeps of what is sharded; experts over `ranks` leave fewer to shard them further."""
+    return dense / shards + experts / max(1.0, shards / ranks)
+
+
 def _first(segment: Segment) -> Matmul | None:
     return next((each for each in segment.matmuls if each.of_experts), None)

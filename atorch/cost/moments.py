@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from atorch.cost.experts import busiest_load, saved_bytes
+from atorch.cost.experts import busiest_load, kept_elements, saved_bytes
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.stages import Stage
 from atorch.cost.state import Cost, Kept
@@ -314,13 +314,13 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     results = inside * segment.inside.selective_bytes + outside * segment.outside.selective_bytes
     return _Copy(
         params=whole,
-        stored_bytes=_stored(dense, experts, terms.param_shards, terms.expert)
+        stored_bytes=kept_elements(dense, experts, terms.param_shards, terms.expert)
         * segment.mean_itemsize(terms.param_itemsize),
         cast=share * whole if 0.0 < segment.frozen_itemsize <= terms.cast_itemsize else whole,
         gathered_bytes=whole * segment.sent_itemsize(terms.gathered_itemsize),
         trained=share * whole,
-        stored_grads=share * _stored(dense, experts, terms.grad_shards, terms.expert),
-        stored_state=share * _stored(dense, experts, terms.optim_shards, terms.expert),
+        stored_grads=share * kept_elements(dense, experts, terms.grad_shards, terms.expert),
+        stored_state=share * kept_elements(dense, experts, terms.optim_shards, terms.expert),
         kept=kept,
         again=again,
         results=results,
@@ -342,10 +342,6 @@ def _made_whole(terms: Terms, segment: Segment) -> float:
 def _weight(terms: Terms, product: Matmul) -> float:
     split = product.split != "none" and not (product.of_experts and terms.expert > 1)
     return product.inner * product.columns / (terms.tensor if split else 1)
-
-
-def _stored(dense: float, experts: float, shards: float, expert: int) -> float:
-    return dense / shards + experts / max(1.0, shards / expert)
 
 
 def _kept_when_recomputed(terms: Terms, segment: Segment, inside: float, outside: float) -> float:

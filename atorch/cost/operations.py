@@ -110,6 +110,19 @@ def added_elements(cost: Cost, segment: Segment) -> float:
     return max(0.0, trained - sum(inner * columns * count for _, inner, columns, count in shapes))
 
 
+def micro_batch_bytes(cost: Cost, params: float, added: float) -> float:
+    """Moved in a micro-batch by weights that are cast, and gradients that are added to those of earlier ones."""
+    first = 1.0 / cost.num_micro_batches  # of whose gradients none is a sum; where they have a place, they are copied
+    accumulated = added * cost.grad_itemsize * (3.0 * (1.0 - first) + (2.0 * first if cost.grads_persist else 0.0))
+    return params * cost.cast_traffic_bytes + accumulated
+
+
+def optimizer_bytes(cost: Cost) -> float:
+    """Moved by the optimizer for one element: it reads and writes parameters and state, and reads gradients."""
+    moved = 2.0 * (cost.param_itemsize + cost.optim_itemsize + cost.master_itemsize) + cost.grad_itemsize
+    return moved * (1.0 - cost.optim_offload)  # the host's step is counted with the transfers
+
+
 def _dequantized_bytes(cost: Cost, product: Matmul, shape: _Local, again: float) -> float:
     """A quantized weight is read, and written whole, before it is multiplied with."""
     _, inner, columns, count = shape

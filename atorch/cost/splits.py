@@ -154,9 +154,10 @@ def shard(
         * each.sent_itemsize(itemsize)
         for each in cost.segments
     )  # fmt: skip
-    reduced = reduced_itemsize * cost.num_trainable
+    trainable = cost.num_trainable
+    reduced = reduced_itemsize * trainable
     out = 2.0 * gathered if copies == "both" else 0.0
-    into = 0.0 if copies == "nothing" else reduced + itemsize * cost.num_trainable
+    into = 0.0 if copies == "nothing" else reduced + itemsize * trainable
     return cost.but(
         param_shards=cost.param_shards * shards,
         grad_shards=cost.grad_shards * (1.0 if once_a_step else shards),
@@ -198,6 +199,7 @@ def _reduction(
     bucket_bytes: float,
     overlaps: bool,
 ) -> Comm:
-    num_bytes = cost.grad_bytes if itemsize is None else cost.num_trainable / cost.grad_shards * itemsize
-    reduced = reductions(cost, num_bytes / cost.num_trainable, bucket_bytes) if num_bytes else Reductions(1, 1.0)
+    itemsize, trainable = cost.grad_itemsize if itemsize is None else itemsize, cost.num_trainable
+    num_bytes = trainable * itemsize / cost.grad_shards
+    reduced = reductions(cost, num_bytes / trainable, bucket_bytes) if num_bytes else Reductions(1, 1.0)
     return Comm(kind, axes, num_bytes, count=reduced.calls, overlap=1 - reduced.last_share if overlaps else 0.0)

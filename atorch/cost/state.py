@@ -164,6 +164,12 @@ class Cost:
         """Of `local_params`, those that get gradients."""
         return self.local_params(segment) * segment.num_trainable / segment.num_params if segment.num_params else 0.0
 
+    def local_experts(self, segment: Segment) -> float:
+        """Of `local_trainable`, a mixture's experts."""
+        if not segment.expert_params:
+            return 0.0
+        return segment.expert_params / self.expert_divisor * segment.num_trainable / segment.num_params
+
     @property
     def expert_divisor(self) -> float:
         """Over how many devices a mixture's experts are spread; without an expert axis the tensor axis splits them."""

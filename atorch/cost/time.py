@@ -9,8 +9,10 @@ from typing import NamedTuple
 from atorch.cluster import ClusterSpec
 from atorch.cost.collectives import Group, group_of, group_of_neighbours, rounds_of
 from atorch.cost.communication import EXPERT_AXIS, beside_share, boundary_bytes, of_copy
+from atorch.cost.experts import kept_elements
+from atorch.cost.moments import micro_batch_share
 from atorch.cost.offload import host_time
-from atorch.cost.operations import added_elements, seconds_of_copy
+from atorch.cost.operations import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
 from atorch.cost.products import ProductTimes
 from atorch.cost.profile import Segment
 from atorch.cost.stages import Cut, Parts, cut_of, heaviest_stages
@@ -51,7 +53,8 @@ class _Copy(NamedTuple):
     hidden_s: float
     carried: Links
     params: float
-    trainable: float
+    dense: float  # trainable, but for a mixture's experts
+    experts: float  # trainable
     added: float
 
 
@@ -73,7 +76,8 @@ class _MicroBatch(NamedTuple):
     total_s: float
     carried: Links
     params: float
-    trainable: float
+    dense: float  # trainable, but for a mixture's experts
+    experts: float  # trainable
 
 
 class _Run(NamedTuple):
@@ -102,10 +106,9 @@ _read_by_copies = attrgetter(
     "dtype", "fp8", "fp8_outside", "compiled", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens",
     "gathers_logits", "tensor_beside", "fp8_once", "fp8_gathers", "adds_in_products",
     "sequence", "context", "expert", "expert_capacity", "expert_skew",
-    "attention_kernel", "attention_load", "activation_scale", "traffic_scale", "ops_scale", "hop_wait_s",
-    "traced_batch", "batch_size", "num_micro_batches",
+    "attention_kernel", "attention_load", "activation_scale", "traffic_scale", "ops_scale",
 )  # fmt: skip
-"""What copies' seconds follow from, beside the cluster, the mesh, gradients that products add to, and the cut."""
+"""What copies' seconds follow from, beside the cluster and what `StepTimes._copies_of` adds."""
 _read_by_blocks = attrgetter("recompute", "recompute_keeps")  # besides
 
 _Mesh = tuple[tuple[str, int], ...]
@@ -181,7 +184,9 @@ class StepTimes:
     def _copies_of(self, cost: Cost, cut: Cut) -> _Copies:
         """What is recomputed changes blocks alone: the copies of other segments are worked out once for all of it."""
         added = cost.grad_itemsize if cost.adds_in_products else 0.0
-        alike, of_blocks = (tuple(cost.axes.items()), added, *_read_by_copies(cost)), _read_by_blocks(cost)
+        times, waiting_s = cost.num_micro_batches if cost.fp8_once else 1.0, self._waiting_seconds(cost)
+        alike = (_inner_axes(cost), micro_batch_share(cost), added, times, waiting_s, *_read_by_copies(cost))
+        of_blocks = _read_by_blocks(cost)
         copies = self._copies.get((cut, alike, of_blocks))
         if copies is None:
             if len(self._copies) >= REMEMBERED:
@@ -189,10 +194,10 @@ class StepTimes:
                 self._copy_of.clear()
             of = {}
             for segment in cut.segments:
-                key = (segment, cost.stages, alike, of_blocks if segment.is_block else ())
+                key = (segment, alike, of_blocks if segment.is_block else ())
                 copy = self._copy_of.get(key)
                 if copy is None:
-                    copy = self._copy_of[key] = self._copy(cost, segment, self._waiting_seconds(cost))
+                    copy = self._copy_of[key] = self._copy(cost, segment, waiting_s)
                 of[id(segment)] = copy
             num_params = sum(segment.count * of[id(segment)].params for segment in cut.segments)
             copies = self._copies[cut, alike, of_blocks] = _Copies(of, num_params)
@@ -224,7 +229,8 @@ class StepTimes:
             hidden_s=hidden - uncovered,
             carried=(carried[0], carried[1]),
             params=cost.local_params(segment),
-            trainable=cost.local_trainable(segment),
+            dense=cost.local_trainable(segment) - cost.local_experts(segment),
+            experts=cost.local_experts(segment),
             added=added_elements(cost, segment),
         )
 
@@ -280,6 +286,14 @@ class StepTimes:
         return longest
 
 
+def _inner_axes(cost: Cost) -> _Mesh:
+    """The mesh as far as it tells which ranks a copy sends to: axes number ranks from the first one on."""
+    sizes = [(name, size) for name, size in cost.axes.items() if size > 1]
+    while sizes and sizes[-1][0] not in ("tensor", "sequence", "context"):
+        sizes.pop()
+    return tuple(sizes)
+
+
 def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
     """The seconds of one optimizer step, and where they go."""
     return StepTimes(cluster).of(cost)
@@ -292,7 +306,7 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
 
 def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, cluster: ClusterSpec) -> _MicroBatch:
     """A GPU runs an operation while the next ones are launched, so that the longer of both counts; a CPU does not."""
-    matmul = traffic = launch = exposed = hidden = inside = between = params = trainable = added = blocks = 0.0
+    matmul = traffic = launch = exposed = hidden = inside = between = params = dense = experts = added = blocks = 0.0
     for segment, count in parts:
         copy = copies.of[id(segment)]
         matmul += count * copy.matmul_s
@@ -303,10 +317,11 @@ def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, clust
         inside += count * copy.carried[0]
         between += count * copy.carried[1]
         params += count * copy.params
-        trainable += count * copy.trainable
+        dense += count * copy.dense
+        experts += count * copy.experts
         added += count * copy.added
         blocks += count if segment.is_block else 0.0
-    traffic += _cast_bytes(cost, params, added / cost.grad_shards) / reached_bandwidth(cluster)
+    traffic += micro_batch_bytes(cost, params, added / cost.grad_shards) / reached_bandwidth(cluster)
     if cost.stages > 1:  # activations and gradients, to and from neighbours
         launch += 4.0 * cost.interleave * SEND_LAUNCHES * cost.ops_scale * cluster.device.launch_s
     of_parameters, of_blocks = (params / whole.num_params, blocks / whole.num_blocks) if cost.stages > 1 else (1.0, 1.0)
@@ -323,7 +338,7 @@ def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, clust
         total = ((matmul + traffic + exposed) ** SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
     computing = max(matmul + traffic, total - exposed)  # which rounding may leave short
     return _MicroBatch(
-        matmul, traffic, launch, computing, exposed, computing + exposed, (inside, between), params, trainable
+        matmul, traffic, launch, computing, exposed, computing + exposed, (inside, between), params, dense, experts
     )
 
 
@@ -338,13 +353,6 @@ def beside_computing(sending_s: float, computing_s: float) -> float:
 def reached_bandwidth(cluster: ClusterSpec) -> float:
     """Bytes a second that operations move which do little else."""
     return cluster.device.memory_bandwidth * cluster.device.efficiency.traffic
-
-
-def _cast_bytes(cost: Cost, params: float, added: float) -> float:
-    """Weights that are cast, and gradients that are added to those of earlier micro-batches."""
-    first = 1.0 / cost.num_micro_batches  # of whose gradients none is a sum; where they have a place, they are copied
-    accumulated = added * cost.grad_itemsize * (3.0 * (1.0 - first) + (2.0 * first if cost.grads_persist else 0.0))
-    return params * cost.cast_traffic_bytes + accumulated
 
 
 def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
@@ -370,12 +378,11 @@ def _ending(
     theirs earlier, while the first ones still wait for gradients; so of equal stages only the first can be the last.
     The slowest stage's time is left out of that, since what comes from the host may hide how long it takes.
     """
-    optimizer_s = _optimizer_bytes(cost) / reached_bandwidth(cluster)
-    last, longest = (0.0, 0.0), 0.0
+    optimizer_s = optimizer_bytes(cost) / reached_bandwidth(cluster)
     unfilled, slowest_s = _unfilled(cost), max(run.micro.total_s for run in runs)
     in_backward = (2.0 + cost.recompute) / (3.0 + cost.recompute)  # of computing
     waiting = host_s + (1.0 - unfilled) * in_backward * slowest_s
-    earlier = -slowest_s
+    last, longest, earlier = (0.0, 0.0), 0.0, -slowest_s
     for _, number, micro in runs:
         share = micro.params / whole.num_params if cost.stages > 1 else 1.0
         backward = unfilled * in_backward * micro.total_s
@@ -384,16 +391,10 @@ def _ending(
         if cluster.device.type == "cuda":
             hiding = beside_computing(share * whole.once[1], backward + waiting)
         exposed = share * whole.once[0] + hiding
-        optimizer = micro.trainable * optimizer_s
+        optimizer = optimizer_s * kept_elements(micro.dense, micro.experts, cost.optim_shards, cost.expert)
         if exposed + optimizer - waited > longest:
             longest = exposed + optimizer - waited
             left = max(0.0, exposed - waited)
             last = left, longest - left
         earlier += number * micro.total_s
     return last
-
-
-def _optimizer_bytes(cost: Cost) -> float:
-    """Of one element: parameters, gradients and state are read; parameters and state are written."""
-    moved = 2.0 * (cost.param_itemsize + cost.optim_itemsize + cost.master_itemsize) + cost.grad_itemsize
-    return moved / cost.optim_shards * (1.0 - cost.optim_offload)  # the host's step is counted with the transfers

@@ -10,7 +10,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.cost.communication import of_copy
 from atorch.cost.experts import busiest_load, saved_bytes
-from atorch.cost.splits import accumulate, arrange, replicate, split_experts
+from atorch.cost.splits import accumulate, arrange, replicate, shard, split_experts
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")
@@ -84,6 +84,15 @@ def test_a_capacity_cuts_or_pads_every_load(shape):
     grown = peak_memory(padded).activations - peak_memory(even).activations
     layers = next(each.count for each in even.segments if each.num_experts)
     assert grown == pytest.approx(0.25 * layers * saved_bytes(blocks(shape)), rel=1e-6)
+
+
+@shapes
+def test_the_optimizer_steps_the_states_that_are_kept(shape):
+    """Over 8 ranks experts of 4 of them are sharded over 2, all else over 8."""
+    start = arrange(plain_cost(transformer_profile(shape), 32), {"data": 8})
+    costs = [shard(split_experts(start, ranks)) for ranks in (1, 4, 8)]
+    taken = [step_time(cost, CLUSTER).optimizer_s / peak_memory(cost).optimizer for cost in costs]
+    assert taken == pytest.approx([taken[0]] * 3)
 
 
 def test_what_experts_keep_is_what_their_products_take_and_give():

@@ -46,6 +46,17 @@ def test_what_is_shared_does_not_hide_a_difference(field):
     assert shared.of(WHOLE) == step_time(WHOLE, CLUSTER)
 
 
+@pytest.mark.parametrize("names", [("data", "tensor"), ("tensor", "data", "sequence"), ("context", "data", "tensor")])
+def test_steps_share_what_is_sent_where_the_ranks_that_split_a_copy_are_the_same(names):
+    """Axes before a split move its ranks to other nodes; those behind it do not."""
+    others = [replace(WHOLE, axes={name: AXES[name] for name in dict.fromkeys([*names, *AXES])})]
+    others.append(replace(WHOLE, axes=AXES | {"data": 16}, batch_size=4.0, num_micro_batches=0.5))
+    shared = StepTimes(CLUSTER)
+    for cost in (WHOLE, *others, WHOLE):
+        assert shared.of(cost) == step_time(cost, CLUSTER)
+    assert step_time(others[0], CLUSTER).exposed_comm_s > step_time(WHOLE, CLUSTER).exposed_comm_s
+
+
 def test_products_that_add_gradients_read_and_write_them_once():
     """Without, what a product gave is written, read with what was there, and written."""
     cost = Cost(segments=(BLOCK, HEAD), traced_batch=1.0, batch_size=4.0, num_micro_batches=4.0, dtype="bfloat16")

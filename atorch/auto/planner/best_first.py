@@ -68,11 +68,9 @@ def best_first(
     how far from it it may be. So it does after `most_looks` at branches, or, where none fits, after `PATIENCE` times as
     many. `times` keeps what estimates have in common.
     """
-    search = _Search(
-        space, times or StepTimes(cluster), Columns(device_bytes, host_bytes), keep, breadth, most, most_looks, limit_s
-    )
-    with _uncollected():
-        return search.run(start, nearest=nearest)
+    times, columns = times or StepTimes(cluster), Columns(device_bytes, host_bytes)
+    with _uncollected():  # what the search kept is gone by its end
+        return _Search(space, times, columns, keep, breadth, most, most_looks, limit_s).run(start, nearest=nearest)
 
 
 @contextmanager

@@ -86,12 +86,13 @@ class Bounds:
             if MicroBatch not in self._below:
                 yield from self._settled(part._replace(is_settled=True))
                 continue
-            finest, alone = self._compiled(_finest(cost)), {"grad_itemsize": 0.0, "cast_itemsize": 0.0}
+            compiled, alone = self._compiled(cost), {"grad_itemsize": 0.0, "cast_itemsize": 0.0}
+            finest = _finest(compiled)
             short = min(self._short(fold(finest).but(**alone)) for _, fold in self._ways(part))
             if short > 0:
                 yield part._replace(short_bytes=short)
             else:
-                yield part._replace(seconds=self._seconds_of_any(shard(self._compiled(cost))))
+                yield part._replace(seconds=self._seconds_of_any(shard(compiled)))
 
     def cut(self, part: Part, enough_s: float = math.inf) -> Iterator[Part]:
         """A part, apart by the number of micro-batches, by what waits on the host, and by whether it is compiled.
@@ -99,10 +100,11 @@ class Bounds:
         Of what takes longer than `enough_s` no more is told than that.
         """
         depth, _ = self._below[MicroBatch]
+        quick = part.shard(self._compiled(_without_reductions(part.cost)))
         for number, choices in self._numbers(part.cost).items():
             cost = part.cost.but(num_micro_batches=number)
             each = part._replace(only={**part.only, depth: choices}, cost=cost, is_settled=True)
-            seconds = self._seconds(part.shard(self._compiled(_without_reductions(cost))))
+            seconds = self._seconds(quick.but(num_micro_batches=number))
             if seconds > enough_s:
                 yield each._replace(seconds=seconds)
             else:
