@@ -47,6 +47,18 @@ def say_once(message: str, level: int = logging.INFO) -> None:
 
 
 @contextmanager
+def muted(name: str) -> Iterator[None]:
+    """Inside, another library's logger says nothing: of what is tried, and may fail, it would show a traceback."""
+    other = logging.getLogger(name)
+    was = other.disabled
+    other.disabled = True
+    try:
+        yield
+    finally:
+        other.disabled = was
+
+
+@contextmanager
 def speaking(more: bool) -> Iterator[None]:
     """Inside, with `more`, messages of the level INFO are shown too, on standard error if nothing else handles them."""
     if not more or logger.isEnabledFor(logging.INFO):

@@ -61,6 +61,8 @@ def adapted_profile(
     return replace(
         whole,
         segments=segments,
+        in_half=(),
+        in_autocast=(),
         num_params=int(sum(each.count * each.num_params for each in segments)),
         num_trainable=int(trained),
         param_bytes=int(keep.itemsize * trained + waiting),

@@ -88,7 +88,7 @@ class Segment:
 
     def __hash__(self) -> int:
         """Of what tells the segments of a model apart: searches look cuts of a model up tens of thousands of times."""
-        return hash((self.name, self.count, self.num_params))
+        return hash((self.name, self.count, self.num_params, self.input_bytes))
 
     def mean_itemsize(self, itemsize: float) -> float:
         """Bytes of a parameter on average, where those that train have so many."""
@@ -121,6 +121,8 @@ class ModelProfile:
     """A model and one batch, in numbers. Bytes are in the dtypes the model has; FLOPs count a multiply-add as two."""
 
     segments: tuple[Segment, ...]  # in the order of execution
+    in_half: tuple[Segment, ...] = ()  # the same with parameters and inputs in 16 bits for 32; empty: not known
+    in_autocast: tuple[Segment, ...] = ()  # the same as autocast runs it, without its copies of weights
     batch_size: int  # samples in the traced batch
     num_params: int
     num_trainable: int

@@ -22,6 +22,8 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
     itemsize = grad_itemsize if any(each.frozen_itemsize for each in profile.segments) else mean
     return Cost(
         segments=profile.segments,
+        in_half=profile.in_half,
+        in_autocast=profile.in_autocast,
         traced_batch=float(profile.batch_size),
         batch_size=float(profile.batch_size if batch_size is None else batch_size),
         buffer_bytes=float(profile.buffer_bytes),

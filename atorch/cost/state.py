@@ -56,6 +56,8 @@ class Cost:
 
     # The job.
     segments: tuple[Segment, ...]
+    in_half: tuple[Segment, ...] = ()  # the same with parameters and inputs in 16 bits for 32; empty: not known
+    in_autocast: tuple[Segment, ...] = ()  # the same as autocast runs it, without its copies of weights
     traced_batch: float  # samples that the segments' figures are of
     batch_size: float  # samples of one data-parallel rank in a step
     num_micro_batches: float = 1.0

@@ -9,7 +9,7 @@ attention or activations are fused, or because a norm is computed in fp32, is sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from atorch.cost.profile import Matmul, ModelProfile, Region, Segment
@@ -71,6 +71,7 @@ class Implementation:
 
     itemsize: float = 2.0  # bytes of an activation
     stream_itemsize: float = 0.0  # of the residual stream, where it is kept in another dtype than the rest
+    autocast: bool = False  # norms are in fp32, and each product casts what it takes anew
     flash_attention: bool = True  # scores are recomputed, not kept: Dao et al. 2022, arXiv 2205.14135
     causal: bool = True  # flash attention leaves out what the mask hides, half of the FLOPs
     fused_softmax: bool = True  # else scores that are written are scaled, masked, and cast there and back one by one
@@ -100,6 +101,7 @@ class _Part:
     working_bytes: float = 0.0
     dispatched_bytes: float = 0.0
     num_ops: float = 0.0
+    num_into: int = 1  # products that take what the norm before it gives
 
 
 def transformer_profile(
@@ -109,24 +111,22 @@ def transformer_profile(
 
     Segments are the embedding, the runs of dense blocks and of blocks with experts, and the head with the loss.
     """
-    build = _Build(shape, float(batch_size * shape.seq_len), implementation or Implementation())
-    dense = shape.layers if shape.experts is None else min(shape.experts.dense_layers, shape.layers)
-    segments = [build.embedding()]
-    if dense:
-        segments.append(build.block("blocks", dense, build.feed_forward(shape.ffn)))
-    if shape.experts is not None and shape.layers > dense:
-        segments.append(build.block("expert_blocks", shape.layers - dense, build.mixture(shape.experts)))
-    segments.append(build.head())
+    keep = implementation or Implementation()
+    tokens, itemsize = float(batch_size * shape.seq_len), keep.itemsize
+    segments = _Build(shape, tokens, keep).segments()
     num_params = int(sum(each.count * each.num_params for each in segments))
-    itemsize = build.keep.itemsize
+    narrow = (replace(keep, itemsize=2.0), replace(keep, itemsize=2.0, stream_itemsize=4.0, autocast=True))
+    in_half, in_autocast = (_Build(shape, tokens, each).segments() if itemsize == 4.0 else () for each in narrow)
     return ModelProfile(
-        segments=tuple(segments),
+        segments=segments,
+        in_half=in_half,
+        in_autocast=in_autocast,
         batch_size=batch_size,
         num_params=num_params,
         num_trainable=num_params,
         param_bytes=int(num_params * itemsize),
         trainable_bytes=int(num_params * itemsize),
-        output_bytes=int(build.tokens * shape.vocab * itemsize),
+        output_bytes=int(tokens * shape.vocab * itemsize),
         module_classes=frozenset({"Embedding", "Linear"}),
         block_classes=frozenset({"Linear"}),
     )
@@ -137,7 +137,19 @@ class _Build:
 
     def __init__(self, shape: TransformerShape, tokens: float, keep: Implementation) -> None:
         self.shape, self.tokens, self.keep = shape, tokens, keep
+        self.calls = CALLS * (1.25 if keep.autocast else 1.0)  # a quarter of what autocast calls are casts
         self.stream = tokens * shape.hidden * (keep.stream_itemsize or keep.itemsize)  # bytes of the residual stream
+
+    def segments(self) -> tuple[Segment, ...]:
+        """In the order of execution."""
+        shape = self.shape
+        dense = shape.layers if shape.experts is None else min(shape.experts.dense_layers, shape.layers)
+        segments = [self.embedding()]
+        if dense:
+            segments.append(self.block("blocks", dense, self.feed_forward(shape.ffn)))
+        if shape.experts is not None and shape.layers > dense:
+            segments.append(self.block("expert_blocks", shape.layers - dense, self.mixture(shape.experts)))
+        return (*segments, self.head())
 
     def embedding(self) -> Segment:
         """Rows of a table, and of another one for positions."""
@@ -150,7 +162,7 @@ class _Build:
             split_params=table,
             outside=Region(saved_bytes=8.0 * self.tokens, traffic_bytes=2.0 * self.stream),
             working_bytes=self.stream,
-            num_ops=3.0 * CALLS,
+            num_ops=3.0 * self.calls,
             sequence_length=shape.seq_len,
         )
 
@@ -158,7 +170,8 @@ class _Build:
         """Two branches, each a norm before it and a sum after it."""
         shape = self.shape
         attention = self.attention() if shape.latent is None else self.latent_attention(shape.latent)
-        parts = (self.norm(), attention, self.residual(), self.norm(), feed_forward, self.residual())
+        first, second = (self.norm(products=each.num_into) for each in (attention, feed_forward))
+        parts = (first, attention, self.residual(), second, feed_forward, self.residual())
         params = sum(each.params for each in parts)
         return Segment(
             name=name,
@@ -175,7 +188,7 @@ class _Build:
             input_bytes=self.stream,
             working_bytes=max(each.working_bytes for each in parts),
             split_working=True,
-            num_ops=CALLS * sum(each.num_ops for each in parts),
+            num_ops=self.calls * sum(each.num_ops for each in parts),
             num_heads=shape.heads,
             num_kv_heads=shape.kv_heads,
             head_dim=shape.head_dim if shape.latent is None else shape.latent.mean_dim,
@@ -191,7 +204,7 @@ class _Build:
         """The last norm, the logits, and the cross entropy."""
         shape, keep, norm = self.shape, self.keep, self.norm()
         table, logits = float(shape.vocab * shape.hidden), self.tokens * shape.vocab
-        own = 0.0 if shape.tied else table
+        own, kept = 0.0 if shape.tied else table, keep.logit_bytes * logits
         cached = 2.0 * shape.layers * self.tokens * shape.kv_heads * shape.head_dim * keep.itemsize
         return Segment(
             name="head",
@@ -201,24 +214,21 @@ class _Build:
             tied_params=table - own,
             matmuls=(Matmul(rows=self.tokens, inner=shape.hidden, columns=shape.vocab, split="columns"),),
             outside=_together(norm.outside, Region(saved_bytes=keep.cached_passes * cached)),
-            inside=Region(
-                saved_bytes=keep.logit_bytes * logits,
-                selective_bytes=keep.logit_bytes * logits,
-                traffic_bytes=2.0 * (keep.itemsize + keep.logit_bytes) * logits,
-            ),
+            inside=_region(kept, kept, 2.0 * (keep.itemsize * logits + kept)),
             input_bytes=self.stream,
             working_bytes=keep.loss_bytes * logits,
             split_working=True,
-            num_ops=CALLS * (norm.num_ops + 8.0),
+            num_ops=self.calls * (norm.num_ops + 8.0),
             num_losses=1,
             sequence_length=shape.seq_len,
         )
 
-    def norm(self, width: int = 0) -> _Part:
+    def norm(self, width: int = 0, products: int = 1) -> _Part:
         """A norm keeps its input, and the product after it keeps its output.
 
         Computed in fp32 without fusion it keeps the input in fp32 (for the square and for the scaling, the same tensor)
-        and the normalised values in the dtype of the weight they are multiplied with.
+        and the normalised values in the dtype of the weight they are multiplied with. Under autocast each of `products`
+        keeps a cast of the output.
         """
         shape, keep = self.shape, self.keep
         elements, params = self.tokens * (width or shape.hidden), float(width or shape.hidden)
@@ -227,6 +237,9 @@ class _Build:
         output = elements * keep.itemsize
         saved = 2.0 * output if keep.fused_norm else (4.0 + 2.0 * keep.itemsize) * elements
         traffic = 2.0 * output if keep.fused_norm else 2.0 * output + 20.0 * elements
+        if keep.autocast:
+            saved = (4.0 if keep.fused_norm else 8.0) * elements + products * output
+            traffic = (8.0 if keep.fused_norm else 28.0) * elements + products * (4.0 + keep.itemsize) * elements
         return _Part(params=params, outside=Region(saved_bytes=saved, traffic_bytes=traffic), num_ops=1.0)
 
     def residual(self) -> _Part:
@@ -242,13 +255,8 @@ class _Build:
         core = self._core(query, key, key, query)
         weights = float(shape.hidden * (2 * query + 2 * key))
         columns = float(query + 2 * key) if shape.bias else 0.0
-        into: tuple[Matmul, ...] = (self._product(shape.hidden, query + 2 * key, "columns"),)
-        if not self.keep.fused_projections:
-            into = (
-                self._product(shape.hidden, query, "columns"),
-                self._product(shape.hidden, key, "columns"),
-                self._product(shape.hidden, key, "columns"),
-            )
+        widths = (query + 2 * key,) if self.keep.fused_projections else (query, key, key)
+        into = tuple(self._product(shape.hidden, width, "columns") for width in widths)
         return _Part(
             params=weights + columns + (shape.hidden if shape.bias else 0.0),
             split_params=weights + columns,
@@ -258,6 +266,7 @@ class _Build:
             inside=core.inside,
             working_bytes=core.working_bytes,
             num_ops=core.num_ops + 4.0,
+            num_into=len(into),
         )
 
     def latent_attention(self, latent: LatentAttention) -> _Part:
@@ -300,26 +309,17 @@ class _Build:
         if keep.flash_attention:
             kept += 4.0 * self.tokens * shape.heads  # a statistic of every row of scores
             gradients = self.tokens * (query + key + value + result) * keep.itemsize
-            return _Part(
-                attention_flops=flops / 2 if keep.causal else flops,
-                inside=Region(saved_bytes=kept, selective_bytes=kept, traffic_bytes=rotated),
-                working_bytes=gradients,
-                num_ops=3.0,
-            )
+            inside, flops = _region(kept, kept, rotated), flops / 2 if keep.causal else flops
+            return _Part(attention_flops=flops, inside=inside, working_bytes=gradients, num_ops=3.0)
         # Probabilities, and with dropout what is left of them and a mask: 5 bytes a score in 16 bits.
         scores = self.tokens * shape.seq_len * shape.heads
         written = (2.0 * keep.itemsize + 1.0 if keep.dropout else keep.itemsize) * scores
         # The softmax reads and writes them, and so does dropout; what products read and write is theirs.
         passes = (2.0 if keep.fused_softmax else 10.0) + (2.0 if keep.dropout else 0.0)
-        region = Region(
-            saved_bytes=kept + written,
-            selective_bytes=kept,
-            traffic_bytes=rotated + passes * keep.itemsize * scores,
-        )
         return _Part(
             attention_flops=flops,
             scores_bytes=written,
-            inside=region,
+            inside=_region(kept + written, kept, rotated + passes * keep.itemsize * scores),
             working_bytes=2.0 * keep.itemsize * scores,
             num_ops=6.0,
         )
@@ -339,6 +339,7 @@ class _Build:
             inside=kept.inside,
             working_bytes=kept.working_bytes,
             num_ops=kept.num_ops + 2.0,
+            num_into=parts,
         )
 
     def mixture(self, experts: Experts) -> _Part:
@@ -353,7 +354,7 @@ class _Build:
         router, weights = float(shape.hidden * experts.count), float(matrices * shape.hidden * experts.ffn)
         moved = copies * shape.hidden * keep.itemsize
         routed, first = copies / experts.count, (matrices - 1) * experts.ffn
-        own = Region(saved_bytes=2.0 * moved, selective_bytes=moved, traffic_bytes=6.0 * moved)
+        own = _region(2.0 * moved, moved, 6.0 * moved)
         scores = Region(saved_bytes=8.0 * self.tokens * experts.count)
         count = float(experts.count)
         matmuls = (
@@ -380,18 +381,17 @@ class _Build:
         each = tokens * width * keep.itemsize
         unfused = 1 if self.shape.gated and not keep.fused_activation else 0
         saved = (inputs + 1 + unfused) * each
-        region = Region(
-            saved_bytes=saved, selective_bytes=inputs * each, traffic_bytes=(inputs + 1 + 2 * unfused) * each
-        )
+        region = _region(saved, inputs * each, (inputs + 1 + 2 * unfused) * each)
         return _Part(inside=region, working_bytes=(inputs + unfused) * each, num_ops=1.0)
 
     def _product(self, inner: int, columns: int, split: Literal["columns", "rows", "none"]) -> Matmul:
         return Matmul(rows=self.tokens, inner=inner, columns=columns, split=split)
 
 
+def _region(saved: float, selective: float, traffic: float) -> Region:
+    return Region(saved_bytes=saved, selective_bytes=selective, traffic_bytes=traffic)
+
+
 def _together(*regions: Region) -> Region:
-    return Region(
-        saved_bytes=sum(each.saved_bytes for each in regions),
-        selective_bytes=sum(each.selective_bytes for each in regions),
-        traffic_bytes=sum(each.traffic_bytes for each in regions),
-    )
+    kinds = ("saved_bytes", "selective_bytes", "traffic_bytes")
+    return Region(**{kind: sum(getattr(each, kind) for each in regions) for kind in kinds})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.blocks import outside_of
+from atorch.logs import muted
 from atorch.positions import made_alone
 from atorch.profiler.recording import Recorder
 from atorch.profiler.tensors import map_tensors, tensors_of
@@ -44,7 +45,8 @@ def _is_by_token(module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool
     few_args, few_kwargs = map_tensors(lambda _: few, (args, kwargs))
     _, of_all = made_alone(partial(module.forward, *args, **kwargs), given)
     try:
-        made, of_few = made_alone(partial(module.forward, *few_args, **few_kwargs), [few])
+        with muted("torch._subclasses.fake_tensor"):
+            made, of_few = made_alone(partial(module.forward, *few_args, **few_kwargs), [few])
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # it takes no others
         return False
     sizes[1] = few.shape[1]

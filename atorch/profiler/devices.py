@@ -13,6 +13,27 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from atorch.profiler.tensors import map_tensors
+
+_WIDE = frozenset(
+    (
+        *(
+            "softmax",
+            "softmin",
+            "log_softmax",
+            "layer_norm",
+            "group_norm",
+            "norm",
+            "cross_entropy",
+            "nll_loss",
+            "kl_div",
+        ),
+        *("binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "smooth_l1_loss", "exp", "log", "log1p", "pow"),
+        *("rsqrt", "reciprocal", "softplus", "sum", "prod", "cumsum", "cumprod", "kl_div"),
+    )
+)
+"""Operations that autocast runs in fp32 on GPUs, most of them not on CPUs: https://docs.pytorch.org/docs/stable/amp.html"""
+
 
 def as_on(device_type: str) -> AbstractContextManager[Any]:
     """Operations on tensors of the CPU are traced as they would be on a device of this type."""
@@ -24,11 +45,17 @@ class _AsOnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _WIDE:
+            args, kwargs = map_tensors(_widened, (args, kwargs))
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any) -> Any:

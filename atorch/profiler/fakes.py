@@ -23,10 +23,13 @@ _aten = torch.ops.aten
 
 
 class Fakes:
-    """Makes fake tensors of a device, and runs a model on them."""
+    """Makes fake tensors of a device, and runs a model on them.
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+    dtype: of what is in floating point, whatever it is in; None: that of each.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> None:
+        self._device, self._dtype = torch.device(device), dtype
         # Real tensors that a model still holds, in lists or closures, become fakes where they are used.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -39,8 +42,9 @@ class Fakes:
         tensor = local_part(tensor)
         if tensor.layout != torch.strided or tensor.is_nested:
             raise ArgumentError(f"there are no fakes of tensors of layout {tensor.layout}")
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         with self._mode:
-            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=self._device)
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     def fake_unless_known(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from atorch.profiler.tensors import tensor_bytes, tensors_of
 _FREE = frozenset(
     (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
 )
+_NARROW = (torch.bfloat16, torch.float16)
 _SAVING = torch.ops.aten.detach  # as `Recorder.save` does
 
 
@@ -75,9 +76,17 @@ class Recorder:
     Args:
         weights: parameters of the model that runs, by number. These and `buffers` are held anyway, and never saved.
         batch: the tensors it is given.
+        casts_apart: weights that are cast to 16 bits are neither saved nor moved: costs keep account of them.
     """
 
-    def __init__(self, weights: Mapping[int, torch.Tensor], buffers: Iterable[torch.Tensor], batch: Any) -> None:
+    def __init__(
+        self,
+        weights: Mapping[int, torch.Tensor],
+        buffers: Iterable[torch.Tensor],
+        batch: Any,
+        *,
+        casts_apart: bool = False,
+    ) -> None:
         self.stretches = [Stretch()]
         self.made: dict[Value, int] = {}  # value → place of the stretch that computed it
         self.all_saved: set[Value] = set()
@@ -89,7 +98,7 @@ class Recorder:
         # What is computed from weights, and what else is no mask and no table of positions: the batch's own numbers.
         self.activations = {self.value(each) for each in tensors_of(batch) if each.is_floating_point()}
         self.fused_attention = False  # whether a block called `scaled_dot_product_attention`
-        self._is_on = True
+        self._is_on, self._casts_apart = True, casts_apart
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -213,6 +222,9 @@ class Recorder:
         if weights and not node.is_table and not any(operands[value].is_floating_point() for value in node.reads):
             source = tuple(dict.fromkeys(number for value in weights for number in self._weights[value]))
             self._weights.update(dict.fromkeys(node.writes, source))
+            if self._casts_apart and all(each.dtype in _NARROW for each in results):
+                self._held.update(node.writes)
+                operation.moved_bytes = 0
             node.reads = node.writes = ()
 
 

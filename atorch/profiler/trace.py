@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from atorch.blocks import repeated_blocks
-from atorch.cost import AttentionKind, ModelProfile
+from atorch.cost import AttentionKind, ModelProfile, Segment
 from atorch.distributed.rng import preserved_rng
 from atorch.elementwise import is_elementwise
 from atorch.errors import ArgumentError
-from atorch.logs import logger
+from atorch.logs import logger, muted
 from atorch.originals import OriginalReachedError, Originals
 from atorch.profiler.alike import groups_of_alike
 from atorch.profiler.by_token import watch_outside
@@ -48,6 +48,7 @@ class _Job:
     loss_func: LossFunc | None
     device_type: str
     blocks: Mapping[str, nn.Module]
+    numbers: Literal["own", "half", "autocast"] = "own"  # those that the model is in, or as a method runs it
 
     @property
     def functions(self) -> tuple[CallModel, LossFunc | None]:
@@ -84,13 +85,26 @@ def trace(
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     blocks = repeated_blocks(model) if parts is None else parts
     job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks)
+    ownership = Ownership.of(model, blocks)
     with preserved_rng():
         recorder, output, traced = _run(job)
+        narrow = [
+            _in_16_bits(each) if traced else None
+            for each in (replace(job, numbers="half"), replace(job, numbers="autocast"))
+        ]
         optimizer = None if make_optimizer is None else _stepped_alone(make_optimizer)
     samples, parameters = batch_size(sample_batch), list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    segments, in_half, in_autocast = (
+        () if each is None else segments_of(each, ownership, samples, joined=parts is None)
+        for each in (recorder, *narrow)
+    )
+    has_half = _are_alike(segments, in_half)
+    has_autocast = has_half and _are_alike(segments, in_autocast)
     return ModelProfile(
-        segments=segments_of(recorder, Ownership.of(model, blocks), samples, joined=parts is None),
+        segments=segments,
+        in_half=in_half if has_half else (),
+        in_autocast=tuple(map(_with_results, in_autocast, in_half)) if has_autocast else (),
         batch_size=samples,
         num_params=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in trainable),
@@ -144,10 +158,37 @@ def _run(job: _Job) -> tuple[Recorder, Any, bool]:
     return *_for_real(job), False
 
 
+def _in_16_bits(job: _Job) -> Recorder | None:
+    """The pass as `half` or `amp_native` would run it; None for a model that is not in fp32, or fails in 16 bits."""
+    if any(each.dtype != torch.float32 for each in job.model.parameters()):
+        return None
+    try:
+        with muted("torch._subclasses.fake_tensor"):
+            return _on_fakes(job, groups_of_alike(job.blocks))[0]
+    except Exception as error:  # a stranger's model may fail in any way where it meets 16 bits
+        logger.info("what %s takes is reckoned from fp32, as the model fails there: %s", job.numbers, error)
+        return None
+
+
+def _are_alike(segments: tuple[Segment, ...], others: tuple[Segment, ...]) -> bool:
+    """Whether a pass in other numbers was cut as the first one was."""
+    first, second = (
+        [(each.name, each.count, each.is_block, each.num_params, len(each.matmuls)) for each in those]
+        for those in (segments, others)
+    )
+    return first == second
+
+
+def _with_results(segment: Segment, in_half: Segment) -> Segment:
+    """A segment under autocast. Where a cast of a result is saved, selective recomputation keeps the result."""
+    results = max(segment.inside.selective_bytes, in_half.inside.selective_bytes)
+    return replace(segment, inside=replace(segment.inside, selective_bytes=results))
+
+
 def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any]:
     from atorch.profiler.fakes import Fakes
 
-    fakes = Fakes()
+    fakes = Fakes(dtype=torch.bfloat16 if job.numbers == "half" else None)
     equal = [[job.blocks[name] for name in group] for group in groups]
     duplicate, functions = copy_with(job.model, job.functions, fakes.fake, equal)
     batch = map_tensors(fakes.fake_unless_known, job.batch)
@@ -172,7 +213,7 @@ def _record(
     call_model, loss_func = functions
     numbers = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
     weights = {numbers[name]: tensor for name, tensor in duplicate.named_parameters()}
-    recorder = Recorder(weights, duplicate.buffers(), batch)
+    recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=job.numbers == "autocast")
     blocks = {name: duplicate.get_submodule(name) for name in job.blocks}
     Blocks(recorder, groups).watch(blocks)
     watch_outside(recorder, duplicate, blocks)
@@ -182,9 +223,11 @@ def _record(
         stack.enter_context(as_on(job.device_type))
         stack.enter_context(recorder.recording())
         stack.enter_context(Originals(job.model))
-        output = call_model(duplicate, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers == "autocast"):
+            output = call_model(duplicate, batch)
         if loss_func is not None:
-            loss_func(batch, output)
+            with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers != "own"):
+                loss_func(batch, output)
     return recorder, output
 
 

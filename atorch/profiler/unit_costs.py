@@ -60,7 +60,7 @@ def unit_costs(
         cost = fold(cost)
     found: list[UnitCost] = []
     waiting: UnitCost | None = None
-    for segment in profile.segments:
+    for segment in cost.segments:
         made = _unit_cost(cost, replace(segment, is_block=segment.name in blocks), device)
         if segment.name:
             found.append(_with(made, waiting))

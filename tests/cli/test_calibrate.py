@@ -72,8 +72,8 @@ def test_constants_are_fitted_to_runs_of_ones_own(timed, tmp_path, capsys):
     output = " ".join(capsys.readouterr().out.split())
     found, shipped = ClusterSpec.load(tmp_path / "mine.json"), ClusterSpec.load("8xH100-80GB")
     assert found.device.efficiency != shipped.device.efficiency
-    assert "fitted by atorch calibrate on 5 runs" in found.source_of("device.efficiency.matmul")
-    assert "device.efficiency.matmul" in output
+    assert "fitted by atorch calibrate on 5 runs" in found.source_of("device.efficiency.traffic")
+    assert "device.efficiency.traffic" in output
     assert "median error: " in output
     assert "mine.json: NVIDIA H100 80GB HBM3 as these runs have it" in output
     assert main(["plan", "--layers", "2", "--hidden", "256", "--heads", "4", "--ffn", "512", "--vocab", "100", "--seq",

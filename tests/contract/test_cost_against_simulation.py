@@ -85,12 +85,6 @@ TOGETHER: tuple[Composition, ...] = (
 
 KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
     (
-        frozenset(("half",)),
-        -0.23,
-        0.1,
-        "norms and losses stay in fp32 inside of a 16-bit model; traced in fp32, the profile has no copies of that",
-    ),
-    (
         frozenset(("fsdp", "checkpoint")),
         -0.1,
         0.22,
@@ -109,7 +103,7 @@ KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
         (
             frozenset(methods),
             -0.1,
-            0.17,
+            0.19,
             "the estimate has the most that any operation works with at the peak; what runs then works with less",
         )
         for methods in (

@@ -29,7 +29,8 @@ WHOLE = replicate(
     )
 )  # fmt: skip
 OTHERS = {
-    "segments": (replace(BLOCK, num_ops=1000), HEAD), "axes": AXES | {"data": 2, "zero": 2}, "schedule": "gpipe",
+    "segments": (replace(BLOCK, num_ops=1000), HEAD), "in_half": (BLOCK, HEAD), "in_autocast": (BLOCK, HEAD),
+    "axes": AXES | {"data": 2, "zero": 2}, "schedule": "gpipe",
     "dtype": "bfloat16", "recompute_keeps": "selective", "comm": (), "device_bytes": 1e9,
     "attention": "written", "fp8": "tensorwise", "attention_kernel": "flash3", "tensor_beside": "chunks",
 }  # fmt: skip

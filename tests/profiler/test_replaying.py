@@ -51,7 +51,7 @@ def runs(monkeypatch):
 
 def test_equal_blocks_run_once(runs):
     profile = traced(Model())
-    assert runs == [0]
+    assert runs == [0] * 3  # in fp32, half and autocast
     assert [(each.name, each.count) for each in profile.segments] == [("start", 1), ("blocks.0", 4), ("end", 1)]
 
 
@@ -62,7 +62,7 @@ def test_inputs_of_another_shape_are_run(runs):
             return fourth(third(second(first(self.first(inputs)))[:1].clone()))
 
     profile = traced(Pooling())
-    assert runs == [0, 0]  # what is equal shares its parts
+    assert runs == [0, 0] * 3  # what is equal shares its parts
     assert [(each.name, each.count) for each in profile.blocks] == [("blocks.0", 2), ("blocks.2", 2)]
     assert profile.matmul_flops == 2 * 16 * (2 + 2 + 2 + 1 + 1)
 
@@ -76,7 +76,7 @@ def test_arguments_that_are_no_tensors_count(runs):
             return inputs
 
     traced(Told())
-    assert runs == [0, 0]
+    assert runs == [0, 0] * 3
 
 
 class Passing(Block):

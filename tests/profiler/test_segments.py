@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.auto.strategy import Strategy
+from atorch.cost import plain_cost
 from atorch.profiler.trace import trace
 from tests.profiler.families import (
     BATCH,
@@ -44,9 +47,23 @@ def traced(given: Given, **kwargs):
     return trace(model.train(), batch, call, loss_of, **kwargs)
 
 
+class Casting(TorchDispatchMode):
+    """Adds copies of what is held in another dtype to what is held."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket is torch.ops.aten._to_copy and args[0].untyped_storage()._cdata in self.held:
+            self.held[out.untyped_storage()._cdata] = out
+        return out
+
+
 def really_saved(model, batch):
-    """Bytes of the storages that autograd saves in a real run, parameters and buffers apart."""
-    held = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    """Bytes of the storages that autograd saves in a real run, parameters, their copies and buffers apart."""
+    held = {each.untyped_storage()._cdata: each for each in (*model.parameters(), *model.buffers())}
     saved = {}
 
     def pack(tensor):
@@ -55,7 +72,7 @@ def really_saved(model, batch):
             saved.setdefault(storage._cdata, storage)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Casting(held):
         call(model.train(), batch)
     return sum(storage.nbytes() for storage in saved.values())
 
@@ -67,6 +84,47 @@ def test_saved_bytes_are_those_of_a_real_run(make):
     profile = trace(model.train(), batch, call, loss_of)
     assert profile.traced
     assert profile.activation_bytes == really_saved(model, batch)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_saved_bytes_in_16_bits_are_those_of_a_real_run(make):
+    """Norms and losses that the models compute in fp32 stay there, and autocast casts what every product takes anew."""
+    torch.manual_seed(0)
+    model, batch = make()
+    profile = trace(model.train(), batch, call, loss_of)
+    in_half, in_autocast = (
+        sum(each.count * each.saved_bytes for each in segments) for segments in (profile.in_half, profile.in_autocast)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_autocast == pytest.approx(really_saved(model, batch), rel=0.01)  # experts that a router chooses
+    narrow = {name: each.bfloat16() if each.is_floating_point() else each for name, each in batch.items()}
+    assert in_half == pytest.approx(really_saved(model.bfloat16(), narrow), rel=0.01)
+    assert profile.activation_bytes / 2 <= in_half <= in_autocast <= profile.activation_bytes
+
+
+def test_a_model_that_fails_in_16_bits_is_reckoned_from_fp32(caplog):
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, inputs):
+            if self.linear.weight.dtype != torch.float32:
+                raise TypeError("made for fp32")
+            return self.linear(inputs)
+
+    def called(model, batch):
+        return model(batch)
+
+    model, batch = Wide(), torch.ones(4, 8)
+    with caplog.at_level("INFO", logger="atorch"):
+        profile = trace(model, batch, called, lambda batch, output: output.sum())
+    assert "what half takes is reckoned from fp32" in caplog.text
+    assert profile.in_half == profile.in_autocast == ()
+    start = plain_cost(profile)
+    assert Strategy.of([("half", "bf16")]).cost(start).activation_scale == 0.5
+    assert Strategy.of([("amp_native", "bf16")]).cost(start).activation_scale == pytest.approx(2 / 3)
+    assert not trace(model.bfloat16(), batch, lambda model, batch: model.linear(batch.bfloat16()), None).in_half
 
 
 @pytest.mark.parametrize("make", FAMILIES)

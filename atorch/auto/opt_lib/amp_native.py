@@ -41,15 +41,18 @@ class AmpNative(Precision):
     def cost(self, cost: Cost) -> Cost:
         """Matmuls in 16 bits: what they save halves, and every weight is cast once a micro-batch.
 
-        About two thirds of a transformer's activations and traffic belong to operations that autocast runs in 16
-        bits; the casts add a quarter to the operators called, as counted for Llama, GPT-2 and BERT.
+        What was traced in fp32 alone keeps and moves two thirds, and calls a quarter more: so do transformers.
         """
         agreed = self.agree(cost) if self.dtype == "fp16" or self.skip_if_nonfinite else cost
+        moved, called = (1.0, 1.0) if cost.in_autocast else (2 / 3, 5 / 4)
         return agreed.but(
+            segments=cost.in_autocast or cost.segments,
+            in_half=(),
+            in_autocast=(),
             dtype=NAMES[self.dtype],
-            activation_scale=cost.activation_scale * 2 / 3,
-            traffic_scale=cost.traffic_scale * 2 / 3,
-            ops_scale=cost.ops_scale * 5 / 4,
+            activation_scale=cost.activation_scale * moved,
+            traffic_scale=cost.traffic_scale * moved,
+            ops_scale=cost.ops_scale * called,
             cast_itemsize=cost.cast_itemsize + 2.0,
             cast_traffic_bytes=cost.cast_traffic_bytes + 1.5 * cost.param_itemsize,
         )

@@ -37,16 +37,23 @@ class Half(Precision):
         )
 
     def cost(self, cost: Cost) -> Cost:
-        """Everything in 16 bits but the optimizer, which steps fp32 masters and casts them back."""
+        """Everything in 16 bits but the optimizer, which steps fp32 masters and casts them back.
+
+        Norms and losses that a model computes in fp32 stay there, as far as its trace in 16 bits tells.
+        """
         agreed = self.agree(cost) if self.dtype == "fp16" else cost
+        moved = 1.0 if cost.in_half else 0.5  # of what was traced in fp32 alone
         return agreed.but(
+            segments=cost.in_half or cost.segments,
+            in_half=(),
+            in_autocast=(),
             dtype=NAMES[self.dtype],
             param_itemsize=cost.param_itemsize / 2,
             grad_itemsize=cost.grad_itemsize / 2,
             buffer_bytes=cost.buffer_bytes / 2,
             master_itemsize=cost.master_itemsize + 4.0,
-            activation_scale=cost.activation_scale / 2,
-            traffic_scale=cost.traffic_scale / 2,
+            activation_scale=cost.activation_scale * moved,
+            traffic_scale=cost.traffic_scale * moved,
         )
 
     @classmethod

@@ -82,6 +82,8 @@ def _shortened(profile: ModelProfile, share: int) -> ModelProfile:
     return replace(
         profile,
         segments=tuple(_shorter(each, share) for each in profile.segments),
+        in_half=tuple(_shorter(each, share) for each in profile.in_half),
+        in_autocast=tuple(_shorter(each, share) for each in profile.in_autocast),
         output_bytes=profile.output_bytes // share,
     )
 

@@ -116,9 +116,10 @@ def test_every_scored_composition_has_its_bytes_and_what_binds(plan):
     for row in range(0, plan.num_compositions, 97):
         held = sum(values[row] for values in candidates["memory"].values())
         assert held == pytest.approx(candidates["peak_bytes"][row], rel=1e-3)
-        assert bool(candidates["why"][row]) == (candidates["peak_bytes"][row] > data["usable_bytes"]) or (
-            candidates["why"][row] == "host memory"
-        )
+        # What the allocator cannot use is needed, too.
+        is_large = candidates["peak_bytes"][row] > data["usable_bytes"]
+        assert candidates["why"][row] or not is_large
+        assert is_large or not candidates["why"][row] or 1.1 * candidates["peak_bytes"][row] > data["usable_bytes"]
     assert {each["why"] for each in data["rejected"]} >= {"memory", "slower"}
     assert all(sum(counts.values()) == plan.num_compositions for counts in data["counts_by_axis"].values())
     assert any(len(counts) > 1 for counts in data["counts_by_axis"].values())
