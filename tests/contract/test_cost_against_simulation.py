@@ -279,7 +279,7 @@ def _same_messages(expected: Mapping[tuple[str, frozenset[str]], tuple[float, fl
         assert size == pytest.approx(sent[key][1], rel=0.1), key
 
 
-@pytest.mark.parametrize("others", [[], ["checkpoint"]], ids=str)
+@pytest.mark.parametrize("others", [[], pytest.param(["checkpoint"], marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.matrix) for stage in (0, 2, 3))])
 def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int, others: list[Any]) -> None:
     """More than under 1F1B, and the more the later it is; recomputation saves memory on the first alone."""
