@@ -85,11 +85,11 @@ def trace(
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     blocks = repeated_blocks(model) if parts is None else parts
     job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks)
-    ownership = Ownership.of(model, blocks)
+    ownership, groups = Ownership.of(model, blocks), groups_of_alike(blocks)
     with preserved_rng():
-        recorder, output, traced = _run(job)
+        recorder, output, traced = _run(job, groups)
         narrow = [
-            _in_16_bits(each) if traced else None
+            _in_16_bits(each, groups) if traced else None
             for each in (replace(job, numbers="half"), replace(job, numbers="autocast"))
         ]
         optimizer = None if make_optimizer is None else _stepped_alone(make_optimizer)
@@ -136,15 +136,15 @@ def _class_names(models: Iterable[nn.Module]) -> frozenset[str]:
     return frozenset(type(module).__name__ for model in models for module in model.modules())
 
 
-def _run(job: _Job) -> tuple[Recorder, Any, bool]:
+def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, bool]:
     """The forward pass on fakes, each group of equal blocks run once; else every block; else for real.
 
     User code may fail on fakes in any way, and where equal blocks leave something behind for others, if only one runs;
     a fault of its own comes up again in the real run, and is raised there.
     """
-    for groups in (groups_of_alike(job.blocks), ()):
+    for equal in (groups, ()):
         try:
-            return *_on_fakes(job, groups), True
+            return *_on_fakes(job, equal), True
         except OriginalReachedError:
             raise
         except Exception as error:
@@ -158,13 +158,13 @@ def _run(job: _Job) -> tuple[Recorder, Any, bool]:
     return *_for_real(job), False
 
 
-def _in_16_bits(job: _Job) -> Recorder | None:
+def _in_16_bits(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder | None:
     """The pass as `half` or `amp_native` would run it; None for a model that is not in fp32, or fails in 16 bits."""
     if any(each.dtype != torch.float32 for each in job.model.parameters()):
         return None
     try:
         with muted("torch._subclasses.fake_tensor"):
-            return _on_fakes(job, groups_of_alike(job.blocks))[0]
+            return _on_fakes(job, groups)[0]
     except Exception as error:  # a stranger's model may fail in any way where it meets 16 bits
         logger.info("what %s takes is reckoned from fp32, as the model fails there: %s", job.numbers, error)
         return None
