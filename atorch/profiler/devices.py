@@ -15,22 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from atorch.profiler.tensors import map_tensors
 
-_WIDE = frozenset(
-    (
-        *(
-            "softmax",
-            "softmin",
-            "log_softmax",
-            "layer_norm",
-            "group_norm",
-            "norm",
-            "cross_entropy",
-            "nll_loss",
-            "kl_div",
-        ),
-        *("binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "smooth_l1_loss", "exp", "log", "log1p", "pow"),
-        *("rsqrt", "reciprocal", "softplus", "sum", "prod", "cumsum", "cumprod", "kl_div"),
-    )
+_IN_FP32 = (
+    *("softmax", "softmin", "log_softmax", "layer_norm", "group_norm", "norm", "softplus", "cross_entropy", "nll_loss"),
+    *("binary_cross_entropy_with_logits", "kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "exp", "log", "log1p"),
+    *("pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "sum", "prod", "cumsum", "cumprod"),
 )
 """Operations that autocast runs in fp32 on GPUs, most of them not on CPUs: https://docs.pytorch.org/docs/stable/amp.html"""
 
@@ -45,7 +33,7 @@ class _AsOnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _WIDE:
+        if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FP32:
             args, kwargs = map_tensors(_widened, (args, kwargs))
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)

@@ -1,4 +1,6 @@
-"""A model and a batch to a ModelProfile: one forward pass and loss on fake tensors, recorded operation by operation.
+"""A model and a batch to a ModelProfile: a forward pass and loss on fake tensors, recorded operation by operation.
+
+A model in fp32 runs as `half` and as autocast would have it, too: what stays in fp32 there, no pass in fp32 tells.
 
 The model is never run and never touched: its structure is copied with fake tensors in place of its own, so a model on
 the meta device costs no memory and a real one no time. Of blocks that are equal by structure one is copied and run.

@@ -1,4 +1,4 @@
-"""On a GPU attention is one operation, and dropout keeps a byte an element."""
+"""On a GPU attention is one operation, dropout keeps a byte an element, and autocast runs more in fp32."""
 
 import torch
 from torch.nn import functional
@@ -26,6 +26,23 @@ def test_dropout_keeps_a_mask_of_bytes():
         assert saved_bytes(functional.dropout, inputs) == 100
         assert torch.equal(functional.dropout(inputs, training=False), inputs)
         assert saved_bytes(torch.nn.Dropout(0.5), inputs) == 100
+
+
+def test_autocast_runs_in_fp32_what_gpus_do():
+    """Lists of https://docs.pytorch.org/docs/stable/amp.html; without autocast nothing changes."""
+    narrow, weight = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(8, 8)
+    wide = [
+        lambda: functional.layer_norm(narrow, (8,)),
+        lambda: narrow.softmax(dim=-1),
+        lambda: torch.pow(narrow, 3.0),
+        lambda: narrow**2,
+        lambda: narrow.sum(),
+    ]
+    with as_on("cuda"):
+        assert {each().dtype for each in wide} == {torch.bfloat16}
+        with torch.autocast("cpu", torch.bfloat16):
+            assert {each().dtype for each in wide} == {torch.float32}
+            assert functional.linear(narrow, weight).dtype == functional.gelu(narrow).dtype == torch.bfloat16
 
 
 def test_attention_writes_no_scores():

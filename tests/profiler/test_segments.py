@@ -96,7 +96,9 @@ def test_saved_bytes_in_16_bits_are_those_of_a_real_run(make):
         sum(each.count * each.saved_bytes for each in segments) for segments in (profile.in_half, profile.in_autocast)
     )
     with torch.autocast("cpu", torch.bfloat16):
-        assert in_autocast == pytest.approx(really_saved(model, batch), rel=0.01)  # experts that a router chooses
+        assert in_autocast == pytest.approx(
+            really_saved(model, batch), rel=0.01
+        )  # routers choose otherwise, small casts differ
     narrow = {name: each.bfloat16() if each.is_floating_point() else each for name, each in batch.items()}
     assert in_half == pytest.approx(really_saved(model.bfloat16(), narrow), rel=0.01)
     assert profile.activation_bytes / 2 <= in_half <= in_autocast <= profile.activation_bytes
