@@ -145,14 +145,17 @@ def here() -> Any:
 
 
 def estimate(model: torch.nn.Module, strategy: list[Any], batch: Any) -> dict[str, float]:
-    """The step and the memory that the planner expects; nothing where it has no estimate."""
+    """The step and the memory that the planner expects of these methods alone; nothing where it has no estimate."""
     from atorch import plan
+    from atorch.auto.strategy import METHODS, Strategy
     from atorch.errors import AtorchError
 
+    fixed = Strategy.of(strategy)
     try:
         found = plan(
-            model, batch, cluster=here(), fixed=strategy, loss_func=loss_func, optim_func=torch.optim.AdamW,
-            model_input_format="unpack_dict", precision="fp8", host_memory=True, verify=0,
+            model, batch, cluster=here(), fixed=fixed, excluded=set(METHODS) - set(fixed.names()), loss_func=loss_func,
+            optim_func=torch.optim.AdamW, optim_args=FUSED, model_input_format="unpack_dict", precision="fp8",
+            host_memory=True, verify=0,
         )  # fmt: skip
     except AtorchError:
         return {}

@@ -106,6 +106,8 @@ class Pool:
 
 class _Worker:
     def __init__(self) -> None:
+        # Else an import that asks whether there is a GPU keeps what is forked from using it.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         fork = multiprocessing.get_context("forkserver")
         fork.set_forkserver_preload(list(IMPORTED))
         self.pipe, theirs = fork.Pipe()

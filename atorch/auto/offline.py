@@ -124,7 +124,7 @@ def plan_for(
 
     Args:
         global_batch: samples of a step on all devices together; None for the traced batch on every device.
-        fixed: what `Strategy.of` takes: compositions have exactly these methods.
+        fixed: what `Strategy.of` takes: every composition has these methods, and what else is best beside them.
         precision, host_memory: see `answer`.
         reserve: share of a device's memory that nothing may use.
         verify: None: the best 3, as far as that takes little memory, and with the search not more than half a minute.

@@ -40,7 +40,8 @@ def test_offloaded_inputs_leave_the_device_and_are_pinned(monkeypatch):
         grads.append([p.grad for p in twin.parameters()])
     for got, wanted in zip(*grads, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-    assert [tensor.is_pinned() for tensor in kept] == [False] + [True] * 7  # the first input is a leaf
+    inputs = [tensor for tensor in kept if tensor.numel()]  # torch's checkpoint hands over an empty one, too
+    assert [tensor.is_pinned() for tensor in inputs] == [False] + [True] * 7  # the first input is a leaf
     assert held[0] - held[1] >= 6 * rows * width * 4
 
 

@@ -1,5 +1,6 @@
 """On a GPU attention is one operation, dropout keeps a byte an element, and autocast runs more in fp32."""
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -59,3 +60,28 @@ def test_attention_writes_no_scores():
         assert saved_bytes(attend, query, key, value, bias) < scores
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert torch.allclose(out, functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", [None, torch.float32, torch.bool])
+def test_attention_writes_scores_where_no_kernel_takes_it(mask, is_causal):
+    """By what torch 2.11 chooses and keeps on an H200: grouped keys in fp32, and masks that do not lie in rows."""
+    query = torch.randn(1, 4, 64, 8, requires_grad=True)
+    key, value = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(2))
+    bias = None if mask is None or is_causal else (torch.randn(1, 4, 64, 64) > 0).to(mask)
+    kwargs = {"is_causal": is_causal, "enable_gqa": True}
+    scores = 4 * 4 * 64 * 64
+
+    def attend(*tensors, **kwargs):
+        return functional.scaled_dot_product_attention(*tensors, **kwargs)
+
+    with as_on("cuda"):
+        found = attend(query, key, value, bias, **kwargs)
+        assert saved_bytes(lambda *each: attend(*each, bias, **kwargs), query, key, value) > scores
+        with torch.autocast("cpu", torch.bfloat16):
+            assert saved_bytes(lambda *each: attend(*each, bias, **kwargs), query, key, value) < scores
+        turned = torch.randn(1, 64, 64, 4).permute(0, 3, 1, 2)  # as T5's bias
+        narrow = [each.detach().bfloat16().requires_grad_() for each in (query, key, value)]
+        assert saved_bytes(lambda *each: attend(*each, turned.bfloat16(), enable_gqa=True), *narrow) > scores
+        assert attend(*narrow, turned.bfloat16(), enable_gqa=True).dtype == torch.bfloat16
+    assert torch.allclose(found, attend(query, key, value, bias, **kwargs), atol=1e-6)

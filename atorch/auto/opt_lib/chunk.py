@@ -215,8 +215,9 @@ def kept_by_products(device: torch.device) -> int:
     before = torch.cuda.memory_allocated(device)
     for dtype in (torch.float32, torch.bfloat16):
         weight = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
-        (weight @ weight).sum().backward()  # on autograd's own thread, which has a workspace of its own
-        del weight
+        added = nn.functional.linear(weight, weight, weight[0])  # with a bias cuBLASLt multiplies, not cuBLAS
+        (added @ weight).sum().backward()  # on autograd's own thread, which has a workspace of its own
+        del weight, added
     return torch.cuda.memory_allocated(device) - before
 
 

@@ -88,7 +88,9 @@ class Bounds:
                 continue
             compiled, alone = self._compiled(cost), {"grad_itemsize": 0.0, "cast_itemsize": 0.0}
             finest = _finest(compiled)
-            short = min(self._short(fold(finest).but(**alone)) for _, fold in self._ways(part))
+            short = min((self._short(fold(finest).but(**alone)) for _, fold in self._ways(part)), default=None)
+            if short is None:
+                continue  # no way is legal beside what was chosen
             if short > 0:
                 yield part._replace(short_bytes=short)
             else:

@@ -156,8 +156,10 @@ def _efficient(part: Part) -> Attended:
 def _efficient_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
     key, value, bias = part.repeated(part.key), part.repeated(part.value), _whole_bias(part)
     logs = torch.nn.functional.pad(whole.logs, (0, -part.query.shape[-2] % _ALIGNED))
+    # In 16 bits the kernel reads results as its forward lays them out, rows before heads, whatever their strides say.
+    out = whole.out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
     of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, part.query, key, value, bias, whole.out, logs, *whole.kept, 0.0, [True, True, True, False],
+        grad, part.query, key, value, bias, out, logs, *whole.kept, 0.0, [True, True, True, False],
         part.is_causal, scale=part.scale,
     )  # fmt: skip
     return of_query, _summed(of_key, part.key), _summed(of_value, part.value)

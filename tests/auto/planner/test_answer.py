@@ -222,6 +222,13 @@ def test_fp8_is_not_chosen_unasked_and_what_is_included_is_allowed():
     assert "fp8" in answer(llama(4), H100, global_batch=16, included=["fp8"], precision="fp32").strategy.names()
 
 
+def test_what_is_not_legal_beside_the_fixed_is_passed_over():
+    fixed = Strategy.of([("amp_native", "bf16"), "chunk"])
+    plan = answer(llama(4), H100, global_batch=16, fixed=fixed, precision="fp8")
+    assert {"amp_native", "chunk"} <= set(plan.strategy.names())
+    assert "fp8" not in plan.strategy.names(), "chunks move what fp8 keeps scales of"
+
+
 def test_fp8_leaves_the_head_of_a_shape_out():
     (choice,) = Fp8.choices(llama(4), H100)
     assert choice.exclude == ("head",)

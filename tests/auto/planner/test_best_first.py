@@ -19,8 +19,10 @@ from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.cluster import ClusterSpec, LinkSpec
 from atorch.cost import StepTimes, peak_memory, plain_cost, step_seconds
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.errors import StrategyError
 
 KEPT = {"parallel_mode", "ddp", "fsdp"}
+OPTIONAL = sorted(set(METHODS) - KEPT)
 
 
 @draw.composite
@@ -44,12 +46,11 @@ def jobs(pick):
     spec = ClusterSpec.load(f"{pick(draw.sampled_from(['1', '2', '4', '2x2']))}x{known}")
     link = LinkSpec(bandwidth=pick(draw.sampled_from([1e9, 1e11])), latency_s=pick(draw.sampled_from([1e-6, 1e-3])))
     spec = replace(spec, inter_node=link, host_memory_bytes=pick(draw.sampled_from([1e9, 1e12])))
-    optional = sorted(set(METHODS) - KEPT)
     return (
         profile,
         spec,
         pick(draw.sampled_from([1, 4, 8, 12])),
-        pick(draw.sets(draw.sampled_from(optional), min_size=8)),
+        pick(draw.sets(draw.sampled_from(OPTIONAL), min_size=8)),
     )
 
 
@@ -60,10 +61,14 @@ def brute(space, start, spec):
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
-@given(jobs(), draw.floats(0.05, 1.5))
-def test_the_best_are_those_of_brute_force(job, tightness):
+@given(jobs(), draw.floats(0.05, 1.5), draw.sets(draw.sampled_from(OPTIONAL), max_size=2))
+def test_the_best_are_those_of_brute_force(job, tightness, included):
     profile, spec, batch, excluded = job
-    space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
+    try:
+        space = plannable(profile, spec, excluded=excluded, included=included - excluded)
+    except StrategyError:  # two that exclude each other
+        return
+    start = plain_cost(profile, batch)
     every = list(brute(space, start, spec))
     if not every:
         return

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -115,6 +118,27 @@ def test_what_is_asked_of_kernels_of_cuda(
         assert found.logs.shape == query.shape[:-1]
         assert kernel.forward(part).out.shape == found.out.shape == query.shape
         assert [each.shape for each in part_gradients(part, query, found)] == [query.shape, key.shape, key.shape]
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_efficient_kernel_gets_results_as_it_lays_them_out(
+    is_turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a row of all heads to be one piece of memory, and in 16 bits reads results so: on a GPU, tests/gpu."""
+    strides = []
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, bias: Any, out: Any, *_: Any, **__: Any) -> Any:
+        strides.append(out.stride())
+        return query, key, value, None
+
+    monkeypatch.setattr(
+        "atorch.runtime.context_parallel.kernels._aten",
+        SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward),
+    )
+    query = torch.randn(BATCH, HEADS, ROWS, DIM)
+    out = query.transpose(1, 2).contiguous().transpose(1, 2) if is_turned else query.clone()
+    EFFICIENT.backward(Part(query, query, query), query, Attended(out, torch.zeros(BATCH, HEADS, ROWS)))
+    assert strides == [(ROWS * HEADS * DIM, DIM, HEADS * DIM, 1)]
 
 
 @pytest.mark.parametrize(
