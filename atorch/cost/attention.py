@@ -35,6 +35,7 @@ def fused_seconds(
     segment: Segment, kernel: str, flops: float, again: float, dtype: str, products: ProductTimes
 ) -> float:
     """Forward, backward, and `again` times forward, of `flops` forward; scores are recomputed in backward."""
+    kernel = _taken(kernel, products)
     forward, backward = _shares(kernel, products)
     peak = peak_flops(products.device, dtype)
     per_flop = _slower(segment, kernel) * ((1.0 + again) / forward + (_PASSES - 1.0) / backward) / peak
@@ -61,13 +62,16 @@ def written_seconds(segment: Segment, flops: float, again: float, dtype: str, pr
     return seconds * flops / (count * of_one)
 
 
+def _taken(kernel: str, products: ProductTimes) -> str:
+    """The kernel, or the first that the device lists, which is what PyTorch takes there, where it does not list it."""
+    known = products.device.attention
+    return kernel if kernel in known else next(iter(known), "flash2")
+
+
 def _shares(kernel: str, products: ProductTimes) -> tuple[float, float]:
-    """What the kernel reaches of the peak forward and backward; one that the device does not list is its first."""
-    reached, known = products.device.efficiency.attention, products.device.attention
-    if not known:
-        return reached, reached
-    spec = known.get(kernel) or next(iter(known.values()))
-    return reached * spec.forward, reached * spec.backward
+    """What the kernel reaches of the peak forward and backward."""
+    reached, spec = products.device.efficiency.attention, products.device.attention.get(kernel)
+    return (reached, reached) if spec is None else (reached * spec.forward, reached * spec.backward)
 
 
 def _slower(segment: Segment, kernel: str) -> float:
@@ -75,7 +79,7 @@ def _slower(segment: Segment, kernel: str) -> float:
     slower = 1.0
     if segment.head_dim:
         padded = _STEP * math.ceil(segment.head_dim / _STEP)
-        softmax = _SOFTMAX.get(kernel or "flash2", 0.0)
+        softmax = _SOFTMAX.get(kernel, 0.0)
         slower = (padded + softmax) / segment.head_dim * _HEAD / (_HEAD + softmax)
     if segment.is_causal and segment.sequence_length:
         slower *= _TAIL + _TILE / segment.sequence_length

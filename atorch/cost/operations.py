@@ -120,7 +120,7 @@ def micro_batch_bytes(cost: Cost, params: float, added: float) -> float:
 def optimizer_bytes(cost: Cost) -> float:
     """Moved by the optimizer for one element: it reads and writes parameters and state, and reads gradients."""
     moved = 2.0 * (cost.param_itemsize + cost.optim_itemsize + cost.master_itemsize) + cost.grad_itemsize
-    return moved * (1.0 - cost.optim_offload)  # the host's step is counted with the transfers
+    return moved * cost.optim_traffic * (1.0 - cost.optim_offload)  # the host's step is counted with the transfers
 
 
 def _dequantized_bytes(cost: Cost, product: Matmul, shape: _Local, again: float) -> float:

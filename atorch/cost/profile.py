@@ -132,6 +132,8 @@ class ModelProfile:
     output_bytes: int = 0
     optim_state_per_param: float = 2.0  # elements of optimizer state for one parameter element: Adam 2, momentum 1
     optim_is_elementwise: bool = True  # whether it steps every element by itself, so that its state can be cut anywhere
+    optim_traffic: float = 1.0  # what its step moves, as time, against one that reads and writes everything once
+    optim_temporaries: bool = True  # whether that of Adam's kind makes a tensor for each parameter
     module_classes: frozenset[str] = frozenset()  # names of the module classes in the model
     block_classes: frozenset[str] = frozenset()  # of those, in repeated blocks
     attention: AttentionKind = "fused"

@@ -33,7 +33,8 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         optim_itemsize=grad_itemsize * profile.optim_state_per_param,
         optim_is_elementwise=profile.optim_is_elementwise,
         # Adam over lists of tensors, as torch steps on GPUs, takes the roots of all second moments at once.
-        step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 else 0.0,
+        step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 and profile.optim_temporaries else 0.0,
+        optim_traffic=profile.optim_traffic,
         num_counts=profile.num_counts,
         attention=profile.attention,
         dtype="bfloat16" if mean < 3.0 else "float32",

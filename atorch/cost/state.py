@@ -70,6 +70,7 @@ class Cost:
     grad_itemsize: float = 4.0
     optim_itemsize: float = 8.0
     optim_is_elementwise: bool = True  # steps every element by itself, so that its state can be cut anywhere
+    optim_traffic: float = 1.0  # seconds of its step, against one that reads and writes everything once
     master_itemsize: float = 0.0  # fp32 copies beside low-precision parameters; sharded as the optimizer state is
     param_shards: float = 1.0
     grad_shards: float = 1.0

@@ -30,7 +30,7 @@ from benchmarks.published.frameworks import Framework
 from benchmarks.published.hardware import NODE, cluster_described
 from benchmarks.published.layout import Layout, framework_for, layout_of
 from benchmarks.published.shapes import shape_of
-from benchmarks.published.table import BLANK, UNKNOWN, Row
+from benchmarks.published.table import BLANK, Row
 from benchmarks.published.words import (
     WRITES_SCORES,
     Precision,
@@ -103,7 +103,7 @@ def cost_of(row: Row) -> Cost:
     cost = replace(
         _mix(cost, framework, precision),
         ops_scale=min(launches, COMPILED) if is_compiled(row) else launches,
-        attention_kernel="" if row.text("attn") in UNKNOWN else attention_of(row),
+        attention_kernel=attention_of(row),
         fp8=_fp8_scaling(framework, precision),
         fp8_once=framework.keeps_fp8,
         fp8_gathers=framework.gathers_fp8,

@@ -2,12 +2,15 @@
 
 import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from atorch.cost import plain_cost
+from atorch.cost.operations import optimizer_bytes
 from atorch.errors import ArgumentError
 from atorch.profiler.trace import optimizer_state_per_param, trace
 
@@ -223,3 +226,25 @@ def needs_two_parameters(params):
 )
 def test_optimizer_state(make, state):
     assert optimizer_state_per_param(make) == state
+
+
+@pytest.mark.parametrize(
+    ("make", "traffic", "temporaries"),
+    [
+        (partial(torch.optim.AdamW, fused=True), 1.0, False),
+        (torch.optim.AdamW, 0.89 * 20 / 7, True),  # 28 bytes and 20 passes of 4
+        (partial(torch.optim.AdamW, foreach=True), 0.89 * 20 / 7, True),
+        (partial(torch.optim.SGD, lr=0.1), 1.0, False),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 0.89 * 8 / 5, False),
+        (torch.optim.LBFGS, 1.0, True),
+    ],
+)
+def test_what_a_step_of_the_optimizer_moves(make, traffic, temporaries):
+    """One kernel reads and writes everything once; operations over lists do so for each of their steps."""
+    profile = trace(nn.Linear(4, 4), torch.ones(2, 4), call, mean, make)
+    assert profile.optim_traffic == pytest.approx(traffic)
+    assert profile.optim_temporaries == temporaries
+    cost = plain_cost(profile)
+    moved = 2.0 * (4.0 + cost.optim_itemsize) + 4.0
+    assert optimizer_bytes(cost) == pytest.approx(traffic * moved)
+    assert (cost.step_itemsize > 0) == (temporaries and cost.optim_itemsize >= 8.0)

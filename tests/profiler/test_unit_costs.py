@@ -80,7 +80,8 @@ def test_micro_batches_and_recomputation_are_in_the_costs() -> None:
 
 
 def test_on_a_gpu_launches_are_hidden_or_hide() -> None:
-    given = families.llama()
+    model, batch = families.llama()
+    given = model.bfloat16(), batch  # in fp32 attention over grouped keys is another on a GPU
     computing = costs_of(given, replace(CPU, launch_s=0.0))
     assert costs_of(given, replace(CPU, type="cuda", launch_s=1e-12)) == computing
     launching = costs_of(given, replace(CPU, type="cuda", launch_s=1.0))

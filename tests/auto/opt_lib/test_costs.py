@@ -182,11 +182,13 @@ def test_micro_batches_have_at_least_a_row_and_at_most_the_batch(knobs, count, r
     assert activations(found) == 225 * rows / 4
 
 
-def test_compile_fuses_inside_the_blocks():
-    inside = 1000 / 1400
-    found = cost("compile")
-    assert found.traffic_scale == pytest.approx(1 - inside / 2)
-    assert found.ops_scale == pytest.approx(1 - inside * 2 / 3)
+@pytest.mark.parametrize(("results", "saved"), [(0.0, 60.0), (20.0, 20.0), (50.0, 0.0)])
+def test_compile_leaves_traffic_with_products_and_of_the_stream(results, saved):
+    """Of 1,200 bytes 8 blocks move 100 each: 40 of the stream, and results of products, read and written."""
+    block = replace(BLOCK, outside=replace(BLOCK.outside, selective_bytes=results))
+    found = METHODS["compile"].of().cost(replace(PLAIN, segments=(ENDS, block)))
+    assert found.traffic_scale == pytest.approx(1 - 8 * saved / 1200)
+    assert found.ops_scale == pytest.approx(1 - 1000 / 1400 * 2 / 3)
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"parallel_mode"}))

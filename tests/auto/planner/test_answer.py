@@ -161,7 +161,7 @@ def test_fewest_devices_and_cost():
     cheap = answer(llama(), CLUSTER, global_batch=16, objective="cost")
     whole = answer(llama(), CLUSTER, global_batch=16, objective="throughput")
     spent = [each.estimate.step_s * each.cluster.world_size for each in (cheap, least, whole)]
-    assert spent[0] == min(spent)
+    assert spent[0] <= 1.03 * min(spent), "of a tie the simplest is chosen"
 
 
 def test_what_does_not_hold():
