@@ -84,5 +84,5 @@ def test_a_cluster_that_knows_better_has_narrower_bands_of_what_it_knows():
         covariance[kind][kind] = 1e-4
     known, as_published = Uncertainty(replace(CLUSTER, uncertainty=covariance)), Uncertainty(CLUSTER)
     sharded, split = known.shares(SHARDED), known.shares(SPLIT)
-    assert known.spread(sharded) < 0.6 * as_published.spread(sharded)
+    assert known.spread(sharded) < 0.75 * as_published.spread(sharded)
     assert known.spread(split) / as_published.spread(split) > known.spread(sharded) / as_published.spread(sharded)
