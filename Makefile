@@ -75,9 +75,11 @@ SITE := wheels/site
 ifdef SYSTEM
 GPU_PYTHON := env PYTHONPATH=$(CURDIR):$(abspath $(SITE)) $(PYTHON)
 GPU_PACKAGES := $(SITE)/installed
+GPU_TESTS := -m pytest -o filterwarnings=default
 else
 GPU_PYTHON := $(BIN)/python
 GPU_PACKAGES := .venv/installed
+GPU_TESTS := -m pytest
 endif
 
 gpu: $(STEPS:%=$(DONE)/%.passed)
@@ -88,11 +90,11 @@ $(DONE)/started: $(GPU_PACKAGES)
 	touch $@
 
 $(DONE)/table.passed: | $(DONE)/started
-	$(IN_STEP) $(GPU_PYTHON) benchmarks/gpu_methods.py --json $(@D)/methods.jsonl $(ARGS)
+	$(IN_STEP) env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_methods.py --json $(@D)/methods.jsonl $(ARGS)
 	touch $@
 
 $(DONE)/%.passed: tests/gpu/test_%.py | $(DONE)/started
-	$(IN_STEP) $(GPU_PYTHON) -m pytest $<
+	$(IN_STEP) $(GPU_PYTHON) $(GPU_TESTS) $<
 	touch $@
 
 # What a machine for PyTorch with transformers and scipy lacks; more by name: make wheels WHEELS="scipy peft".
