@@ -69,7 +69,7 @@ def test_what_runs_have_told_is_known_better_and_the_rest_is_not():
     before, after = Uncertainty(SHIPPED), Uncertainty(told.cluster)
     one = {kind: float(kind in ("products", "common")) for kind in KINDS}
     alone, host = tuple(one.values()), tuple((one | {"products": 0.0, "host": 1.0}).values())
-    assert shared(after, alone) < 0.5 * shared(before, alone)
+    assert shared(after, alone) < 0.6 * shared(before, alone)
     assert shared(after, host) > 0.9 * shared(before, host)
 
 
