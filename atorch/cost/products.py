@@ -21,7 +21,7 @@ on an H100 in OpenXLA's xla/service/gpu/model/matmul_interpolator_data.h, which 
 _DEEP = 4096.0  # of the inner dimension; what is deeper is shared out over the wave, as none of those 72 is
 _ALIGNED_BYTES = 16.0  # a thread loads as much at once; rows in memory should start at multiples of it
 _UNALIGNED = 1.6  # times the seconds where they do not: 99 for 61 µs, pytorch/pytorch #196992
-_ON_HOPPER: Mapping[float, float] = {4.0: 2.4, 2.0: 5.2}
+_UNALIGNED_ON_HOPPER: Mapping[float, float] = {4.0: 2.4, 2.0: 5.2}
 """The same from Hopper on, whose own kernels need aligned rows, by the bytes that rows start at multiples of: 281 and
 97 to 154 TFLOP/s for 668, products of 4,096 on an H200 with rows of 4,098 and 4,097 numbers (`docs/accuracy.md`)."""
 _SCALAR = 0.75  # of the fp32 peak, where neither operand is a weight: see `how_the_planner_chooses.md`
@@ -81,7 +81,7 @@ class ProductTimes:
             return 1.0
         if not shape.of_activations:
             is_new = self.device.capability is not None and self.device.capability >= (9, 0)
-            return _ON_HOPPER[4.0 if starts % 4.0 == 0 else 2.0] if is_new else _UNALIGNED
+            return _UNALIGNED_ON_HOPPER[4.0 if starts % 4.0 == 0 else 2.0] if is_new else _UNALIGNED
         return max(1.0, peak / (_SCALAR * peak_flops(self.device, "float32")))
 
     def _padded(self, shape: Shape) -> float:

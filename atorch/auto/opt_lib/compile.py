@@ -95,11 +95,14 @@ def _traffic_left(segments: Sequence[Segment]) -> float:
     """The share of all traffic that is left where blocks are fused.
 
     Between two products everything is fused into one kernel: it reads results of products, writes as much for the next
-    ones, and reads and writes the residual stream, twice a block.
+    ones, and reads and writes the residual stream, twice a block. So it does with scores, of at most 4 bytes, where
+    attention writes them: two products of 2 FLOPs for each feature of a head.
     """
     whole = sum(each.count * each.traffic_bytes for each in segments)
     saved = 0.0
     for each in [each for each in segments if each.is_block] or segments:
         results = each.inside.selective_bytes + each.outside.selective_bytes
+        if each.writes_scores:
+            results += 4.0 * each.attention_flops / 4.0 / (each.head_dim or 1.0)
         saved += each.count * max(0.0, each.traffic_bytes - 2.0 * results - 4.0 * each.input_bytes)
     return 1.0 - saved / whole if whole else 1.0

@@ -182,10 +182,19 @@ def test_micro_batches_have_at_least_a_row_and_at_most_the_batch(knobs, count, r
     assert activations(found) == 225 * rows / 4
 
 
-@pytest.mark.parametrize(("results", "saved"), [(0.0, 60.0), (20.0, 20.0), (50.0, 0.0)])
-def test_compile_leaves_traffic_with_products_and_of_the_stream(results, saved):
-    """Of 1,200 bytes 8 blocks move 100 each: 40 of the stream, and results of products, read and written."""
-    block = replace(BLOCK, outside=replace(BLOCK.outside, selective_bytes=results))
+@pytest.mark.parametrize(
+    ("results", "scores", "saved"),
+    [(0.0, None, 60.0), (20.0, None, 20.0), (50.0, None, 0.0), (0.0, 5, 50.0), (10.0, 5, 30.0), (0.0, 0, 10.0)],
+)
+def test_compile_leaves_traffic_with_products_and_of_the_stream(results, scores, saved):
+    """Of 1,200 bytes 8 blocks move 100 each: 40 of the stream, and results of products, read and written.
+
+    25 FLOPs of attention over heads of 5 features are 1.25 scores of 4 bytes; of none that is known, 25.
+    """
+    block = replace(
+        BLOCK, outside=replace(BLOCK.outside, selective_bytes=results), writes_scores=scores is not None,
+        head_dim=scores or 0,
+    )  # fmt: skip
     found = METHODS["compile"].of().cost(replace(PLAIN, segments=(ENDS, block)))
     assert found.traffic_scale == pytest.approx(1 - 8 * saved / 1200)
     assert found.ops_scale == pytest.approx(1 - 1000 / 1400 * 2 / 3)
