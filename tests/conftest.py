@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from tests.pool import pool  # noqa: F401  a fixture
+from tests.pool import modes, pool  # noqa: F401  a fixture
 
 pytest.register_assert_rewrite("tests.contract.reality")
 
@@ -41,6 +41,14 @@ def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_modes() -> Iterator[None]:
+    """A test that leaves autocast on, say, makes others fail that have nothing to do with it."""
+    before = modes()
+    yield
+    assert modes() == before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -168,15 +168,40 @@ def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, siz
 
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    before = modes()
     dist.barrier()  # a rank that has nothing to say must not close its connections before its peers have made theirs
     try:
-        return function(rank, size, *args)
+        result = function(rank, size, *args)
     finally:
         mesh.set_current(None)
         gc.collect()
         dist.destroy_process_group()
         mesh.forget_shardings()
         gc.collect()  # whatever holds a group keeps its threads, which wake a hundred times a second
+    assert modes() == before, f"modes of torch were left on: {modes()} for {before}"
+    return result
+
+
+def modes() -> dict[str, Any]:
+    """What torch is set to in this thread, which whoever sets it puts back."""
+    import torch
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    torch.autocast_increment_nesting()
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "autocast": [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")],
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "autocasts around": torch.autocast_decrement_nesting(),
+        "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "dispatch": _get_current_dispatch_mode_stack(),
+        "functions": _get_current_function_mode_stack(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,14 @@ fake tensors: it asks for a tensor's device or strides where no exception may pa
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 AGAIN_S = 1.0  # an interruption that is swallowed, as in a destructor, is repeated after this
 SOON_S = 0.002  # how often it is looked whether what must not be torn apart is through
+CASTING = ("cpu", "cuda")  # devices whose autocast has a state of its own
 COMPILES = os.path.join("torch", "_dynamo", "convert_frame.py")
 CALLED_BY_TORCH = tuple(
     os.path.join("torch", *each) for each in (("_compile.py",), ("_library", "simple_registry.py"))
@@ -63,21 +66,47 @@ def deadline(seconds: float, before: AbstractSet[int] | None = None) -> Iterator
         raise Overdue
     before = running() if before is None else before
     is_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    modes = _Modes()
     try:
-        with _by_signal(seconds) if is_main else _by_interpreter(seconds):
+        with same_modes(), _by_signal(seconds) if is_main else _by_interpreter(seconds):
             yield
     except Overdue:
-        modes.put_back()
         _end_programs(before)
         raise
 
 
+@contextmanager
+def same_modes() -> Iterator[None]:
+    """torch's modes in this thread are afterwards as they were before.
+
+    What is interrupted when a mode is about to be left leaves it on for ever. Or later: a generator that is suspended
+    in a frame of the traceback ends when that is forgotten, and puts back what was on around it.
+    """
+    modes, outer = _Modes(), sys.exc_info()[1]
+    try:
+        yield
+    finally:
+        _end_what_is_suspended(sys.exc_info()[1], outer)
+        modes.put_back()
+
+
+def _end_what_is_suspended(error: BaseException | None, outer: BaseException | None) -> None:
+    """Generators, that is, which an error on its way holds, or one that it came from; those from outside stay."""
+    if error is outer:
+        return
+    while error is not None and error is not outer:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    gc.collect()  # some are cycles
+
+
 class _Modes:
-    """torch's modes as they are: an interruption may come when one is about to be left, and leave it on for ever."""
+    """What torch keeps for this thread, or for all, and code sets for what is inside of it."""
 
     def __init__(self) -> None:
-        self._gradients = torch.is_grad_enabled()
+        self._gradients, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        self._autocast = {each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in CASTING}
+        self._cache, self._num_autocasts = torch.is_autocast_cache_enabled(), _num_autocasts()
+        self._hooks = _saved_tensors_hooks()
         self._dispatch, self._function = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
 
     def put_back(self) -> None:
@@ -90,7 +119,34 @@ class _Modes:
                 _push_mode(self._dispatch[common])
         while len(_get_current_function_mode_stack()) > len(self._function):
             _pop_function_mode()
+        while (hooks := _saved_tensors_hooks()) not in (None, self._hooks):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if hooks is None and self._hooks is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+        self._put_autocast_back()
+        torch.set_default_dtype(self._dtype)
         torch.set_grad_enabled(self._gradients)
+
+    def _put_autocast_back(self) -> None:
+        for device, (is_on, dtype) in self._autocast.items():
+            torch.set_autocast_enabled(device, is_on)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._cache)
+        while (more := _num_autocasts() - self._num_autocasts) != 0:
+            torch.autocast_decrement_nesting() if more > 0 else torch.autocast_increment_nesting()
+        if self._num_autocasts == 0:
+            torch.clear_autocast_cache()  # else a cast that is kept would stand for weights that have moved on
+
+
+def _num_autocasts() -> int:
+    """How many are around: torch keeps casts until the last is left."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def _saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The innermost pair that is handed what is saved for backward passes."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _num_alike(now: Sequence[Any], then: Sequence[Any]) -> int:

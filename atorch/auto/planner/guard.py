@@ -12,7 +12,6 @@ import gc
 import math
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from atorch.auto.planner.deadline import Overdue, deadline, running
+from atorch.auto.planner.deadline import Overdue, deadline, running, same_modes
 from atorch.auto.planner.watch import LATE_S, Watch
 from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
 from atorch.distributed.mesh import Mesh, current, use_mesh
@@ -129,7 +128,7 @@ class Guard:
         value, failed, left_s = None, None, self._limit_s - (time.monotonic() - self._began)
         watch = self._watch(left_s)
         try:
-            around = (stand_on(self._group), use_mesh(self.mesh), watch or nullcontext(), _same_modes())
+            around = (stand_on(self._group), use_mesh(self.mesh), watch or nullcontext(), same_modes())
             with ExitStack() as stack:
                 for each in (*around, deadline(left_s, self._before)):
                     stack.enter_context(each)
@@ -144,7 +143,6 @@ class Guard:
         except (Exception, Overdue) as error:  # users' modules and third parties' methods may raise anything
             is_late = isinstance(error, Overdue) or (watch is not None and watch.is_overdue)
             failed = (time.time(), described(Overdue() if is_late else error), is_late)
-            traceback.clear_frames(error.__traceback__)  # they hold what was made, and that its group
         if failed is not None:
             self.close()
         reports = self._crew.gather((failed, value, time.monotonic() - self._began))
@@ -197,19 +195,6 @@ class Guard:
 def _groups() -> list[dist.ProcessGroup]:
     """All that this process has, but for the default one."""
     return [each for each in dist.distributed_c10d._world.pg_map.copy() if each is not dist.group.WORLD]
-
-
-@contextmanager
-def _same_modes() -> Iterator[None]:
-    """What is interrupted may leave autograd or autocast as it was inside; afterwards they are as before."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    grad, autocast, dtype = torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(grad)
-        torch.set_autocast_enabled(kind, autocast)
-        torch.set_default_dtype(dtype)
 
 
 def described(error: BaseException) -> str:

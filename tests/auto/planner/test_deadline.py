@@ -1,5 +1,6 @@
 """Work is given up when its time is over, and nothing of it stays."""
 
+import gc
 import importlib
 import math
 import signal
@@ -7,21 +8,22 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import psutil
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from atorch.auto.planner import deadline as deadlines
 from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.deadline import Overdue, deadline, running
 from atorch.auto.planner.planner import starting_point
 from tests.auto.planner.jobs import context
+from tests.pool import modes
 
 
 def forever():
@@ -244,13 +246,64 @@ def leave_no_fakes():
         spin(10)
 
 
-@pytest.mark.parametrize("mode", [Slow, SlowFunctions, leave_fakes, leave_no_fakes])
-def test_no_mode_stays_on_that_an_interruption_kept_from_being_left(mode):
-    def inside():
-        return _get_current_dispatch_mode_stack(), len(_get_current_function_mode_stack()), torch.is_grad_enabled()
+def leave_autocast():
+    """Interrupted, later products would be in 16 bits, with casts of weights that are kept for ever."""
+    torch.autocast("cpu", torch.float16).__enter__()
+    spin(10)
 
-    with FakeTensorMode() if mode is leave_no_fakes else torch.enable_grad():
-        before = inside()
+
+def leave_no_autocast():
+    """Interrupted, the outer one would be off."""
+    torch.autocast("cpu", enabled=False, cache_enabled=False).__enter__()
+    torch.autocast_decrement_nesting()
+    torch.autocast_decrement_nesting()
+    spin(10)
+
+
+def leave_hooks():
+    """Interrupted, what later passes save would go through them."""
+    for _ in range(2):
+        torch.autograd.graph.saved_tensors_hooks(str, str).__enter__()
+    spin(10)
+
+
+def leave_no_hooks():
+    torch.autograd.graph.saved_tensors_hooks(str, str).__exit__()
+    spin(10)
+
+
+def leave_dtype():
+    torch.set_default_dtype(torch.float64)
+    spin(10)
+
+
+@contextmanager
+def stale():
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def leave_suspended():
+    """Interrupted, a generator's block ends when nobody holds it, after those around it, whose modes it puts back."""
+    with torch.no_grad(), torch.autocast("cpu"):
+        inside = stale()
+        inside.__enter__()
+        spin(10)
+
+
+AROUND = {
+    leave_no_fakes: FakeTensorMode,
+    leave_no_autocast: lambda: torch.autocast("cpu", torch.float16),
+    leave_no_hooks: lambda: torch.autograd.graph.saved_tensors_hooks(repr, repr),
+}
+LEFT = [leave_fakes, leave_autocast, leave_hooks, leave_dtype, leave_suspended, *AROUND]
+
+
+@pytest.mark.parametrize("mode", [Slow, SlowFunctions, *LEFT])
+def test_no_mode_stays_on_that_an_interruption_kept_from_being_left(mode):
+    with AROUND.get(mode, torch.enable_grad)():
+        before = modes()
         with pytest.raises(Overdue), deadline(0.05), mode() or nullcontext():
             pass
-        assert inside() == before
+        gc.collect()
+        assert modes() == before
