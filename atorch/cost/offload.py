@@ -16,13 +16,12 @@ budget gradients go down in the backward of every micro-batch, and what the host
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from atorch.cluster import ClusterSpec
 from atorch.cost.memory import Held, beside_host, uses_host
 from atorch.cost.moments import Course
-from atorch.cost.stages import Stage
+from atorch.cost.stages import Stage, heaviest_stages
 from atorch.cost.state import Cost
 
 
@@ -60,10 +59,8 @@ def rates_of(cluster: ClusterSpec) -> Rates:
     )
 
 
-def host_time(
-    cost: Cost, stages: Sequence[Stage], passes_s: float, cluster: ClusterSpec, between_s: float = 0.0
-) -> HostTime:
-    """What offloading adds to a step on the slowest of some stages, whose passes take so many seconds.
+def host_time(cost: Cost, passes_s: float, cluster: ClusterSpec, between_s: float = 0.0) -> HostTime:
+    """What offloading adds to a step on the slowest stage, where a step's passes take so many seconds.
 
     That is the pace of a pipeline's slowest stage, which the others wait for. In `between_s` of them devices send to
     other nodes, which takes the link to the host: a NIC on the same switch is about as fast. Parameters that wait are
@@ -72,7 +69,7 @@ def host_time(
     """
     if not uses_host(cost):
         return HostTime(0.0, 0.0)
-    rates, free_s = rates_of(cluster), max(0.0, passes_s - between_s)
+    rates, free_s, stages = rates_of(cluster), max(0.0, passes_s - between_s), heaviest_stages(cost)
     both = zip(stages, beside_host(cost, stages), strict=True)
     return max(_seconds(cost, stage, free_s, course, held, rates) for stage, (course, held) in both)
 

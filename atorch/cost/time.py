@@ -15,7 +15,7 @@ from atorch.cost.offload import host_time
 from atorch.cost.operations import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
 from atorch.cost.products import ProductTimes
 from atorch.cost.profile import Segment
-from atorch.cost.stages import Cut, Parts, cut_of, heaviest_stages
+from atorch.cost.stages import Cut, Parts, cut_of
 from atorch.cost.state import Cost
 
 SHARPNESS = 2.5  # of the knee between being bound by launches and by work: where both are alike, neither hides all
@@ -150,7 +150,7 @@ class StepTimes:
         times, sending = cost.num_micro_batches, self._sending_seconds(cost)
         bubble = _bubble(cost, runs, slowest) + 2.0 * (cost.stages - 1) * sending
         passes_s, between_s = times * slowest.total_s, times * max(run.micro.carried[1] for run in runs)
-        host = host_time(cost, heaviest_stages(cost), passes_s, self.cluster, between_s)
+        host = host_time(cost, passes_s, self.cluster, between_s)
         once, optimizer = _ending(cost, runs, whole, host.backward_s / times, self.cluster)
         between_sends = 0.0 if cost.sends_beside else 2.0 * (times - 1.0) * cost.interleave * sending
         exposed = times * slowest.exposed_s + between_sends + once

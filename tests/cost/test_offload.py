@@ -25,7 +25,7 @@ CLUSTER = ClusterSpec(
 
 
 def seconds(cost, computing_s=0.0):
-    return host_time(cost, stages_of(cost)[:1], computing_s, CLUSTER).total_s
+    return host_time(cost, computing_s, CLUSTER).total_s
 
 
 def test_nothing_waits_unasked():
@@ -181,16 +181,16 @@ def test_eight_devices_that_offload_are_never_faster_than_one(moved):
     cost, before = replace(PLAIN, **moved), 0.0
     for devices in (1, 2, 4, 8):
         node = replace(NODE, devices_per_node=devices)
-        now = host_time(cost, stages_of(cost)[:1], 1.0, node).total_s
+        now = host_time(cost, 1.0, node).total_s
         assert now >= before
         before = now
-    assert before > host_time(cost, stages_of(cost)[:1], 1.0, replace(NODE, devices_per_node=1)).total_s
+    assert before > host_time(cost, 1.0, replace(NODE, devices_per_node=1)).total_s
 
 
 def test_what_goes_to_other_nodes_takes_the_same_link():
     cost = replace(PLAIN, activation_offload=1.0)
-    quiet = host_time(cost, stages_of(cost)[:1], 0.9, CLUSTER).total_s
-    busy = host_time(cost, stages_of(cost)[:1], 0.9, CLUSTER, between_s=0.3).total_s  # 0.6 s are left, 0.2 for forward
+    quiet = host_time(cost, 0.9, CLUSTER).total_s
+    busy = host_time(cost, 0.9, CLUSTER, between_s=0.3).total_s  # 0.6 s are left, 0.2 for forward
     assert quiet == pytest.approx(0.2 + UNHIDDEN * 0.8)
     assert busy == pytest.approx(0.3 + 0.1 + UNHIDDEN * 0.6)
-    assert host_time(cost, stages_of(cost)[:1], 0.9, CLUSTER, between_s=2.0).total_s == pytest.approx(1.0)
+    assert host_time(cost, 0.9, CLUSTER, between_s=2.0).total_s == pytest.approx(1.0)

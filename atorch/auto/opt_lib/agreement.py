@@ -33,6 +33,11 @@ def disagreement(methods: Collection[Method], axes: Mapping[str, int]) -> str | 
             return f"{each.name} has no axis {' or '.join(each.splits)} to split over"
     if is_shared and not any(each.slot == SLOT for each in methods):
         return f"several processes hold the same parameters, and no method of the slot {SLOT} keeps them equal"
+    return incomplete(methods)
+
+
+def incomplete(methods: Collection[Method]) -> str | None:
+    """Why one of `methods` is without the one that it completes, or None where none is."""
     names = {each.name for each in methods}
     for each in methods:
         for name in each.needs:

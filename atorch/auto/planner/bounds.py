@@ -110,7 +110,7 @@ class Bounds:
             if seconds > enough_s:
                 yield each._replace(seconds=seconds)
             else:
-                yield from self._settled(each)
+                yield from self._settled(each, seconds)
 
     @cached_property
     def _below(self) -> Mapping[type[Method], tuple[int, Level]]:
@@ -161,8 +161,11 @@ class Bounds:
         """A cost compiled, where it can be."""
         return next((choice.method.cost(cost) for choice in self._legal(Compile, cost)), cost)
 
-    def _settled(self, part: Part) -> Iterator[Part]:
-        """A part of which the cost tells the number of micro-batches, apart by the host and by what is compiled."""
+    def _settled(self, part: Part, least_s: float | None = None) -> Iterator[Part]:
+        """A part of which the cost tells the number of micro-batches, apart by the host and by what is compiled.
+
+        `least_s`: of a step where nothing waits on the host and all is compiled that can be, as far as that is known.
+        """
         for of_host, fold in self._ways(part):
             way = part._replace(only={**part.only, **of_host})
             short = self._short(fold(self._compiled(part.cost)))
@@ -170,7 +173,9 @@ class Bounds:
                 yield way._replace(short_bytes=short)
                 continue
             for of_compile, cost in self._each(Compile, _without_reductions(part.cost)):
-                yield way._replace(seconds=self._seconds(fold(cost)), only={**way.only, **of_compile})
+                is_least = fold is part.shard and (cost.compiled or not of_compile)
+                seconds = least_s if is_least and least_s is not None else self._seconds(fold(cost))
+                yield way._replace(seconds=seconds, only={**way.only, **of_compile})
 
     def _ways(self, part: Part) -> Iterator[tuple[Only, Fold]]:
         """Ways to use host memory, without first: what they make of a cost."""

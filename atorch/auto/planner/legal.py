@@ -57,5 +57,5 @@ class _Counter:
             bool(cost.gathered_itemsize), cost.grads_persist, cost.budget_bytes, cost.fp8 is None,
             cost.stages == 1 and is_ample(cost),
             node.slots & self._later[node.depth], node.large - node.split, node.large.isdisjoint(REPLICA_AXES),
-            frozenset(name for each in node.methods for name in each.needs) - {each.name for each in node.methods},
+            node.lacks,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from atorch.auto.opt_lib.agreement import disagreement
+from atorch.auto.opt_lib.agreement import disagreement, incomplete
 from atorch.auto.opt_lib.completion import SLOT as DATA_PARALLEL
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Strategy
 from atorch.cluster import ClusterSpec
@@ -31,6 +31,7 @@ class Choice:
 
     method: Method
     splits: frozenset[str]
+    needs: frozenset[str]  # names of methods that it completes
     is_given: bool = False  # by the user, who is trusted to know that it fits
 
 
@@ -61,6 +62,7 @@ class Node(NamedTuple):
     slots: frozenset[str] = frozenset()
     large: frozenset[str] = frozenset()  # axes of the mesh with several processes
     split: frozenset[str] = frozenset()  # of those, the ones that a method splits over
+    lacks: frozenset[str] = frozenset()  # names of methods that others complete, and that are not there yet
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,15 @@ class Space:
         # Of compositions with the same estimate the first that is met counts, in whatever order methods list choices.
         levels = (replace(each, choices=tuple(sorted(each.choices, key=_text))) for each in self.levels)
         object.__setattr__(self, "levels", tuple(levels))
+        by_method = [{each.method: each for each in reversed(level.choices)} for level in self.levels]
+        object.__setattr__(self, "_by_method", by_method)
         later: list[frozenset[str]] = [frozenset()]
         for level in reversed(self.levels):
             later.append(later[-1] | _splits(level))
         object.__setattr__(self, "_later", later[::-1])  # depth → axes that are yet to be split
+        names = [level.kind.name for level in self.levels]
+        coming = [frozenset(names[depth:]) for depth in range(len(names) + 1)]
+        object.__setattr__(self, "_coming", coming)  # depth → names of methods that may yet come
         # Depths that ask whether every axis is split over: those below a level that makes axes, or splits over some.
         asking = [depth + 1 for depth, level in enumerate(self.levels) if level.kind.slot == MESH or _splits(level)]
         object.__setattr__(self, "_asking", frozenset(asking))
@@ -111,15 +118,15 @@ class Space:
     def follow(self, methods: Sequence[Method], cost: Cost) -> Node | None:
         """The composition of exactly these methods, or None where it is not legal."""
         node = self.root(cost)
-        for level in self.levels:
-            wanted = next((each for each in methods if type(each) is level.kind), None)
+        by_kind = {type(each): each for each in reversed(methods)}
+        for level, by_method in zip(self.levels, self._by_method, strict=True):  # type: ignore[attr-defined]
+            wanted = by_kind.get(level.kind)
             if wanted is None:
                 following: Node | None = self._without(node, level)
             elif level.kind.slot in node.slots:
                 following = None
             else:
-                choice = next((each for each in level.choices if each.method == wanted), _choice(wanted))
-                following = self._taken(node, level, choice)
+                following = self._taken(node, level, by_method.get(wanted) or _choice(wanted))
             if following is None or not self._is_open(following):
                 return None
             node = following
@@ -138,7 +145,7 @@ class Space:
         needs_mesh = self.is_checked and self.world_size > 1 and level.kind.slot == MESH
         if level.is_needed or needs_mesh:
             return None
-        return Node(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split)
+        return Node(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split, node.lacks)
 
     def _taken(self, node: Node, level: Level, choice: Choice) -> Node | None:
         """The node with a choice, or None where it has nothing to do or cannot be."""
@@ -159,13 +166,20 @@ class Space:
         if folded.axes is not cost.axes:
             large = frozenset(name for name, size in folded.axes.items() if size > 1)
         split = node.split | choice.splits if choice.splits else node.split
-        return Node(node.depth + 1, (*node.methods, choice.method), folded, node.slots | {kind.slot}, large, split)
+        lacks = node.lacks
+        if choice.needs or lacks:
+            lacks = (lacks | choice.needs).difference((kind.name,), (each.name for each in node.methods))
+        methods = (*node.methods, choice.method)
+        return Node(node.depth + 1, methods, folded, node.slots | {kind.slot}, large, split, lacks)
 
     def _is_open(self, node: Node) -> bool:
         """Whether something legal may be below."""
         if not self.is_checked:
             return True
         later: frozenset[str] = self._later[node.depth]  # type: ignore[attr-defined]
+        if node.lacks and not node.lacks <= self._coming[node.depth]:  # type: ignore[attr-defined]
+            self.refused[incomplete(node.methods) or ""] += 1
+            return False
         if node.depth in self._asking and not node.large <= node.split | later | {"data"}:  # type: ignore[attr-defined]
             return False
         if node.depth != self._settled:  # type: ignore[attr-defined]
@@ -323,7 +337,7 @@ def _text(choice: Choice) -> str:
 
 
 def _choice(method: Method, *, is_given: bool = False) -> Choice:
-    return Choice(method, frozenset(method.splits), is_given)
+    return Choice(method, frozenset(method.splits), frozenset(method.needs), is_given)
 
 
 def _with_knobs_of(given: Method, choice: Method) -> Method | None:
