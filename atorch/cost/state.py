@@ -161,7 +161,8 @@ class Cost:
     def local_params(self, segment: Segment) -> float:
         """Elements of one copy of a segment that a device holds before data-parallel sharding."""
         whole = segment.num_params - segment.split_params - segment.expert_params
-        return whole + segment.split_params / self.tensor + segment.expert_params / (self.expert_divisor)
+        experts = segment.expert_params / self.expert_divisor if segment.expert_params else 0.0
+        return whole + segment.split_params / self.tensor + experts
 
     def local_trainable(self, segment: Segment) -> float:
         """Of `local_params`, those that get gradients."""
@@ -197,13 +198,6 @@ class Cost:
     def num_distinct_blocks(self) -> int:
         """Of those, each that runs again counted once."""
         return sum(each.count for each in self.segments if each.is_block and (each.num_params or not each.tied_params))
-
-    @property
-    def block_share(self) -> float:
-        """Share of the forward FLOPs that is in repeated blocks."""
-        flops = [each.count * (each.matmul_flops + each.attention_flops) for each in self.segments]
-        inside = sum(value for value, each in zip(flops, self.segments, strict=True) if each.is_block)
-        return inside / sum(flops) if sum(flops) else 0.0
 
     @property
     def param_bytes(self) -> float:

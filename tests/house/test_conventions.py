@@ -51,6 +51,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
 
 # Module-level objects that change while the program runs.
 MODULE_STATE: Mapping[str, str] = {
+    "atorch/auto/opt_lib/compile.py:_fused": "a memory of pure results, as below",
     "atorch/auto/opt_lib/module_replace_optimization.py:REPLACEMENTS": "the registry of replacements",
     "atorch/auto/strategy/method.py:METHODS": "the registry of methods",
     "atorch/auto/strategy/method.py:RECIPES": "the registry of recipes",

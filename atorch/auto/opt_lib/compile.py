@@ -6,7 +6,8 @@ but for activations that fused kernels need not save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -53,10 +54,10 @@ class Compile(Method):
 
         Launches and activations are empirical, of PyTorch 2 on transformers; a dry run corrects all of it.
         """
-        inside = cost.block_share or 1.0
+        left, inside = _fused(cost.segments)
         return cost.but(
             compiled=True,
-            traffic_scale=cost.traffic_scale * _traffic_left(cost.segments),
+            traffic_scale=cost.traffic_scale * left,
             ops_scale=cost.ops_scale * (1 - inside * 2 / 3),
             activation_scale=cost.activation_scale * (1 - inside / 5),
         )
@@ -91,18 +92,24 @@ class Compile(Method):
         return find_modules(part, self.wrap_class, "compile wrap_class")
 
 
-def _traffic_left(segments: Sequence[Segment]) -> float:
-    """The share of all traffic that is left where blocks are fused.
+@lru_cache(maxsize=4096)
+def _fused(segments: tuple[Segment, ...]) -> tuple[float, float]:
+    """The share of all traffic that is left where blocks are fused, and the blocks' share of the forward FLOPs.
 
     Between two products everything is fused into one kernel: it reads results of products, writes as much for the next
     ones, and reads and writes the residual stream, twice a block. So it does with scores, of at most 4 bytes, where
-    attention writes them: two products of 2 FLOPs for each feature of a head.
+    attention writes them: two products of 2 FLOPs for each feature of a head. A model without blocks is one.
     """
-    whole = sum(each.count * each.traffic_bytes for each in segments)
+    blocks = [each for each in segments if each.is_block] or segments
     saved = 0.0
-    for each in [each for each in segments if each.is_block] or segments:
+    for each in blocks:
         results = each.inside.selective_bytes + each.outside.selective_bytes
         if each.writes_scores:
             results += 4.0 * each.attention_flops / 4.0 / (each.head_dim or 1.0)
         saved += each.count * max(0.0, each.traffic_bytes - 2.0 * results - 4.0 * each.input_bytes)
-    return 1.0 - saved / whole if whole else 1.0
+    whole, of_blocks = sum(each.count * each.traffic_bytes for each in segments), sum(map(_flops, blocks))
+    return 1.0 - saved / whole if whole else 1.0, of_blocks / sum(map(_flops, segments)) if of_blocks else 1.0
+
+
+def _flops(segment: Segment) -> float:
+    return segment.count * (segment.matmul_flops + segment.attention_flops)

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from atorch.auto.planner.best_first import Found, best_first
+from atorch.auto.planner.best_first import Found, best_first, uncollected
 from atorch.auto.planner.cluster_plan import ClusterPlan, Ranked
 from atorch.auto.planner.columns import Columns
 from atorch.auto.planner.counterfactuals import Room, counterfactuals
@@ -41,6 +41,7 @@ EXAMPLES = 3  # of what each constraint rejects
 WORTH = 0.2  # of a step, what waiting on the host must save: so wrong may estimates of it be, which no run was held to
 
 
+@uncollected()
 def answer(
     profile: ModelProfile,
     cluster: ClusterSpec,

@@ -69,12 +69,12 @@ def best_first(
     many. `times` keeps what estimates have in common.
     """
     times, columns = times or StepTimes(cluster), Columns(device_bytes, host_bytes)
-    with _uncollected():  # what the search kept is gone by its end
+    with uncollected():  # what the search kept is gone by its end
         return _Search(space, times, columns, keep, breadth, most, most_looks, limit_s).run(start, nearest=nearest)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Without the collector of cycles: a search makes none, and would have all that it keeps looked through over and
     over, a sixth of its time."""
     was_on = gc.isenabled()

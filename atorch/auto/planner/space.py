@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -79,25 +80,21 @@ class Space:
         # Of compositions with the same estimate the first that is met counts, in whatever order methods list choices.
         levels = (replace(each, choices=tuple(sorted(each.choices, key=_text))) for each in self.levels)
         object.__setattr__(self, "levels", tuple(levels))
-        by_method = [{each.method: each for each in reversed(level.choices)} for level in self.levels]
-        object.__setattr__(self, "_by_method", by_method)
-        later: list[frozenset[str]] = [frozenset()]
-        for level in reversed(self.levels):
-            later.append(later[-1] | _splits(level))
-        object.__setattr__(self, "_later", later[::-1])  # depth → axes that are yet to be split
-        names = [level.kind.name for level in self.levels]
-        coming = [frozenset(names[depth:]) for depth in range(len(names) + 1)]
-        object.__setattr__(self, "_coming", coming)  # depth → names of methods that may yet come
-        # Depths that ask whether every axis is split over: those below a level that makes axes, or splits over some.
-        asking = [depth + 1 for depth, level in enumerate(self.levels) if level.kind.slot == MESH or _splits(level)]
-        object.__setattr__(self, "_asking", frozenset(asking))
-        matter = [
-            depth
-            for depth, level in enumerate(self.levels)
-            if level.kind.slot in (DATA_PARALLEL, MESH)
-            or any(choice.splits or choice.method.needs for choice in level.choices)
-        ]
-        object.__setattr__(self, "_settled", max(matter, default=-1) + 1)  # no later method is party to the agreement
+
+    @cached_property
+    def _coming(self) -> Sequence[tuple[frozenset[str], frozenset[str]]]:
+        """Depth → names of the methods that may yet come, and the axes that they may split over."""
+        rests = [self.levels[depth:] for depth in range(len(self.levels) + 1)]
+        return [(frozenset(level.kind.name for level in rest), _split_by(*rest)) for rest in rests]
+
+    @cached_property
+    def _settled(self) -> int:
+        """The depth from which on no method is party to the agreement."""
+        parties = (
+            level.kind.slot in (DATA_PARALLEL, MESH) or any(choice.splits or choice.needs for choice in level.choices)
+            for level in self.levels
+        )
+        return max((depth for depth, is_party in enumerate(parties, start=1) if is_party), default=0)
 
     def root(self, cost: Cost) -> Node:
         """No method yet."""
@@ -118,15 +115,15 @@ class Space:
     def follow(self, methods: Sequence[Method], cost: Cost) -> Node | None:
         """The composition of exactly these methods, or None where it is not legal."""
         node = self.root(cost)
-        by_kind = {type(each): each for each in reversed(methods)}
-        for level, by_method in zip(self.levels, self._by_method, strict=True):  # type: ignore[attr-defined]
-            wanted = by_kind.get(level.kind)
+        for level in self.levels:
+            wanted = next((each for each in methods if type(each) is level.kind), None)
             if wanted is None:
                 following: Node | None = self._without(node, level)
             elif level.kind.slot in node.slots:
                 following = None
             else:
-                following = self._taken(node, level, by_method.get(wanted) or _choice(wanted))
+                choice = next((each for each in level.choices if each.method == wanted), _choice(wanted))
+                following = self._taken(node, level, choice)
             if following is None or not self._is_open(following):
                 return None
             node = following
@@ -142,8 +139,7 @@ class Space:
                 yield taken
 
     def _without(self, node: Node, level: Level) -> Node | None:
-        needs_mesh = self.is_checked and self.world_size > 1 and level.kind.slot == MESH
-        if level.is_needed or needs_mesh:
+        if level.is_needed or (self.is_checked and self.world_size > 1 and level.kind.slot == MESH):
             return None
         return Node(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split, node.lacks)
 
@@ -176,13 +172,13 @@ class Space:
         """Whether something legal may be below."""
         if not self.is_checked:
             return True
-        later: frozenset[str] = self._later[node.depth]  # type: ignore[attr-defined]
-        if node.lacks and not node.lacks <= self._coming[node.depth]:  # type: ignore[attr-defined]
+        names, axes = self._coming[node.depth]
+        if node.lacks and not node.lacks <= names:
             self.refused[incomplete(node.methods) or ""] += 1
             return False
-        if node.depth in self._asking and not node.large <= node.split | later | {"data"}:  # type: ignore[attr-defined]
+        if not node.large <= node.split | axes | {"data"}:
             return False
-        if node.depth != self._settled:  # type: ignore[attr-defined]
+        if node.depth != self._settled:
             return True
         reason = disagreement(node.methods, node.cost.axes)
         if reason is None and self.world_size > 1 and MESH not in node.slots:
@@ -328,8 +324,8 @@ def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> 
     return Level(type(given), tuple(_choice(each, is_given=each is given) for each in variants), is_needed=True)
 
 
-def _splits(level: Level) -> frozenset[str]:
-    return frozenset[str]().union(*(choice.splits for choice in level.choices))
+def _split_by(*levels: Level) -> frozenset[str]:
+    return frozenset[str]().union(*(choice.splits for level in levels for choice in level.choices))
 
 
 def _text(choice: Choice) -> str:

@@ -181,6 +181,17 @@ def test_the_tree_has_what_is_legal_among_all_products(name):
     assert len(legal) > 20 * spec.world_size
 
 
+def test_a_method_is_left_as_soon_as_the_one_that_it_completes_cannot_come():
+    profile, spec = llama(), ClusterSpec.load("4xA100-80GB")
+    space = plannable(profile, spec)
+    depth = 1 + next(at for at, level in enumerate(space.levels) if level.kind.name == "tensor_parallel")
+    found = list(space.descend(space.root(plain_cost(profile, 8)), depth))
+    completing = [node for node in found if any("tensor_parallel" in each.needs for each in node.methods)]
+    assert completing
+    assert all("tensor_parallel" in {each.name for each in node.methods} for node in completing)
+    assert any("which is not there" in reason for reason in space.refused)
+
+
 def test_parts_can_be_fixed_for_a_plan():
     profile, spec = llama(), ClusterSpec.load("4xA100-80GB")
     mesh = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)]), "ddp"])
