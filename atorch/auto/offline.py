@@ -27,7 +27,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.cost.memory import RESERVE
 from atorch.distributed.world import World
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, shown
 from atorch.logs import logger
 from atorch.profiler.tensors import tensor_bytes
 from atorch.profiler.trace import trace
@@ -36,11 +36,16 @@ from atorch.units import format_bytes
 if TYPE_CHECKING:
     from atorch.auto.planner.cluster_plan import ClusterPlan
 
+Ask = Callable[[float], "ClusterPlan"]
+"""The plan where such a share of a device's memory is kept free."""
+
 MakeModel = Callable[[], nn.Module]
 MAX_SIMULATED = 32
 VERIFIED = 3  # of the best, unless another number is asked for; then
 PLANNING_S = 20.0  # is what a search with them may take
 FEW_BYTES = 2**30  # and this a copy that has values
+ASKED_AGAIN = 3  # times at most, for what fits by simulation as well
+LESS = 0.95  # of what was estimated, where what fits by simulation need not be as far below
 _OPTIONS = (
     "global_batch", "excluded", "included", "fixed", "precision", "host_memory", "objective", "reserve", "verify"
 )  # fmt: skip
@@ -122,6 +127,8 @@ def plan_for(
 ) -> ClusterPlan:
     """The best composition for the cluster by estimate, and the best `verify` of the ranking simulated.
 
+    Where the choice does not fit by its simulation, another is made that fits by as much.
+
     Args:
         global_batch: samples of a step on all devices together; None for the traced batch on every device.
         fixed: what `Strategy.of` takes: every composition has these methods, and what else is best beside them.
@@ -140,24 +147,29 @@ def plan_for(
     until = time.monotonic() + PLANNING_S
     from atorch.auto.planner.answer import answer
 
-    with doing("searching for the best strategy"):
-        plan = answer(
-            subject.profile,
-            cluster,
-            global_batch=batch,
-            excluded=excluded,
-            included=included,
-            fixed=None if fixed is None else Strategy.of(fixed),
-            precision=precision,
-            host_memory=host_memory,
-            objective=objective,
-            reserve=reserve,
-            advise=advise,
-            count=True,
-        )
-    if verify is None:
-        return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)
-    return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing) if verify else plan
+    def ask(reserve: float) -> ClusterPlan:
+        with doing("searching for the best strategy"):
+            return answer(
+                subject.profile,
+                cluster,
+                global_batch=batch,
+                excluded=excluded,
+                included=included,
+                fixed=None if fixed is None else Strategy.of(fixed),
+                precision=precision,
+                host_memory=host_memory,
+                objective=objective,
+                reserve=reserve,
+                advise=advise,
+                count=True,
+            )
+
+    def verified(plan: ClusterPlan) -> ClusterPlan:
+        if verify is None:
+            return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)
+        return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing)
+
+    return _fitting(ask(reserve), ask, verified) if verify != 0 else ask(reserve)
 
 
 def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
@@ -202,10 +214,44 @@ def _room() -> float:
 def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowance, doing: Doing) -> ClusterPlan:
     """The plan with the first of its ranking simulated, and beside them the best that can be applied today."""
     best = [] if plan.best_applicable is None else [plan.best_applicable]
-    chosen = {each.strategy.methods: each.estimate.peak_bytes for each in (*plan.ranking[:count], *best)}
-    candidates = [(Strategy(methods), peak) for methods, peak in chosen.items()]
+    chosen = {each.strategy.methods: each.estimate for each in (*plan.ranking[:count], *best)}
+    candidates = [(Strategy(methods), estimate.peak_bytes) for methods, estimate in chosen.items()]
     found = simulated(subject, candidates, plan.cluster.world_size, plan.global_batch, allowance, doing)
+    for outcome, estimate in zip(found, chosen.values(), strict=True):
+        if "why_not" not in outcome:
+            outcome["needed_bytes"] = outcome["peak_bytes"] + estimate.reserve_bytes
+            outcome["fits"] = outcome["needed_bytes"] <= plan.usable_bytes
     return replace(plan, simulated=found)
+
+
+def _fitting(plan: ClusterPlan, ask: Ask, verified: Callable[[ClusterPlan], ClusterPlan]) -> ClusterPlan:
+    """The plan, simulated; where its choice then does not fit, one whose choice has as much more room, or some more."""
+    usable, plan = plan.usable_bytes, verified(plan)
+    for left in reversed(range(ASKED_AGAIN + 1)):
+        if plan.simulated[0].get("fits", True):
+            break
+        needed, estimated = plan.simulated[0]["needed_bytes"], plan.estimate.needed_bytes
+        told = (
+            f"{plan.strategy}, simulated, needs {format_bytes(needed)} of the {format_bytes(usable)} that are usable, "
+            f"{needed / estimated - 1:.0%} more than estimated"
+        )
+        rooms = (usable * estimated / needed, LESS * estimated) if left else ()
+        other = _asked(ask, plan.memory_bytes, rooms)
+        if other is None:
+            return replace(plan, notes=(*plan.notes, f"{told}; nothing was found that fits"))
+        notes = (*plan.notes, *other.notes, f"{told}; what is chosen in its place is estimated to need less")
+        plan = verified(replace(other, usable_bytes=usable, notes=notes))
+    return plan
+
+
+def _asked(ask: Ask, memory_bytes: float, rooms: Iterable[float]) -> ClusterPlan | None:
+    """The plan in the first of several rooms in which something fits."""
+    for room in rooms:
+        try:
+            return ask(1 - room / memory_bytes)
+        except (NoFeasiblePlanError, StrategyError):
+            continue
+    return None
 
 
 def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:

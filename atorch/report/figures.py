@@ -234,7 +234,8 @@ def simulated(entry: Mapping[str, Any]) -> str:
     notes = "".join(f"; {note}" for note in entry.get("notes", ()))
     return (
         f"{format_bytes(found)} counted against {format_bytes(estimated)} estimated "
-        f"({estimated / found - 1:+.1%}), in {format_seconds(entry['seconds'])}{notes}"
+        f"({estimated / found - 1:+.1%}){'' if entry.get('fits', True) else ', which does not fit'}, in "
+        f"{format_seconds(entry['seconds'])}{notes}"
     )
 
 

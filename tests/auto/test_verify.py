@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from atorch.auto.offline import plan_for, subject_of
 from atorch.auto.strategy import Strategy
 from atorch.auto.verify import Allowance, simulated
 from atorch.cluster import ClusterSpec
+from atorch.report.figures import simulations
 
 CLUSTER = ClusterSpec.load("4xH100-80GB")
 DDP = Strategy.of([("parallel_mode", [("data", 4)]), "ddp"])
@@ -58,3 +60,47 @@ def test_what_is_done_is_said(subject):
     plan_for(subject, CLUSTER, global_batch=16, doing=lambda what: nullcontext(said.append(what)))
     assert said[0] == "searching for the best strategy"
     assert any(each.startswith("simulating ") for each in said[1:])
+
+
+class Keeper(nn.Module):
+    """Keeps what no trace of saved tensors tells: many times what it takes, until its next call."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.linear, self.times, self.kept = nn.Linear(64, 64), times, None
+
+    def forward(self, x):
+        self.kept = x.detach().repeat(self.times, 1)
+        return torch.relu(self.linear(x))
+
+
+def keeping(times):
+    model = nn.Sequential(*(Keeper(times) for _ in range(8)))
+    return subject_of(
+        model, torch.zeros(4, 64), CLUSTER, loss_func=lambda batch, output: output.sum(), optim_func=torch.optim.SGD
+    )
+
+
+def small(memory_bytes):
+    one = ClusterSpec.load("1xH100-80GB")
+    return replace(one, device=replace(one.device, memory_bytes=memory_bytes))
+
+
+def test_what_does_not_fit_by_its_simulation_is_not_chosen():
+    subject, cluster = keeping(64), small(2**20)
+    blind = plan_for(subject, cluster, global_batch=16, host_memory=False, verify=0)
+    plan = plan_for(subject, cluster, global_batch=16, host_memory=False, verify=1)
+    assert blind.simulated == ()
+    assert blind.notes == ()
+    assert plan.strategy != blind.strategy
+    assert plan.simulated[0]["fits"]
+    assert plan.simulated[0]["needed_bytes"] <= plan.usable_bytes == blind.usable_bytes
+    assert f"{blind.strategy}, simulated, needs" in plan.notes[0]
+    assert "what is chosen in its place is estimated to need less" in plan.notes[0]
+
+
+def test_where_nothing_fits_by_simulation_the_choice_stays_and_that_is_told():
+    plan = plan_for(keeping(2**12), small(2**20), global_batch=8, host_memory=False, verify=1)
+    assert not plan.simulated[0]["fits"]
+    assert "nothing was found that fits" in plan.notes[-1]
+    assert any("which does not fit" in line for line in simulations(plan.to_json_data()["simulated"]))
