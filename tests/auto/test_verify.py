@@ -57,7 +57,7 @@ def test_what_is_done_is_said(subject):
     from contextlib import nullcontext
 
     said = []
-    plan_for(subject, CLUSTER, global_batch=16, doing=lambda what: nullcontext(said.append(what)))
+    plan_for(subject, CLUSTER, global_batch=16, verify=1, doing=lambda what: nullcontext(said.append(what)))
     assert said[0] == "searching for the best strategy"
     assert any(each.startswith("simulating ") for each in said[1:])
 

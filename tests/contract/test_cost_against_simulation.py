@@ -300,17 +300,29 @@ def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> N
     check(llama, composition, ranks=8, layers=4)
 
 
-@pytest.mark.parametrize("composition", [("zero1",), ("zero2",), ("fsdp", "checkpoint")], ids=named)
+@pytest.mark.parametrize(
+    "composition",
+    [
+        pytest.param(("zero1",), marks=pytest.mark.matrix),
+        pytest.param(("zero2",), marks=pytest.mark.matrix),
+        ("fsdp", "checkpoint"),
+    ],
+    ids=named,
+)
 def test_adapters_beside_frozen_weights_cost_what_they_do(composition: Composition) -> None:
     check(adapted_llama, composition, ranks=8, layers=4)
 
 
-@pytest.mark.parametrize("axis", [SEQUENCE, CONTEXT])
+@pytest.mark.parametrize("axis", [SEQUENCE, pytest.param(CONTEXT, marks=pytest.mark.matrix)])
 def test_what_needs_all_tokens_outside_of_blocks_is_given_them(axis: str) -> None:
     check(bert, (axis, "ddp"), ranks=8, layers=4)
 
 
-@pytest.mark.parametrize("composition", ALONE, ids=named)
+@pytest.mark.parametrize(
+    "composition",
+    [pytest.param(each, marks=[] if each in (("zero2",), ("fsdp",)) else pytest.mark.matrix) for each in ALONE],
+    ids=named,
+)
 def test_one_process_holds_what_is_said(composition: Composition) -> None:
     """Where nobody shares them there are no buckets that gradients stay in."""
     check(llama, composition, ranks=1, layers=4)

@@ -108,7 +108,11 @@ def test_each_method_alone(pool: Pool, name: str) -> None:
         assert loss_error <= max(1e-5, band(name))
 
 
-@pytest.mark.parametrize("beside", [(), ("fsdp", "amp_native"), ("compile", "micro_batch")], ids="+".join)
+@pytest.mark.parametrize(
+    "beside",
+    [(), ("fsdp", "amp_native"), pytest.param(("compile", "micro_batch"), marks=pytest.mark.matrix)],
+    ids="+".join,
+)
 def test_selective_recomputation(pool: Pool, beside: tuple[str, ...]) -> None:
     strategy = [("checkpoint", {"selective": True}), *strategy_of(*beside)]
     for update_error, _ in pool.run(deviation, strategy, ranks=2):
