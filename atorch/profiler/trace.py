@@ -103,12 +103,11 @@ def trace(
         () if each is None else segments_of(each, ownership, samples, joined=parts is None)
         for each in (recorder, *narrow)
     )
-    has_half = _are_alike(segments, in_half)
-    has_autocast = has_half and _are_alike(segments, in_autocast)
+    in_half, in_autocast = (each if _are_alike(segments, each) else () for each in (in_half, in_autocast))
     return ModelProfile(
         segments=segments,
-        in_half=in_half if has_half else (),
-        in_autocast=tuple(map(_with_results, in_autocast, in_half)) if has_autocast else (),
+        in_half=in_half,
+        in_autocast=tuple(map(_with_results, in_autocast, in_half or in_autocast)),
         batch_size=samples,
         num_params=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in trainable),

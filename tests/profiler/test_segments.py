@@ -104,28 +104,40 @@ def test_saved_bytes_in_16_bits_are_those_of_a_real_run(make):
     assert profile.activation_bytes / 2 <= in_half <= in_autocast <= profile.activation_bytes
 
 
-def test_a_model_that_fails_in_16_bits_is_reckoned_from_fp32(caplog):
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
+class Picky(nn.Module):
+    """Does not run with weights in 16 bits, and not under autocast either if it is `wholly` so."""
 
-        def forward(self, inputs):
-            if self.linear.weight.dtype != torch.float32:
-                raise TypeError("made for fp32")
-            return self.linear(inputs)
+    def __init__(self, wholly):
+        super().__init__()
+        self.linear, self.wholly = nn.Linear(8, 8), wholly
 
-    def called(model, batch):
-        return model(batch)
+    def forward(self, inputs):
+        if self.linear.weight.dtype != torch.float32 or (self.wholly and torch.is_autocast_enabled("cpu")):
+            raise TypeError("made for fp32")
+        return self.linear(inputs)
 
-    model, batch = Wide(), torch.ones(4, 8)
+
+def called(model, batch):
+    return model(batch)
+
+
+@pytest.mark.parametrize("wholly", [True, False])
+def test_where_a_model_fails_in_16_bits_it_is_reckoned_from_fp32(wholly, caplog):
+    model, batch = Picky(wholly), torch.ones(4, 8)
     with caplog.at_level("INFO", logger="atorch"):
         profile = trace(model, batch, called, lambda batch, output: output.sum())
-    assert "what half takes is reckoned from fp32" in caplog.text
-    assert profile.in_half == profile.in_autocast == ()
     start = plain_cost(profile)
-    assert Strategy.of([("half", "bf16")]).cost(start).activation_scale == 0.5
-    assert Strategy.of([("amp_native", "bf16")]).cost(start).activation_scale == pytest.approx(2 / 3)
+    half, autocast = (Strategy.of([each]).cost(start) for each in (("half", "bf16"), ("amp_native", "bf16")))
+    assert "what half takes is reckoned from fp32" in caplog.text
+    assert ("what autocast takes is reckoned from fp32" in caplog.text) == wholly
+    assert profile.in_half == ()
+    assert half.activation_scale == 0.5
+    if wholly:
+        assert profile.in_autocast == ()
+        assert autocast.activation_scale == pytest.approx(2 / 3)
+    else:
+        assert autocast.activation_scale == 1.0
+        assert sum(each.saved_bytes for each in profile.in_autocast) == 4 * 8 * 2, "the input's cast alone"
     assert not trace(model.bfloat16(), batch, lambda model, batch: model.linear(batch.bfloat16()), None).in_half
 
 
