@@ -85,14 +85,14 @@ def same_modes() -> Iterator[None]:
     try:
         yield
     finally:
-        _end_what_is_suspended(sys.exc_info()[1], outer)
+        error = sys.exc_info()[1]
+        if error is not outer and not isinstance(error, Exception):  # others leave what they pass as usual
+            _end_what_is_suspended(error, outer)
         modes.put_back()
 
 
 def _end_what_is_suspended(error: BaseException | None, outer: BaseException | None) -> None:
-    """Generators, that is, which an error on its way holds, or one that it came from; those from outside stay."""
-    if error is outer:
-        return
+    """Generators, that is, which an interruption holds, or what it came from; those from outside stay."""
     while error is not None and error is not outer:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

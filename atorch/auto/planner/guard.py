@@ -12,6 +12,7 @@ import gc
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -143,6 +144,7 @@ class Guard:
         except (Exception, Overdue) as error:  # users' modules and third parties' methods may raise anything
             is_late = isinstance(error, Overdue) or (watch is not None and watch.is_overdue)
             failed = (time.time(), described(Overdue() if is_late else error), is_late)
+            traceback.clear_frames(error.__traceback__)  # they hold what was made, and that its group
         if failed is not None:
             self.close()
         reports = self._crew.gather((failed, value, time.monotonic() - self._began))
