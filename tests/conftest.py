@@ -1,5 +1,6 @@
 """What every test starts from: one thread, fixed seeds, and a pool of processes for those that need several."""
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ settings.load_profile("house")
 def _one_thread() -> None:
     # Several processes share two cores; more threads would only make them wait for one another.
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not looked through again whenever a simulation or a search collects garbage
 
 
 @pytest.fixture(scope="module", autouse=True)

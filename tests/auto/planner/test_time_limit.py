@@ -122,12 +122,17 @@ class Ring:
 
 
 def test_collections_in_a_search_are_of_what_it_made() -> None:
+    gc.unfreeze()  # what the tests' session froze
     with quick_collections():
         before, alive = gc.get_freeze_count(), weakref.ref(Ring())
         gc.collect()
         assert alive() is None
     assert before > 10_000
     assert gc.get_freeze_count() == 0
+    gc.freeze()
+    with quick_collections():
+        pass
+    assert gc.get_freeze_count() > 10_000, "somebody else's stay"
 
 
 @pytest.mark.matrix
