@@ -31,16 +31,23 @@ def built(model_func: Callable[[], Any]) -> nn.Module:
             f"model_func is {shown(model_func)}; give a function without arguments that makes the model"
         )
     # They are kept for the time of the call, so that no new module has the identity of one of them.
-    before = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    before, num_frozen = _listed(), gc.get_freeze_count()
     model = model_func()
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model_func returned {shown(model)}; return the model, a torch.nn.Module")
-    known = set(map(id, before))
+    old = set(map(id, before))
+    if 0 < gc.get_freeze_count() <= num_frozen:  # the collector lists nothing that was frozen before the call
+        old |= set(map(id, model.modules())) - set(map(id, _listed()))
     for name, module in model.named_modules():
-        if id(module) in known and any(True for _ in module.parameters(recurse=False)):
+        if id(module) in old and any(True for _ in module.parameters(recurse=False)):
             which = f"its part {name!r}" if name else "it"
             raise ArgumentError(
                 f"model_func returned a {type(model).__name__}, and {which} was made before model_func was called; "
                 "make all of the model inside of model_func"
             )
     return model
+
+
+def _listed() -> list[nn.Module]:
+    """The modules that are there, as far as they are not frozen (`gc.freeze`)."""
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,22 @@ def test_copies_are_new() -> None:
 def test_parts_without_parameters_may_be_older() -> None:
     relu = nn.ReLU()
     assert built(lambda: nn.Sequential(nn.Linear(2, 2), relu))[1] is relu
+
+
+def test_what_was_frozen_is_as_old_and_what_freezes_is_new() -> None:
+    """As before workers of a loader are forked."""
+    old = nn.Linear(2, 2)
+    gc.freeze()
+    with pytest.raises(ArgumentError, match="a Linear, and it was made before"):
+        built(lambda: old)
+    assert built(lambda: nn.Linear(2, 2)).weight.shape == (2, 2)
+
+    def freezing() -> nn.Module:
+        made = nn.Linear(2, 2)
+        gc.freeze()
+        return made
+
+    assert built(freezing).weight.shape == (2, 2)
 
 
 OLD = nn.Sequential(nn.Linear(2, 2))
