@@ -127,7 +127,7 @@ def plan_for(
 ) -> ClusterPlan:
     """The best composition for the cluster by estimate, and the best `verify` of the ranking simulated.
 
-    Where the choice does not fit by its simulation, another is made that fits by as much.
+    A choice that does not fit by its simulation is given up for one that is estimated to need less memory.
 
     Args:
         global_batch: samples of a step on all devices together; None for the traced batch on every device.
@@ -225,8 +225,8 @@ def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowa
 
 
 def _fitting(plan: ClusterPlan, ask: Ask, verified: Callable[[ClusterPlan], ClusterPlan]) -> ClusterPlan:
-    """The plan, simulated; where its choice then does not fit, one whose choice has as much more room, or some more."""
-    usable, plan = plan.usable_bytes, verified(plan)
+    """The plan, simulated; while its choice does not fit, one for less memory, with a note of what was given up."""
+    usable, plan, given_up = plan.usable_bytes, verified(plan), tuple[str, ...]()
     for left in reversed(range(ASKED_AGAIN + 1)):
         if plan.simulated[0].get("fits", True):
             break
@@ -239,8 +239,8 @@ def _fitting(plan: ClusterPlan, ask: Ask, verified: Callable[[ClusterPlan], Clus
         other = _asked(ask, plan.memory_bytes, rooms)
         if other is None:
             return replace(plan, notes=(*plan.notes, f"{told}; nothing was found that fits"))
-        notes = (*plan.notes, *other.notes, f"{told}; what is chosen in its place is estimated to need less")
-        plan = verified(replace(other, usable_bytes=usable, notes=notes))
+        given_up += (f"{told}; what is chosen in its place is estimated to need less",)
+        plan = verified(replace(other, usable_bytes=usable, notes=(*given_up, *other.notes)))
     return plan
 
 
