@@ -4,9 +4,10 @@ Every process runs the whole global batch. A device need not be able to run that
 `MOST_SHARES` the batch is one share, as often as there are processes, and what a mean over that is, and what a sum,
 follows from the share alone.
 
-What draws random numbers, or looks at the whole batch as BatchNorm does, differs where the batch is shared out. There
-the pass is taken once more in evaluation mode, which has neither. Nothing steps; values, buffers, gradients and random
-states are put back.
+What draws random numbers, or looks at the whole batch as BatchNorm does, differs where the batch is shared out. So each
+process also runs its share alone: of these passes follows what data parallelism computes, in training mode. Strategies
+that draw otherwise, or cut the batch smaller, are held to one more pass, in evaluation mode. Nothing steps; values,
+buffers, gradients and random states are put back.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import io
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch.auto.context import Context
-from atorch.distributed.collectives import first_told, from_rank_zero
+from atorch.distributed.collectives import first_told, from_rank_zero, gather_objects
 from atorch.distributed.dense_parts import same_values
 from atorch.distributed.rng import preserved_rng
 from atorch.runtime.gradient_sample import Sample, sample_of
@@ -64,6 +66,7 @@ class Figures:
     gradients: Sample = field(default_factory=dict)  # of plain training
     farthest: tuple[float, str] = (0.0, "")  # from these: how far, and whose gradient
     lost: str | None = None  # a parameter that the forward pass wrote, and that is not what plain training made of it
+    drawn: int | None = None  # a checksum of torch's random state after the forward pass
 
     def __str__(self) -> str:
         return f"loss {self.loss:.6g}" + ("" if self.grad_norm is None else f", gradient norm {self.grad_norm:.6g}")
@@ -72,6 +75,14 @@ class Figures:
         """Those of a plain pass whose loss is `factor` times as large."""
         norm = None if self.grad_norm is None else self.grad_norm * factor
         return Figures(self.loss * factor, norm, {name: each * factor for name, each in self.gradients.items()})
+
+    def __add__(self, other: Figures) -> Figures:
+        """Those of both passes' losses together, of which no norm is known."""
+        sums = {
+            name: replace(each, values=each.values + other.gradients[name].values)
+            for name, each in self.gradients.items()
+        }
+        return Figures(self.loss + other.loss, None, sums)
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,7 @@ class PlainPass:
     is_repeated: bool = False  # `batch` is one share, and the others are the same once more
     precision: str = "fp32"
     training: Figures = Figures(math.nan, None)
+    by_share: tuple[Figures, ...] = ()  # each share alone, all alike where `is_repeated`; none where one fails alone
     evaluating: Figures | None = None  # where the pass in training mode depends on how the batch is shared out
     evaluates: bool = False  # whether the model runs in evaluation mode without gradients
     prompt: Tensor | None = None  # tokens from which the model generates
@@ -128,6 +140,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         if seen.depends_on_sharing:
             evaluating = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True)).figures
         training = seen.figures
+        by_share = (training,) if shares == 1 else _by_share(ctx, batch, 1 if is_repeated else shares, within, training)
         if is_repeated and _on_every_process(lambda: _adds_up(ctx, batch, within, BANDS[seen.precision][0])):
             training, evaluating = training * shares, None if evaluating is None else evaluating * shares
         evaluates, prompt = _on_every_process(lambda: _evaluation(ctx, batch, within))
@@ -139,6 +152,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         is_repeated=is_repeated,
         precision=seen.precision,
         training=training,
+        by_share=by_share,
         evaluating=evaluating,
         evaluates=evaluates,
         prompt=prompt,
@@ -206,7 +220,18 @@ def tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _run_plainly(ctx: Context, batch: Any, within: Within, in_evaluation_mode: bool = False) -> _Seen:
+def _by_share(ctx: Context, batch: Any, shares: int, within: Within, whole: Figures) -> tuple[Figures, ...]:
+    """The figures of each share alone, of which every process runs one; none where one cannot be run alone."""
+    rows, place = num_rows(batch=batch), ctx.world.rank % shares
+    share = take(batch, place * rows // shares, (place + 1) * rows // shares, rows)
+    seen, _ = tried(lambda: _run_plainly(ctx, share, within, like=whole.gradients))
+    every = gather_objects(None if seen is None else seen.figures)
+    return () if None in every else tuple(every[:shares])
+
+
+def _run_plainly(
+    ctx: Context, batch: Any, within: Within, in_evaluation_mode: bool = False, like: Sample | None = None
+) -> _Seen:
     assert ctx.loss_func is not None
     model, dtypes = ctx.root, set()
 
@@ -217,14 +242,15 @@ def _run_plainly(ctx: Context, batch: Any, within: Within, in_evaluation_mode: b
     mode = still(model) if in_evaluation_mode else nullcontext()
     with put_back(model, ctx.device) as writes, mode, seeded(), torch.enable_grad():
         attributes = Attributes(model)
-        drawn, buffers = _random_state(ctx.device), [buffer.clone() for buffer in model.buffers()]
+        before, buffers = drawn(ctx.device), [buffer.clone() for buffer in model.buffers()]
         with within():
             with writes, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 inputs = ctx.prepare_input(batch, ctx.device)
                 loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
+            after = drawn(ctx.device)
             loss.backward()
-        depends = not torch.equal(drawn, _random_state(ctx.device)) or not _equal(buffers, list(model.buffers()))
-        figures = Figures(float(loss.detach()), _norm(model), sample_of(model))
+        depends = before != after or not _equal(buffers, list(model.buffers()))
+        figures = Figures(float(loss.detach()), _norm(model), sample_of(model, like), drawn=after)
         changes, counters = writes.changes(), attributes.counters()
         unused = tuple(name for name, each in model.named_parameters() if each.requires_grad and each.grad is None)
     dtypes |= {parameter.dtype for parameter in model.parameters()}
@@ -301,11 +327,12 @@ def seeded() -> Iterator[None]:
         yield
 
 
-def _random_state(device: torch.device) -> Tensor:
+def drawn(device: torch.device) -> int:
+    """A checksum of torch's random state: equal where as many numbers were drawn since `seeded`."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)
+    return zlib.crc32(torch.cat(states).numpy().tobytes())
 
 
 def _equal(before: list[Tensor], after: list[Tensor]) -> bool:

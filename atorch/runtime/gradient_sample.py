@@ -46,13 +46,23 @@ Sample = Mapping[str, Elements]
 """By the name of the parameter."""
 
 
-def sample_of(model: nn.Module) -> Sample:
-    """The sample of the gradients that a plain model has."""
+def sample_of(model: nn.Module, like: Sample | None = None) -> Sample:
+    """The sample of the gradients that a plain model has.
+
+    like: an earlier sample, whose places are taken; a gradient that is not there is zero.
+    """
     grads = {
         name: parameter.grad.detach().reshape(-1).float()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and parameter.grad.layout == torch.strided and not parameter.grad.is_complex()
     }
+    if like is not None:
+        return {
+            name: replace(
+                each, values=grads[name][each.places.to(grads[name].device)].cpu() if name in grads else 0 * each.values
+            )
+            for name, each in like.items()
+        }
     if not grads:
         return {}
     norms = torch.stack([torch.linalg.vector_norm(grad).cpu() for grad in grads.values()])

@@ -214,6 +214,48 @@ def test_a_very_deep_model_may_round_and_lose_nothing(precision: Any) -> None:
         accelerate(Deep(), [precision, broken], **more)
 
 
+def halve_in_training(ctx: Context) -> None:
+    """As what draws random numbers anew in backward does: wrong in training mode alone."""
+    norm, weight = ctx.root.dropout, ctx.root.inner.weight
+    weight.register_hook(lambda gradient: gradient * 0.5 if norm.training else gradient)
+
+
+def halve_from_the_second_on(ctx: Context) -> None:
+    """As what a first pass leaves behind may do."""
+    passes: list[None] = []
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        passes.append(None)
+        return gradient * 0.5 if len(passes) > 1 else gradient
+
+    ctx.root.inner.weight.register_hook(hook)
+
+
+def shared_out(rank: int, size: int, damage: Callable[[Context], None], load_strategy: list[str], **more: Any) -> bool:
+    with registered(damage) as broken, pytest.raises(StrategyError, match="does not compute"):
+        accelerate(Net(norm=True, dropout=0.3), [broken, *load_strategy], **more)
+    return True
+
+
+@pytest.mark.parametrize("damage", [halve_in_training, halve_from_the_second_on])
+def test_training_mode_and_a_second_pass_are_looked_at(pool: Pool, damage: Callable[[Context], None]) -> None:
+    """Whatever depends on the share: of random numbers and statistics, too."""
+    shared_out(0, 1, damage, [])
+    assert all(pool.run(shared_out, damage, ["ddp"]))
+
+
+def compares(rank: int, size: int) -> bool:
+    return shared_out(rank, size, halve_in_training, ["ddp"], loss_func=contrast)
+
+
+def contrast(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return (output @ output.T).logsumexp(1).mean()
+
+
+def test_a_loss_that_compares_samples_is_held_to_that_of_the_shares(pool: Pool) -> None:
+    assert all(pool.run(compares))
+
+
 def test_it_can_be_turned_off() -> None:
     with registered(scale_gradients) as broken:
         accelerate(Net(), [broken], verify=False)
@@ -296,8 +338,8 @@ def reads(rank: int, size: int, strategies: list[Any]) -> list[str]:
     told = []
     sample_of = plain_pass.sample_of
     for load_strategy in strategies:
-        turned = mock.patch.object(plain_pass, "sample_of", lambda model: {
-            name: each * (-1 if name == "inner.weight" else 1) for name, each in sample_of(model).items()
+        turned = mock.patch.object(plain_pass, "sample_of", lambda model, like=None: {
+            name: each * (-1 if name == "inner.weight" else 1) for name, each in sample_of(model, like).items()
         })  # fmt: skip
         with turned, pytest.raises(StrategyError) as error:
             under(rank, size, load_strategy, {}, 8)
@@ -428,7 +470,7 @@ def contrastive(rank: int, size: int) -> list[str]:
     logger = logging.getLogger("atorch")
     logger.addHandler(handler)
     try:
-        accelerate(Net(), ["ddp"], loss_func=lambda batch, output: (output @ output.T).logsumexp(1).mean())
+        accelerate(Net(), ["ddp"], loss_func=contrast)
     finally:
         logger.removeHandler(handler)
     return records
