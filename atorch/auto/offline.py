@@ -212,9 +212,8 @@ def _room() -> float:
 
 
 def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowance, doing: Doing) -> ClusterPlan:
-    """The plan with the first of its ranking simulated, and beside them the best that can be applied today."""
-    best = [] if plan.best_applicable is None else [plan.best_applicable]
-    chosen = {each.strategy.methods: each.estimate for each in (*plan.ranking[:count], *best)}
+    """The plan with the first of its ranking simulated."""
+    chosen = {each.strategy.methods: each.estimate for each in plan.ranking[:count]}
     candidates = [(Strategy(methods), estimate.peak_bytes) for methods, estimate in chosen.items()]
     found = simulated(subject, candidates, plan.cluster.world_size, plan.global_batch, allowance, doing)
     for outcome, estimate in zip(found, chosen.values(), strict=True):

@@ -277,7 +277,6 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
         for name, reason in rejected.items():
             logger.warning("%s is left out of the strategy: %s", name, reason)
             strategy = strategy.without(name)
-        strategy.need_applicable()
         if rejected:
             strategy = replace(strategy, metadata={**strategy.metadata, "rejected": rejected})
         return strategy

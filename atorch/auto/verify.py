@@ -77,9 +77,6 @@ def simulated(
 def _why_not(subject: Subject, strategy: Strategy, allowance: Allowance) -> str | None:
     if subject.ctx is None:
         return "there is no model, only its shape"
-    planned = [each.name for each in strategy if not each.can_apply()]
-    if planned:
-        return f"{', '.join(planned)} can be planned for, and not applied yet"
     if "chunk" in strategy.names():  # of which simulation has more to say
         return None
     return allowance.why_not(subject.profile, strategy)

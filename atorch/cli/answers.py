@@ -121,20 +121,10 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _save(plan: ClusterPlan, data: Mapping[str, Any], path: Path) -> None:
-    """Write the best strategy that can be applied today, with the plan, but for the columns of every candidate.
-
-    Raises:
-        NoFeasiblePlanError: none of what fits can be applied today.
-    """
-    from atorch.errors import NoFeasiblePlanError
-
-    if plan.best_applicable is None:
-        raise NoFeasiblePlanError(f"{path} is not written: none of what fits can be applied today, only planned for")
+    """Write the chosen strategy with the plan, but for the columns of every candidate."""
     report = {name: value for name, value in data.items() if name != "candidates"}
-    strategy = plan.best_applicable.strategy
-    replace(strategy, metadata={"report": report}).save(path)
-    which = "the choice" if strategy.methods == plan.strategy.methods else "the best that can be applied today"
-    _tell(path, f"{which}, {strategy}, for load_strategy")
+    replace(plan.strategy, metadata={"report": report}).save(path)
+    _tell(path, f"the choice, {plan.strategy}, for load_strategy")
 
 
 def _tell(path: Path, what: str) -> None:

@@ -87,8 +87,6 @@ def _methods(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
     for name in METHODS:
         for backend in _backends(METHODS[name]):
             lack = _lack(METHODS[name], backend, cluster)
-            if lack is None and not METHODS[name].can_apply():
-                lack = "it can be planned for and not applied yet"
             summary = (METHODS[name].__doc__ or "").strip().partition("\n")[0]
             shown = name if backend is None else f"{name} ({backend})"
             yield shown, "yes" if lack is None else "no", summary if lack is None else lack

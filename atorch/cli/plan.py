@@ -82,7 +82,7 @@ def plan(
     verbose: Annotated[bool, typer.Option(help="Show all that was tried, and compositions by axis.")] = False,
     json_file: Annotated[File, _file("--json", "Write the answer as JSON.")] = None,
     html: Annotated[File, _file("--html", "Write the answer as a page.")] = None,
-    save: Annotated[File, _file("--save", "Write the file of the best strategy that can be applied today.")] = None,
+    save: Annotated[File, _file("--save", "Write the chosen strategy to a file.")] = None,
 ) -> None:
     """Find the best strategy for a model on a cluster, neither of which need be here."""
     outputs = Outputs(json_file, html, save)

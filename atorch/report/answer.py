@@ -138,8 +138,7 @@ def _legend(plan: PlanData) -> RenderableType:
 
 
 def _runners_up(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Iterator[RenderableType]:
-    """The choice among the runners-up, the fastest first, and what can be applied today."""
-    from rich.text import Text
+    """The choice among the runners-up, the fastest first."""
 
     shared = shared_methods(each["strategy"] for _, each in shown)
     rows = []
@@ -152,8 +151,6 @@ def _runners_up(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Iterat
     said = ", how likely each is faster" if any(each.get("chance") is not None for _, each in shown) else ""
     title = f"Runners-up{said}{_all_with(shared)}"
     yield table(title, ("", "composition", ">step", ">vs chosen", ">peak"), rows)
-    if "best_applicable" in plan and not plan["best_applicable"]:
-        yield Text("None of what fits can be applied today: it needs methods that can only be planned for yet.")
 
 
 def _why_not(rejected: Sequence[Mapping[str, Any]], max_rows: int | None) -> Iterator[RenderableType]:

@@ -172,12 +172,10 @@ def reserved(memory: Mapping[str, float]) -> str:
 def shown_estimates(plan: PlanData, most: int) -> list[tuple[str, PlanData]]:
     """(why it is shown, {strategy, estimate}) of the choice and of what it is compared with, the fastest first.
 
-    Each strategy once, at most so many: the choice, what can be applied today, ties, then others.
+    Each strategy once, at most so many: the choice, ties, then others.
     """
-    best = plan.get("best_applicable")
     candidates = [
         ("chosen", plan),
-        *([("best today", best)] if best else []),
         *(("tie", each) for each in plan.get("near_ties", ())),
         *(("next", each) for each in plan.get("ranking", ())),
     ]

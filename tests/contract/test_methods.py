@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
 
-from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
+from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
-from atorch.errors import CapabilityError, StrategyError
+from atorch.errors import StrategyError
 from tests.contract.job import BATCH, arguments, make_model
 from tests.contract.test_parity import APPLIED, SETTINGS
 
@@ -82,28 +81,3 @@ def test_apply_leaves_the_old_context_alone(name: str) -> None:
     before = {field.name: getattr(ctx, field.name) for field in fields(ctx)}
     setting.apply(ctx)
     assert {field.name: getattr(ctx, field.name) for field in fields(ctx)} == before
-
-
-@pytest.fixture
-def only_planned() -> Iterator[str]:
-    """A method that says its cost alone."""
-
-    @method("only_planned", phase=Phase.SHARD)
-    class OnlyPlanned(Method):
-        pass
-
-    yield OnlyPlanned.name
-    METHODS.remove(OnlyPlanned.name)
-
-
-def test_a_method_that_is_only_planned_for_is_refused_with_the_model_as_it_was(only_planned: str) -> None:
-    from atorch import auto_accelerate
-
-    model = make_model()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    modules = [type(module) for module in model.modules()]
-    with pytest.raises(CapabilityError, match=f"{only_planned} can be planned for and not applied yet"):
-        auto_accelerate(model, load_strategy=["checkpoint", only_planned], **arguments())
-    assert [type(module) for module in model.modules()] == modules
-    assert not any("forward" in vars(module) for module in model.modules()), "checkpoint was applied"
-    assert all(value.equal(before[key]) for key, value in model.state_dict().items())

@@ -42,8 +42,8 @@ SETTINGS: dict[str, Any] = {
 }
 """The setting of each method that is tried; a new method adds its own."""
 
-APPLIED = [name for name in METHODS if METHODS[name].can_apply()]
-"""The methods that train; the others can be planned for."""
+APPLIED = list(METHODS)
+
 
 REFUSED = {
     frozenset(pair): "one slot: both choose how parameters, gradients and optimizer states are shared"

@@ -78,7 +78,6 @@ def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
         "counts_by_axis": {"tensor": {"1": 12, "2": 10, "4": 9, "8": 9}, "pipeline": {"1": 20, "2": 20}},
         "near_ties": [entry(each) for each in fitting[1:3]],
         "ranking": [entry(each) for each in fitting[:8]],
-        "best_applicable": entry(fitting[4]),
         "counterfactuals": [
             {
                 "change": "tensor 4",

@@ -73,7 +73,6 @@ def test_runners_up_and_why_not():
     text = text_of(answer(400), width=200)
     near, _, rest = text.partition("Why not")
     assert near.count("│ tie ") == 2
-    assert near.count("best today") == 1
     assert near.count("23.0% slower") == 1
     assert "tensor 4 would be 6.0% slower: twice as much of the gradients' reduction is exposed" in near
     assert "without checkpoint is 12.1 GiB short" in near
@@ -99,7 +98,7 @@ def test_each_reason_is_among_the_rows_of_why_not():
     text = text_of(plan, max_rows=2).partition("Why not")[2]
     assert "needs more than there is" in text
     assert "10% slower" in text
-    assert re.search(r"^(\d+) more: (\d+) out of memory, (\d+) slower$", text, re.MULTILINE)
+    assert re.search(r"^\d+ more: \d+ slower, \d+ out of memory$", text, re.MULTILINE)
 
 
 def test_compositions_by_axis_are_for_who_asks():
@@ -121,11 +120,6 @@ def test_what_all_have_is_said_once():
     near = text_of(answer(400)).partition("What if")[0].partition("Runners-up, all with checkpoint")
     assert near[1]
     assert "checkpoint" not in near[2]
-
-
-def test_where_nothing_can_be_applied_today_it_is_said():
-    assert "None of what fits can be applied today" in text_of({**answer(40), "best_applicable": None})
-    assert "applied today" not in text_of(answer(40))
 
 
 def test_markup_in_names_is_text():

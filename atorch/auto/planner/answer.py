@@ -130,14 +130,13 @@ class _Question:
         cluster = self.job.cluster
         return Room(usable_bytes(cluster, self.reserve), usable_host_bytes(cluster, self.reserve))
 
-    def space(self, *, applicable: bool = False) -> Space:
+    def space(self) -> Space:
         return plannable(
             self.job.profile,
             self.job.cluster,
             excluded=self.job.excluded,
             included=self.included,
             fixed=self.fixed,
-            applicable=applicable,
             precision=self.job.precision,
             host_memory=self.job.host_memory,
         )
@@ -234,7 +233,6 @@ def _plan(
         near_ties=near_ties,
         decisive=decisive,
         notes=() if note is None else (note,),
-        best_applicable=_best_applicable(question, best),
         counterfactuals=neighbours,
         counts_by_axis=_counts(columns, space),
         candidates=columns,
@@ -242,20 +240,6 @@ def _plan(
         num_unopened={"slower": found.num_slow, "memory": found.num_large},
         seconds=time.monotonic() - began,
     )
-
-
-def _best_applicable(question: _Question, best: Ranked) -> Ranked | None:
-    """The fastest of methods that can be applied today."""
-    if all(each.can_apply() for each in best.strategy):
-        return best
-    try:
-        columns = question.found(question.space(applicable=True), nearest=False).columns
-    except StrategyError:
-        return None
-    rows = columns.fastest(1)
-    if not rows or not all(each.can_apply() for each in columns.methods[rows[0]]):
-        return None
-    return question.ranked(columns.methods[rows[0]])
 
 
 def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) -> Iterator[Rejected]:

@@ -68,7 +68,6 @@ class ClusterPlan(Plan):
     ranking: tuple[Ranked, ...]  # the best that fit, the chosen one first
     near_ties: tuple[Ranked, ...]  # whose chance of being faster is too large to tell them apart, the simplest first
     decisive: tuple[Measuring, ...]  # what would decide between them, what saves most first
-    best_applicable: Ranked | None  # of methods that can be applied today
     counterfactuals: tuple[Counterfactual, ...]
     counts_by_axis: Mapping[str, Mapping[str, int]]  # axis or slot → value → scored compositions that have it
     candidates: Columns  # all that were scored
@@ -93,7 +92,6 @@ class ClusterPlan(Plan):
             "ranking": [each.to_json_data() for each in self.ranking],
             "near_ties": [each.to_json_data() for each in self.near_ties],
             "decisive": [each.to_json_data() for each in self.decisive],
-            "best_applicable": None if self.best_applicable is None else self.best_applicable.to_json_data(),
             "counterfactuals": [each.to_json_data() for each in self.counterfactuals],
             "counts_by_axis": {axis: dict(counts) for axis, counts in self.counts_by_axis.items()},
             "pareto": [self._point(row) for row in self.candidates.pareto()],

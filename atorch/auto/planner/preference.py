@@ -35,7 +35,7 @@ def least_intricacy(node: Node, only: Only) -> Intricacy:
 
 
 def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> int:
-    """Of the rows that are as good as the fastest the simplest, and one that can be applied today.
+    """Of the rows that are as good as the fastest the simplest.
 
     `expected`: seconds in place of the estimate's, of the rows that are to be chosen from.
     """
@@ -45,14 +45,11 @@ def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> 
         rows = sorted((row for row in rows if row in expected), key=lambda row: expected[row])
     limit = seconds[rows[0]] * (1 + TIE)
     near = [row for row in rows if seconds[row] <= limit]
-    able = [row for row in near if all(each.can_apply() for each in columns.methods[row])]
-    if seconds[(able or near)[0]] > seconds[rows[0]] * (1 + EQUAL):
-        able = []
 
     def order(row: int) -> tuple[Intricacy, float]:
         return intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)), seconds[row]
 
-    return min(able or near, key=order)
+    return min(near, key=order)
 
 
 def is_simpler(columns: Columns, one: int, other: int) -> bool:

@@ -137,7 +137,6 @@ def simulate(
     """
     _check(ctx)
     strategy, notes = _in_eager(complete(strategy, world_size))
-    strategy.need_applicable()
     for name in _FORESEEN_APART & set(strategy.names()):
         raise CapabilityError(
             f"{name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the "

@@ -215,14 +215,11 @@ def compositions(
         _check_fixed(fixed, barred, needed)
         levels = tuple(_fixed_level(each, profile, cluster) for each in fixed)
         return Space(levels, cluster.world_size, is_checked=False)
-    for name in needed:
-        if not METHODS[name].can_apply():
-            raise METHODS[name].not_yet()
-    left_out = (*_not_applicable(), *(name for name in less_exact(precision) if name not in needed))
+    left_out = (name for name in less_exact(precision) if name not in needed)
     space = _space(profile, cluster, (*barred, *left_out), needed, ())
     for slot in (MESH, DATA_PARALLEL) if cluster.world_size > 1 else ():
         if not any(level.choices for level in space.levels if level.kind.slot == slot):
-            names = [name for name in METHODS if METHODS[name].slot == slot and METHODS[name].can_apply()]
+            names = [name for name in METHODS if METHODS[name].slot == slot]
             raise StrategyError(
                 f"everything for the slot {slot} is excluded, but {cluster.world_size} processes need one of "
                 f"{', '.join(names)}"
@@ -237,17 +234,15 @@ def plannable(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
-    applicable: bool = False,
     precision: Exactness = EXACTNESS[-1],
     host_memory: bool = True,
 ) -> Space:
-    """What may be planned for a cluster: of all methods, also those that can only be planned for yet.
+    """What may be planned for a cluster.
 
     Args:
         excluded, included: as for `compositions`.
         fixed: methods that every composition has with the knobs that were set; knobs left unset vary, and so does what
             is beside them.
-        applicable: leave out what cannot be applied yet.
         precision: as for `compositions`.
         host_memory: whether methods that keep something in host memory may be used that are neither included nor fixed.
 
@@ -263,8 +258,6 @@ def plannable(
     barred = (*barred, *(name for name in less_exact(precision) if name not in chosen))
     if not host_memory:
         barred = (*barred, *(name for name in METHODS if METHODS[name].keeps_on_host and name not in chosen))
-    if applicable:
-        barred = (*barred, *(name for name in _not_applicable() if name not in needed))
     return _space(profile, cluster, barred, needed, given)
 
 
@@ -349,10 +342,6 @@ def less_exact(precision: Exactness) -> tuple[str, ...]:
     """Names of the methods that train in less exact numbers."""
     allowed = EXACTNESS.index(precision)
     return tuple(name for name in METHODS if EXACTNESS.index(METHODS[name].exactness) > allowed)
-
-
-def _not_applicable() -> tuple[str, ...]:
-    return tuple(name for name in METHODS if not METHODS[name].can_apply())
 
 
 def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:

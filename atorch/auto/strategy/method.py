@@ -1,8 +1,8 @@
 """A method: one optimization as a frozen value. Its fields are the knobs, its type is the choice.
 
 A method knows what it costs (`cost`), how it is applied (`apply`), what the search may try (`choices`), and why it
-cannot run on a machine (`unmet`) or with a model and a mesh (`unfit`). One that says its cost and not yet how it is
-applied can be planned for. `Phase` is the whole composition order; methods that share a slot exclude each other.
+cannot run on a machine (`unmet`) or with a model and a mesh (`unfit`). `Phase` is the whole composition order; methods
+that share a slot exclude each other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from atorch.errors import CapabilityError, StrategyError, near_miss, shown
+from atorch.errors import StrategyError, near_miss, shown
 from atorch.registry import Registry
 
 if TYPE_CHECKING:
@@ -137,11 +137,6 @@ class Method(BaseModel):
         """What it does to the numbers that are trained with, as a clause; nothing where they stay the model's own."""
         return ""
 
-    @classmethod
-    def can_apply(cls) -> bool:
-        """Whether the method can be applied; one that does not say how can only be planned for."""
-        return cls.apply is not Method.apply
-
     def unmet(self, cluster: ClusterSpec) -> str | None:
         """Why the hardware cannot run this method, or None where it can.
 
@@ -183,12 +178,8 @@ class Method(BaseModel):
         return cost
 
     def apply(self, ctx: Context) -> Context:
-        """The context once this method is on. May transform `ctx.parts` in place, returns a new Context.
-
-        Raises:
-            CapabilityError: the method can be planned for and not applied yet.
-        """
-        raise self.not_yet()
+        """The context once this method is on. May transform `ctx.parts` in place, returns a new Context."""
+        raise NotImplementedError(f"{type(self).__name__} does not define apply")
 
     def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
         """What `apply` would learn by watching the model, for a mesh that is not there: metadata of the strategy.
@@ -197,14 +188,6 @@ class Method(BaseModel):
         and stays as it is. axes: sizes by name.
         """
         return {}
-
-    @classmethod
-    def not_yet(cls) -> CapabilityError:
-        """The error of applying a method that can only be planned for."""
-        return CapabilityError(
-            f"{cls.name} can be planned for and not applied yet: what it costs is known, and how it is done is not. "
-            f"Leave {cls.name} out of the strategy to train"
-        )
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -162,18 +162,11 @@ class Strategy(Sequence[Method]):
         """Fold the methods' costs."""
         return reduce(lambda folded, each: each.cost(folded), self.methods, cost)
 
-    def need_applicable(self) -> None:
-        """Raise CapabilityError where a method can be planned for and not applied yet."""
-        for each in self.methods:
-            if not each.can_apply():
-                raise each.not_yet()
-
     def apply(self, ctx: Context) -> Context:
         """Fold the methods' application: the context they make of `ctx`. All processes call it together.
 
         Raises:
             ArgumentError: the processes have different strategies, or models; nothing was touched.
-            CapabilityError: a method can be planned for and not applied yet; nothing was touched.
             StrategyError: a method that cannot be applied; nothing was touched where `check` knows of it, and that is
                 whatever does not come out only when the model is watched at work.
         """
@@ -191,7 +184,6 @@ class Strategy(Sequence[Method]):
 
     def check(self, ctx: Context) -> None:
         """Raise what `apply` would, as far as that is known before anything is touched: see `Method.check`."""
-        self.need_applicable()
         ctx = replace(ctx, strategy=self)
         for each in self.methods:
             each.check(ctx)

@@ -14,7 +14,7 @@ from torch import nn
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.planner.simulate import Simulated, simulate, simulate_apart
-from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
+from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, CapabilityError
@@ -157,18 +157,6 @@ def test_as_plain_data() -> None:
     assert data["peak_bytes"] == max(sum(moment["memory"].values()) for moment in data["moments"])
     assert {each["kind"] for each in data["collectives"]} == {"all_gather", "reduce_scatter", "all_reduce"}
     assert all(each["axes"] == ["data"] for each in data["collectives"])
-
-
-def test_a_method_that_cannot_be_applied_is_named() -> None:
-    @method("only_planned", phase=Phase.SPLIT)
-    class OnlyPlanned(Method):
-        """Says what it costs."""
-
-    try:
-        with pytest.raises(CapabilityError, match="only_planned can be planned for"):
-            simulated(job(llama(2)), ["only_planned"])
-    finally:
-        METHODS.remove("only_planned")
 
 
 def test_a_step_needs_an_optimizer_and_a_loss() -> None:

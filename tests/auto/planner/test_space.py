@@ -21,12 +21,12 @@ from atorch.auto.planner.estimate import estimate_of, score, split_by_memory
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.space import compositions, plannable
 from atorch.auto.planner.space import less_exact as less_exact_names
-from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
+from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.distributed.world import World
-from atorch.errors import CapabilityError, StrategyError
+from atorch.errors import StrategyError
 from tests.auto.planner.drawn import Drawn
 from tests.auto.planner.drawn import strategies as strategies_of
 from tests.auto.planner.jobs import cluster, context, net
@@ -62,7 +62,6 @@ def test_several_processes_have_a_mesh_and_a_data_parallel_method(start):
         parts = {"tensor_parallel", "pipeline_parallel"} & set(each)
         assert len(data_parallel & set(each)) == (0 if parts else 1), "two processes have equal parameters, or parts"
     assert {each for held in found for each in held} >= data_parallel | {"amp_native", "half", "checkpoint"}
-    assert {each for held in found for each in held} <= {name for name in METHODS if METHODS[name].can_apply()}
 
 
 def test_fp16_and_batch_norm(start):
@@ -123,15 +122,6 @@ def test_what_is_included_or_fixed_is_allowed_whatever_its_numbers(start):
                                                 start[1]))  # fmt: skip
     fixed = plannable(start[0], cluster(), fixed=Strategy.of([("half", "bf16")]), precision="fp32")
     assert all("half" in each for each in names(fixed, start[1]))
-
-
-def test_what_can_only_be_planned_for_is_not_tried(start):
-    method("only_planned", phase=Phase.SHARD)(type("OnlyPlanned", (Method,), {}))
-    try:
-        with pytest.raises(CapabilityError, match="only_planned can be planned for and not applied yet"):
-            compositions(start[0], cluster(2), included=["only_planned"])
-    finally:
-        METHODS.remove("only_planned")
 
 
 def test_fixed_keeps_methods_and_the_knobs_that_were_set(start):
@@ -203,13 +193,6 @@ def test_parts_can_be_fixed_for_a_plan():
         plannable(profile, spec, fixed=mesh, excluded=["ddp"])
     with pytest.raises(StrategyError, match="ddp is fixed and fsdp included"):
         plannable(profile, spec, fixed=mesh, included=["fsdp"])
-
-
-def test_a_plan_of_what_can_be_applied():
-    profile, spec = llama(), ClusterSpec.load("4xA100-80GB")
-    found = strategies(plannable(profile, spec, applicable=True), plain_cost(profile, 8))
-    assert found
-    assert all(each.can_apply() for strategy in found for each in strategy)
 
 
 def make_gpt2():

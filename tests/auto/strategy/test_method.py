@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from atorch.auto.strategy import METHODS, Method, Phase, Recipe, Strategy, method
-from atorch.errors import CapabilityError, StrategyError
+from atorch.auto.strategy import METHODS, Method, Phase, Recipe, method
+from atorch.errors import StrategyError
 from tests.auto.strategy.toys import ToyAmp, ToyHalf, ToyMesh, ToyShard
 
 pytestmark = pytest.mark.usefixtures("toys")
@@ -101,19 +101,6 @@ def test_a_method_that_says_nothing_costs_nothing_runs_anywhere_and_is_not_searc
     assert ToyHalf().cost(cost) is cost  # type: ignore[arg-type]
     assert ToyHalf().unmet(anything) is None  # type: ignore[arg-type]
     assert list(ToyHalf.choices(anything, anything)) == []  # type: ignore[arg-type]
-
-
-def test_a_method_that_does_not_say_how_it_is_applied_is_refused_before_another_is() -> None:
-    class Applied(ToyMesh):
-        def apply(self, ctx: Any) -> Any:
-            raise AssertionError("nothing was to be touched")
-
-    assert Applied.can_apply()
-    assert not ToyHalf.can_apply()
-    with pytest.raises(CapabilityError, match="toy_half can be planned for and not applied yet"):
-        ToyHalf().apply(object())  # type: ignore[arg-type]
-    with pytest.raises(CapabilityError, match="Leave toy_half out of the strategy"):
-        Strategy((Applied(), ToyHalf())).apply(object())  # type: ignore[arg-type]
 
 
 def test_a_recipe_must_say_what_it_does() -> None:
