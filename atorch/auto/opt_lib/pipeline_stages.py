@@ -279,8 +279,8 @@ def rows_of_a_process(ctx: Context) -> int:
     mesh = ctx.need_mesh()
     assert ctx.make_loader is not None
     loader = ctx.make_loader(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES))
-    sampler: Any = loader.batch_sampler
-    return int(loader.batch_size or sampler.batch_size)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return int(size or num_rows(batch=ctx.sample_batch))
 
 
 def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, ...]) -> None:

@@ -24,34 +24,40 @@ _TOO_SHORT = (RuntimeError, ValueError, IndexError, KeyError, TypeError, Asserti
 def on_samples(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
     """A function that calls a model on the first samples of `ctx.sample_batch`, on the device where the model is.
 
+    On the whole batch where the model does not take those, as its first call tells: a graph's edges name its nodes.
+
     Raises:
         ArgumentError: there is no batch for the method `name`.
     """
-    _need_sample(ctx, name)
-    return lambda model: ctx.call_model(model, _samples(ctx, model))
+    return _on_least(ctx, name, [_few_samples, _whole])
 
 
 def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
-    """As `on_samples`, with a few tokens of each sequence where the model takes so few, as its first call tells.
+    """As `on_samples`, with a few tokens of each sequence where the model takes so few.
 
     Raises:
         ArgumentError: there is no batch for the method `name`.
     """
-    _need_sample(ctx, name)
-    takes_few: list[bool] = []
+    return _on_least(ctx, name, [lambda batch: with_few_tokens(_few_samples(batch)), _few_samples, _whole])
+
+
+def _on_least(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Callable[[nn.Module], Any]:
+    if ctx.sample_batch is None:
+        raise ArgumentError(f"{name} watches the model at work before it splits it; give a dataset, or a sample_batch")
 
     def run(model: nn.Module) -> Any:
-        batch = _samples(ctx, model)
-        if not takes_few:
+        batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+        while True:
             try:
-                output = ctx.call_model(model, with_few_tokens(batch))
+                output = ctx.call_model(model, parts[0](batch))
             except _TOO_SHORT as error:
-                takes_few.append(False)
-                logger.info("%s watches whole sequences, since with %d tokens each: %s", name, TOKENS, error)
+                if len(parts) == 1:
+                    raise
+                logger.info("%s watches more of the batch, since of a part of it: %s", name, error)
+                del parts[0]
             else:
-                takes_few.append(True)
+                del parts[1:]
                 return output
-        return ctx.call_model(model, with_few_tokens(batch) if takes_few[0] else batch)
 
     return run
 
@@ -84,11 +90,9 @@ def _num_different(tokens: Tensor, start: int) -> int:
     return int(tokens.narrow(1, start, TOKENS).unique().numel())
 
 
-def _samples(ctx: Context, model: nn.Module) -> Any:
-    batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+def _few_samples(batch: Any) -> Any:
     return take(batch, 0, SAMPLES, batch_size(batch))
 
 
-def _need_sample(ctx: Context, name: str) -> None:
-    if ctx.sample_batch is None:
-        raise ArgumentError(f"{name} watches the model at work before it splits it; give a dataset, or a sample_batch")
+def _whole(batch: Any) -> Any:
+    return batch

@@ -26,6 +26,7 @@ from atorch.runtime.chunk.layout import ChunkSpec, Filling, Item, Layout, pack, 
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
+from atorch.runtime.chunk.rounds import Rounds
 from atorch.runtime.chunk.schedule import Moment, Shortfall, choose_pinned, schedule, transfer_cost
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.collective_order import CollectiveOrder
@@ -119,16 +120,17 @@ def chunk(
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
     way = transfer or transfer_for(device)
-    order = CollectiveOrder.of([group, replicas], device.type)
-    shared = None if group is None else SharedGradients(chunks, slots, way, names, replicas, order)
+    rounds = Rounds(chunks, CollectiveOrder.of([group, replicas], device.type))
+    shared = None if group is None else SharedGradients(chunks, slots, way, names, replicas, rounds)
     gradients = shared or Gradients(chunks, slots, way)
-    residency = Residency(chunks, managed, budget_bytes, plan.first, way, plan.staying, plan.beside_bytes, order)
+    residency = Residency(chunks, managed, budget_bytes, plan.first, way, plan.staying, plan.beside_bytes, rounds)
     compiled_modules = CompiledModules.of(model, compiled)
-    operations = Operations(chunks, slots, gradients, residency, plan.course_of, compiled_modules, order)
+    operations = Operations(chunks, slots, gradients, residency, plan.course_of, compiled_modules, rounds)
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
     bound = _Bound(operations)
-    override(model, "forward", _in_a_pass, bound)
+    for entry in ("forward", "__call__"):  # a forward that was put on the instance is found before the class's
+        override(model, entry, _in_a_pass, bound)
     override(model, "state_dict", _gathering, bound)
     for block in blocks:
         override(block, "__call__", _compiled_code, bound)
@@ -214,7 +216,7 @@ def course(
             "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
             "(tensor_parallel)"
         )
-    return Course(by_chunk, found)
+    return Course(by_chunk, found, foreseen.varies)
 
 
 def pinned_in(

@@ -32,6 +32,8 @@ class Pass(NamedTuple):
     accesses: Sequence[Access]
     gradients: Sequence[tuple[int, str]]
     """The number of accesses that were before, and the parameter; in order."""
+    varies: bool = False
+    """Whether processes may take ways of their own: values decide, or they have been seen to."""
 
 
 def moments(
@@ -193,6 +195,7 @@ class Course:
 
     moments: Sequence[Moment]
     schedule: Schedule | None
+    varies: bool = False
     strayed: bool = False
     """Whether a pass of training left the course."""
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.distributed.collectives import first_told, largest, meeting_place
+from atorch.distributed.description import both_ways
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
 from atorch.runtime.chunk.course import Course, Pass
@@ -111,9 +112,12 @@ class Courses:
         fault = first_told(str(attempt) if isinstance(attempt, AtorchError) else None, self._group)
         if fault is not None:
             return self._numel, attempt if isinstance(attempt, AtorchError) else ArgumentError(fault[1])
-        (most,) = largest([self._numel], self._group)
-        mine: Pass | AtorchError | None = attempt if self._numel == most else None
-        foreseen: tuple[int, Pass | AtorchError] | None = first_told(mine, self._group)
+        assert not isinstance(attempt, AtorchError), "no process has a fault"
+        ways = both_ways([sorted(access.parameters) for access in attempt.accesses])
+        most, one, other = largest([self._numel, *ways], self._group)
+        varies = self._for_real or one != -other
+        mine = attempt._replace(varies=varies) if self._numel == most else None
+        foreseen = first_told(mine, self._group)
         assert foreseen is not None, "some batch is the largest"
         return most, foreseen[1]
 

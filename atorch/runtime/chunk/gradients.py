@@ -23,8 +23,9 @@ from torch.autograd import Variable
 from atorch.distributed.collectives import reduce_scatter_single
 from atorch.runtime.chunk.layout import Layout, Slot
 from atorch.runtime.chunk.memory import ChunkSet, Keep
+from atorch.runtime.chunk.rounds import Rounds
 from atorch.runtime.chunk.transfer import Transfer, Wait, put
-from atorch.runtime.collective_order import BACKWARD_ENDS, REDUCES, CollectiveOrder, Step, reduce_zeros
+from atorch.runtime.collective_order import BACKWARD_ENDS, REDUCES, Step, reduce_zeros
 
 
 def completion(layout: Layout, gradients: Sequence[str]) -> list[int]:
@@ -93,7 +94,7 @@ class SharedGradients(Gradients):
     Args:
         foreseen: names of parameters in the order in which their gradients come.
         replicas: processes that keep the same share of other copies of the chunks; None for one copy.
-        order: is told of reductions before they are issued.
+        rounds: are told of reductions before they are issued.
     """
 
     def __init__(
@@ -102,11 +103,12 @@ class SharedGradients(Gradients):
         slots: Mapping[str, Slot],
         transfer: Transfer,
         foreseen: Sequence[str],
-        replicas: dist.ProcessGroup | None = None,
-        order: CollectiveOrder | None = None,
+        replicas: dist.ProcessGroup | None,
+        rounds: Rounds,
     ) -> None:
         super().__init__(chunks, slots, transfer)
-        self._replicas, self._collectives = replicas, order
+        self._replicas, self._rounds = replicas, rounds
+        rounds.reduce = self._reduce_complete
         self._order = completion(chunks.layout, foreseen)
         self._names = list(slots)
         self.begin()
@@ -128,15 +130,25 @@ class SharedGradients(Gradients):
         memory.whole(self._open[chunk], self._slots[name]).copy_(gradient)
         self._come.add(name)
         self._missing[chunk].discard(name)
-        while self._waiting and not self._missing[self._waiting[0]]:
+        if not self._rounds.are_held:
+            while self._waiting and not self._missing[self._waiting[0]]:
+                self._reduce(self._waiting.pop(0))
+        elif chunk in self._waiting[:1] and not self._missing[chunk]:
+            self._rounds.meet()
+
+    def _reduce_complete(self) -> None:
+        """In a round: reduce what all processes have."""
+        late = self._anywhere([bool(self._missing[chunk]) for chunk in self._waiting])
+        while self._waiting and not late.pop(0):
             self._reduce(self._waiting.pop(0))
 
     def _finish(self) -> None:
         """Backward is over: reduce the rest, and learn what had gradients anywhere."""
+        self._missing = {chunk: set() for chunk in self._order}
+        self._rounds.drain()
         for chunk in self._waiting:
             self._reduce(chunk)
-        if self._collectives is not None:
-            self._collectives.come_to(BACKWARD_ENDS)
+        self._rounds.come_to(BACKWARD_ENDS)
         has = self._anywhere([name in self._come for name in self._names])
         anywhere = {name for name, each in zip(self._names, has, strict=True) if each}
         self._chunks.reduced |= anywhere
@@ -147,8 +159,8 @@ class SharedGradients(Gradients):
 
     def _anywhere(self, flags: list[bool]) -> list[int]:
         """For each flag, whether any process has set it."""
-        if self._collectives is not None:
-            return self._collectives.any_of(flags)  # on the host where it can: nobody waits for the device
+        if self._rounds.order is not None:
+            return self._rounds.order.any_of(flags)  # on the host where it can: nobody waits for the device
         come = torch.tensor(flags, dtype=torch.uint8, device=self._chunks.device)
         dist.all_reduce(come, dist.ReduceOp.MAX, group=self._chunks.group)
         if self._replicas is not None:
@@ -157,12 +169,12 @@ class SharedGradients(Gradients):
 
     def _reduce(self, chunk: int) -> None:
         memory = self._chunks.chunks[chunk]
-        if self._collectives is not None and (group := self._chunks.group) is not None:
-            like = len(memory.compute), memory.spec.numel, memory.dtype, self._chunks.device, group
-            self._collectives.come_to(
-                Step(REDUCES, str(memory.spec), memory.spec.numel, in_backward=True),
-                partial(reduce_zeros, *like, dist.ReduceOp.AVG, self._replicas),
-            )
+        assert self._chunks.group is not None
+        like = len(memory.compute), memory.spec.numel, memory.dtype, self._chunks.device, self._chunks.group
+        self._rounds.come_to(
+            Step(REDUCES, str(memory.spec), memory.spec.numel, in_backward=True),
+            partial(reduce_zeros, *like, dist.ReduceOp.AVG, self._replicas),
+        )
         whole = self._open.pop(chunk, None)
         if whole is None:
             whole = self._zeros(chunk)

@@ -28,8 +28,9 @@ from atorch.runtime.chunk.layout import Slot
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
 from atorch.runtime.chunk.residency import Residency
+from atorch.runtime.chunk.rounds import Rounds
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
-from atorch.runtime.collective_order import FORWARD_ENDS, CollectiveOrder, Step
+from atorch.runtime.collective_order import FORWARD_ENDS, Step
 from atorch.runtime.guarded_gradients import OF_ALL_ELEMENTS, OF_ALL_GRADIENTS, guarded
 from atorch.runtime.weak_method import weakly
 
@@ -71,10 +72,10 @@ class Operations:
         residency: Residency,
         course_of: Callable[[Pass], Course],
         compiled: CompiledModules,
-        order: CollectiveOrder | None = None,
+        rounds: Rounds,
     ) -> None:
         self.chunks, self.residency, self.course_of = chunks, residency, course_of
-        self._compiled, self._order = compiled, order
+        self._compiled, self._rounds = compiled, rounds
         self._slots, self._gradients = slots, gradients
         self._nodes = Nodes()
         self._views = HeldViews()  # by chunk
@@ -91,8 +92,7 @@ class Operations:
         """A forward pass of the whole model. Its backward pass goes on until the next one begins."""
         if self._passes == 0:
             self._compiled.begin()
-            if self._order is not None:
-                self._order.come_to(PASS_BEGINS if torch.is_grad_enabled() else FORWARD_BEGINS)
+            self._rounds.come_to(PASS_BEGINS if torch.is_grad_enabled() else FORWARD_BEGINS)
             if self.course_for is not None and torch.is_grad_enabled():
                 self._foreseeing = True
                 try:
@@ -101,6 +101,7 @@ class Operations:
                     self._foreseeing = False
             if torch.is_grad_enabled() and not any(chunk.has_gradient for chunk in self.chunks.chunks):
                 self.chunks.reduced.clear()  # by a backward pass whose gradients were cleared
+            self._rounds.follow(self.residency.course.varies)
             self._gradients.begin()
             self.residency.begin()
         self._passes += 1
@@ -108,8 +109,10 @@ class Operations:
             yield
         finally:
             self._passes -= 1
-        if self._passes == 0 and self._order is not None and not torch.is_grad_enabled():
-            self._order.come_to(FORWARD_ENDS)
+        if self._passes == 0 and not torch.is_grad_enabled():
+            self._rounds.come_to(FORWARD_ENDS)
+        elif self._passes == 0:
+            self._rounds.drain()  # a loss may communicate
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
         """Manage a parameter whose values the chunks have taken."""

@@ -22,9 +22,10 @@ from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.course import Course
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import point
+from atorch.runtime.chunk.rounds import Rounds
 from atorch.runtime.chunk.tier import Tier
-from atorch.runtime.chunk.transfer import Transfer, Wait
-from atorch.runtime.collective_order import CollectiveOrder, Step, gather_zeros
+from atorch.runtime.chunk.transfer import Transfer, Wait, nothing
+from atorch.runtime.collective_order import Step, gather_zeros
 from atorch.units import format_bytes
 
 LETTING_GO_S = 0.5  # many times what gloo's threads were seen to take on a busy machine, 26 ms
@@ -47,7 +48,7 @@ class Residency:
         budget_bytes: of the device, for chunks and everything else that lives while operations run.
         staying: chunks that the device has for good.
         beside_bytes: what else it has for good: gradients and states, shares of chunks.
-        order: of processes that share the chunks, told of what is gathered before it is.
+        rounds: of processes that share the chunks, told of what is gathered before it is.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class Residency:
         transfer: Transfer,
         staying: Collection[int] = (),
         beside_bytes: int = 0,
-        order: CollectiveOrder | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
         self.chunks, self.course = chunks, course
         self.tier = Tier("device budget", budget_bytes)
         self.fetched_bytes = self.peak_bytes = 0
         self.observer: Observer | None = None
-        self._parameters, self._transfer, self._order = parameters, transfer, order
+        self._parameters, self._transfer, self._rounds = parameters, transfer, rounds or Rounds(chunks, None)
         self._away = {
             name: parameter.data for name, parameter in parameters.items()
         }  # what shows while values are away
@@ -143,7 +144,7 @@ class Residency:
             room = self._room()
             # What others hold leaves at another moment on each process, and processes that share chunks drop the same:
             # it counts as room. Look after the room was: what has gone by then is in that already.
-            others = 0 if self._order is None else sum(size for _, size in self._held)
+            others = 0 if self._rounds.order is None else sum(size for _, size in self._held)
             if room + others >= needed:
                 break
             self._drop(chunk)
@@ -165,7 +166,7 @@ class Residency:
         if num_bytes > self._room():
             self._wait_for_threads(num_bytes)
         fits = num_bytes <= self._room()
-        if self._order is not None:
+        if self.chunks.group is not None:
             self._come_to("gathers" if fits else "has no room for", memory)
         if not fits:
             raise OutOfBudgetError(self._too_much(chunk, num_bytes))
@@ -178,13 +179,11 @@ class Residency:
             self.observer.moved(chunk, True, num_bytes)
 
     def _come_to(self, action: str, memory: ChunkMemory) -> None:
-        assert self._order is not None
         assert self.chunks.group is not None
         like = memory.spec.numel, len(memory.compute), memory.dtype, self.chunks.device, self.chunks.group
         in_backward = torch._C._current_graph_task_id() != -1
-        self._order.come_to(
-            Step(action, str(memory.spec), memory.spec.numel, in_backward), partial(gather_zeros, *like)
-        )
+        step = Step(action, str(memory.spec), memory.spec.numel, in_backward, is_compared=action != "gathers")
+        self._rounds.come_to(step, partial(gather_zeros, *like))
 
     def _wait_for_threads(self, num_bytes: int) -> None:
         """A thread that gathered a chunk lets go of it a little after it said that it was there."""
@@ -196,6 +195,9 @@ class Residency:
         """Begin to fill a buffer: with what the host has, and with what other processes have."""
         if self.chunks.group is None:
             return self._transfer.start(buffer, memory.compute)
+        if self._rounds.are_held:
+            self._rounds.meet(memory.spec.index, buffer)
+            return nothing
         if buffer.device == memory.compute.device:
             work: Any = all_gather_single(buffer, memory.compute, group=self.chunks.group, async_op=True)
         else:

@@ -50,7 +50,7 @@ class AtOnce:
     def start(self, target: Tensor, source: Tensor) -> Wait:
         """Copy."""
         target.copy_(source)
-        return _nothing
+        return nothing
 
     def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
         """Copy."""
@@ -162,5 +162,5 @@ def _add_after(copied: torch.cuda.Event, target: Tensor, landing: Tensor) -> Non
     target.add_(landing)
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Wait for what is there."""

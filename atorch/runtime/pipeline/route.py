@@ -102,7 +102,7 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], 
         for name, unit in units.items()
         for handle in (
             unit.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True),
-            unit.register_forward_hook(partial(watch.leave, name)),
+            unit.register_forward_hook(partial(watch.leave, name), with_kwargs=True),
         )
     ]
     try:
@@ -143,6 +143,7 @@ class _Watch(TorchDispatchMode):
         self.calls: list[Call] = []
         self.written: set[Value] = set()
         self._running: Call | None = None
+        self._given: dict[int, list[int]] = {}  # the lists among its arguments
         self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._own = {name: set(map(id, unit.parameters())) for name, unit in units.items()}
@@ -152,11 +153,17 @@ class _Watch(TorchDispatchMode):
         call = Call(name)
         call.needs.update(self.sources(_tensors((args, kwargs)), name))
         self.calls.append(call)
-        self._running = call
+        self._running, self._given = call, _lists((args, kwargs))
 
-    def leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, name: str, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A unit returns."""
         call, self._running = self.calls[-1], None
+        left, returned = _lists((args, kwargs)), _lists(output)
+        if any(left.get(each, held) != held and each not in returned for each, held in self._given.items()):
+            raise StrategyError(
+                f"{name} adds to a list that it is given, or takes from it, and a pipeline passes on only what its "
+                "modules return. Return the list, or name split_points elsewhere"
+            )
         number = len(self.calls) - 1
 
         def slot(leaf: Any, place: str) -> Any:
@@ -213,6 +220,15 @@ class _Watch(TorchDispatchMode):
                         "pipeline passes on only what its modules return. Return it, or name split_points elsewhere"
                     )
         return found
+
+
+def _lists(data: Any) -> dict[int, list[int]]:
+    """What the lists in `data` hold, by identity."""
+    inner = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    found = {id(data): list(map(id, inner))} if isinstance(data, list) else {}
+    for each in inner:
+        found |= _lists(each)
+    return found
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -17,7 +17,10 @@ from atorch.runtime.tensor_parallel.recorded import Call, fresh
 
 @torch.no_grad()
 def with_draws(block: nn.Module, layout: BlockLayout, call: Call) -> BlockLayout:
-    """The layout with `draws` set for each group between whose fork and sum training draws random numbers."""
+    """The layout with `draws` set for each group between whose fork and sum training draws random numbers, or may.
+
+    A call need not reach all groups: an expert may have no token.
+    """
     states: dict[str, Tensor] = {}
 
     def note(product: Product, compute: Callable[[], Tensor]) -> Tensor:
@@ -29,8 +32,9 @@ def with_draws(block: nn.Module, layout: BlockLayout, call: Call) -> BlockLayout
     with preserved_rng(), SeeProducts(dict(block.named_parameters()), note):
         block.train()(*args, **kwargs)
     block.eval()
-    groups = [
-        replace(group, draws=not torch.equal(states[next(iter(group.columns))], states[group.row]))
-        for group in layout.groups
-    ]
+
+    def may_draw(start: str, end: str) -> bool:
+        return not (start in states and end in states and torch.equal(states[start], states[end]))
+
+    groups = [replace(group, draws=may_draw(next(iter(group.columns)), group.row)) for group in layout.groups]
     return replace(layout, groups=tuple(groups))

@@ -40,7 +40,9 @@ def record_calls(model: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
 
         return hook
 
-    handles = [m.register_forward_pre_hook(keep(name), with_kwargs=True) for name, m in blocks.items()]
+    # A run may call the model again, with more of a batch than it could do with.
+    handles = [model.register_forward_pre_hook(lambda *_: calls.clear())]
+    handles += [m.register_forward_pre_hook(keep(name), with_kwargs=True) for name, m in blocks.items()]
     try:
         run(model)
     finally:

@@ -1,6 +1,8 @@
 """pipeline_parallel: stages, schedules and micro-batches, worked by hand, and what does not go together."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +146,13 @@ def test_a_model_is_watched_once_and_only_where_it_matters(monkeypatch):
     assert runs == [1]
     assert refusal(watchable(Layers), "pipeline_parallel", "amp_native", "checkpoint") is None
     assert refusal(watchable(Layers, 16), "pipeline_parallel", "amp_native") is not None
+
+
+def test_rows_where_a_batch_sampler_does_not_say_them() -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    loader = torch.utils.data.DataLoader(data, batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7]])  # type: ignore[arg-type]
+    mesh = SimpleNamespace(rank=lambda *axes: 0, size=lambda *axes: 1)
+    ctx: Any = SimpleNamespace(
+        need_mesh=lambda: mesh, make_loader=lambda rank, size: loader, sample_batch=next(iter(loader))
+    )
+    assert pipeline_stages.rows_of_a_process(ctx) == 4

@@ -82,3 +82,15 @@ def test_a_model_that_refuses_gets_whole_sequences(least: int, length: int) -> N
     assert [run(model), run(model)] == [(SAMPLES, length)] * 2
     with pytest.raises(ValueError, match="at least 99 tokens"):
         on_few_tokens(ctx, "tensor_parallel")(Counting(99))
+
+
+def test_a_batch_of_which_no_part_runs_is_taken_whole() -> None:
+    """Edges name nodes that a part of them has not got."""
+    batch = {"x": torch.randn(5, 4), "edges": torch.tensor([[0, 4], [4, 1], [2, 3], [3, 2], [1, 0]])}
+    ctx: Any = SimpleNamespace(
+        sample_batch=batch,
+        prepare_input=lambda data, device: data,
+        call_model=lambda model, batch: model(batch["x"])[batch["edges"]].shape,
+    )
+    run = on_few_tokens(ctx, "tensor_parallel")
+    assert [run(nn.Linear(4, 2)), run(nn.Linear(4, 2))] == [(5, 2, 2)] * 2

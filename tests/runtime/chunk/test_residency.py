@@ -61,10 +61,11 @@ def batch_of(step: int, rank: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def trained(rank: int, size: int, passes: list[tuple[Way, Way]]) -> tuple[int, str, float]:
+def trained(rank: int, size: int, passes: list[tuple[Way, Way]], varies: bool = False) -> tuple[int, str, float]:
     """How many passes were run, what stopped them, and how far parameters are from plain training until there."""
     model, plain = made(), made()
     first = foreseen(model, (batch_of(0, rank), passes[0][0]), loss_of, device_type="cpu")
+    first = first._replace(varies=varies)
     others = max(each.other_bytes for each in first.accesses)
     budget = others + 4 * 4 * WIDTH * WIDTH  # two blocks, beside their gradients
     group = dist.group.WORLD
@@ -98,3 +99,33 @@ def test_ways_of_their_own_are_right_or_told_on_all_processes(pool: Pool, case: 
         assert bool(said) == bool(name)
         assert name in said
         assert not said or ("rank 0" in said and "rank 1" in said)
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_ways_that_are_known_to_vary_are_right(pool: Pool, case: str) -> None:
+    passes, _, _ = WAYS[case]
+    for done, said, distance in pool.run(trained, passes, True, timeout=60):
+        assert not said
+        assert done == len(passes)
+        assert distance < 1e-6
+
+
+def evaluated_alone(rank: int, size: int) -> str:
+    """What is said where the first process runs a pass without gradients that the others do not."""
+    model = made()
+    first = foreseen(model, (batch_of(0, rank), ALL), loss_of, device_type="cpu")._replace(varies=True)
+    chunk(model, first, 2**20, device=CPU, group=dist.group.WORLD)
+    try:
+        for _ in range(2):
+            loss_of(model, (batch_of(0, rank), ALL)).backward()
+            if rank == 0:
+                with torch.no_grad():
+                    loss_of(model, (batch_of(0, rank), ALL))
+    except StrategyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pass_of_one_process_alone_is_told_on_all(pool: Pool) -> None:
+    for said in pool.run(evaluated_alone, timeout=60):
+        assert "rank 0 begins a forward pass without gradients; rank 1 begins a pass" in said

@@ -49,3 +49,38 @@ def rows_seen(rank: int, size: int) -> str:
 
 def test_of_a_split_parameter_on_the_meta_device_a_process_sees_its_rows(pool: Pool) -> None:
     assert pool.run(rows_seen) == ["(2, 3)", "(2, 3)"]
+
+
+class Skipping(nn.Module):
+    """Keeps what it computes in a list, or adds what it takes from there."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.linear, self.keeps = nn.Linear(4, 4), keeps
+
+    def forward(self, x: torch.Tensor, skips: list[torch.Tensor]) -> torch.Tensor:
+        x = self.linear(x)
+        if not self.keeps:
+            return x + skips.pop()
+        skips.append(x)
+        return x
+
+
+class Skips(nn.Module):
+    """A stack whose second half takes what the first one keeps, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Skipping(keeps) for keeps in (True, True, False, False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, skips)
+        return x
+
+
+def test_a_list_that_modules_hand_on_is_told() -> None:
+    model = Skips()
+    with pytest.raises(StrategyError, match="adds to a list that it is given, or takes from it"):
+        route_of(model, dict(model.blocks.named_children()), torch.ones(2, 4), lambda model, batch: model(batch), None)
