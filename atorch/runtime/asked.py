@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,29 @@ def expects_none(hook: Callable[..., Any]) -> Callable[..., Any]:
     """`hook`, which may be called without a gradient."""
     hook.expects_none = True  # type: ignore[attr-defined]
     return hook
+
+
+class Postponed:
+    """A user's hook on accumulated gradients, which would see what is not averaged or whole yet.
+
+    later: called in its place, with itself and the parameter.
+    """
+
+    expects_none = True
+
+    def __init__(self, hook: Callable[[torch.Tensor], None], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
+        self.hook, self._later = hook, later
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._later(self, parameter)
+
+
+def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
+    """Put `Postponed` in the place of the hooks on accumulated gradients that are not this package's."""
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if not hasattr(hook, "expects_none")]:
+            hooks[key] = Postponed(hooks[key], later)  # in place, so that its handle still removes it
 
 
 def is_captured(accumulator: Node) -> bool:
