@@ -193,7 +193,9 @@ class _Averaging:
             if is_inside and (self._is_told or len(self._arrived) < len(self._known)):
                 return
             self._complete()
-        if self._replicas.require_backward_grad_sync and (self._unfrozen if is_reduced else self._missed):
+        if not self._replicas.require_backward_grad_sync:
+            return
+        if self._unfrozen if is_reduced else self._missed:
             # What was averaged before stays as it is, since averages are the same everywhere.
             candidates = self._unfrozen if is_reduced else [*self._known, *self._unfrozen]
             average_gradients(candidates, self._replicas.process_group, self._missed)

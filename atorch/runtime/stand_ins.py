@@ -60,8 +60,8 @@ class StandIns(WrappedOptimizer):
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError(
-            f"{type(self.inner).__name__}.{method.__name__} would work on copies of the parameters (half, offload), which "
-            "the model does not see before a step; train in fp32 or under amp_native, without offload"
+            f"{type(self.inner).__name__}.{method.__name__} would work on copies of the parameters (half, offload), "
+            "which the model does not see before a step; train in fp32 or under amp_native, without offload"
         )
 
     @contextmanager

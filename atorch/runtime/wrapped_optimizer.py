@@ -115,8 +115,8 @@ class _Unreadable(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ArgumentError(
-            "a method of the optimizer's own reads gradients, of which this process may have a part, or scaled ones; let "
-            "the loop call step() alone, or use ddp in fp32 or bf16, under which the optimizer is the one that you made"
+            "a method of the optimizer's own reads gradients, of which this process may have a part, or scaled ones; "
+            "let the loop call step() alone, or use ddp in fp32 or bf16, where the optimizer is the one that you made"
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -334,7 +336,7 @@ class Blocks(nn.Module):
 
     def forward(self, x: torch.Tensor, heads: Any = (0, 1, 2), again: bool = False) -> list[torch.Tensor]:
         x = x.detach().requires_grad_()
-        for block in (*self.blocks, *(self.blocks[:1] if again else ())):
+        for block in (*self.blocks, *(self.blocks[1:2] if again else ())):
             x = checkpoint(block, x, use_reentrant=True).tanh()
         return [self.heads[each](x) for each in heads]
 
@@ -355,11 +357,15 @@ def accumulated(model: Any, x: torch.Tensor, step: int) -> None:
     model(x, heads=(1,))[0].square().mean().backward()
 
 
+def stepped(optim: torch.optim.Optimizer, _: torch.Tensor) -> None:
+    optim.step()
+    optim.zero_grad()
+
+
 def a_step_in_backward(model: Any, x: torch.Tensor, step: int) -> None:
     if not step:
         for each in model.parameters():
-            optim = torch.optim.AdamW([each], lr=0.1)
-            each.register_post_accumulate_grad_hook(lambda _, optim=optim: (optim.step(), optim.zero_grad()))
+            each.register_post_accumulate_grad_hook(partial(stepped, torch.optim.AdamW([each], lr=0.1)))
     all_heads(model, x, step)
 
 
@@ -424,4 +430,4 @@ def test_what_reentrant_checkpoints_hide_is_refused(pool: Pool) -> None:
     for told in pool.run(refusal, {"find_unused_parameters": True}, False):
         assert "find_unused_parameters=True does not see" in told
     for told in pool.run(refusal, {}, True):
-        assert "blocks.0.weight is used in two reentrant checkpoints" in told or "blocks.0.bias" in told
+        assert re.search(r"blocks.1.(weight|bias) is used in two reentrant checkpoints", told)
