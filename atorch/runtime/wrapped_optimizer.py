@@ -50,7 +50,7 @@ class WrappedOptimizer(Optimizer):
                 each.grad = gradient.detach().as_subclass(_Unreadable)
         try:
             result = method(*args, **kwargs)
-            cleared = [each.grad for each in params].count(None) > before.count(None)
+            cleared = any(each.grad is None is not gradient for each, gradient in zip(params, before, strict=True))
         finally:
             for each, gradient in zip(params, before, strict=True):
                 each.grad = gradient

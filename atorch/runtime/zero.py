@@ -156,7 +156,9 @@ class ShardedOptimizer(WrappedOptimizer):
             result = self.inner.step(evaluated) if closure is not None else self.inner.step()
         for piece in self._slices:
             piece.grad = None
-        self._send()
+        # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
+        self._trained.update(param for param in self._params if param.requires_grad)
+        self._send(self._trained)
         self._note_states(self._params)
         return result
 
@@ -169,16 +171,14 @@ class ShardedOptimizer(WrappedOptimizer):
         result = together(work, self._group)
         for piece in self._slices:
             piece.grad = None
-        self._send()
+        self._send(set(self._params))
         self._note_states(())
         return result
 
-    def _send(self) -> None:
-        # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
-        self._trained.update(param for param in self._params if param.requires_grad)
-        shares = ((rank, [param for param in share if param in self._trained]) for rank, share in self._shares)
+    def _send(self, params: set[Tensor]) -> None:
+        shares = ((rank, [param for param in share if param in params]) for rank, share in self._shares)
         broadcast(shares, self._group)
-        gather((bucket for bucket in self._buckets if not self._trained.isdisjoint(bucket.params)), self._group)
+        gather((bucket for bucket in self._buckets if not params.isdisjoint(bucket.params)), self._group)
 
     def gradients(self) -> Iterator[Tensor]:
         """Those of this rank's share: each is read on one rank, but for sparse ones that several have slices of."""
