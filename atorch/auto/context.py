@@ -134,11 +134,6 @@ class Context:
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
 
     @property
-    def leaves_unused(self) -> bool:
-        """Whether passes may leave parameters without a gradient: the user says so, or plain training's first did."""
-        return self.find_unused_parameters or (self.plain_pass is not None and bool(self.plain_pass.leaves_unused))
-
-    @property
     def device(self) -> torch.device:
         """This process's device."""
         return self.world.device

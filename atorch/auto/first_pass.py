@@ -33,6 +33,7 @@ from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError
 from atorch.runtime.amp import LossScale
+from atorch.runtime.asked import muted
 from atorch.runtime.clip import clip_grad_norm
 from atorch.runtime.deferred import Deferred
 from atorch.runtime.gradient_sample import farthest, not_as_written
@@ -129,7 +130,7 @@ def _run_at_scale(
     eagerly = torch.compiler.set_stance("force_eager") if in_evaluation_mode else nullcontext()
     mode = still(model) if in_evaluation_mode else nullcontext()
     group = None if applied.layout is None else mesh.group("tensor")
-    with torch.enable_grad(), eagerly, mode:
+    with torch.enable_grad(), eagerly, mode, muted(model.parameters()):
         _clear(result)
         every, lost = _pass(applied, result, expected, group)
         passes = [every]

@@ -29,6 +29,7 @@ from atorch.auto.context import Context
 from atorch.distributed.collectives import first_told, from_rank_zero, gather_objects
 from atorch.distributed.dense_parts import same_values
 from atorch.distributed.rng import preserved_rng
+from atorch.runtime.asked import muted
 from atorch.runtime.gradient_sample import Sample, sample_of
 from atorch.runtime.losses import value_of
 from atorch.runtime.split import joined, num_rows, take
@@ -103,7 +104,6 @@ class PlainPass:
     counters: Mapping[str, int] = field(
         default_factory=dict
     )  # attributes that it sets to whole numbers, by their paths
-    leaves_unused: tuple[str, ...] = ()  # trainable parameters that get no gradient
 
 
 class _Incomparable(Exception):
@@ -117,7 +117,6 @@ class _Seen:
     depends_on_sharing: bool
     changes: Mapping[str, Change]
     counters: Mapping[str, int]
-    unused: tuple[str, ...]
 
 
 def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Within = nullcontext) -> PlainPass:
@@ -158,7 +157,6 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         prompt=prompt,
         changes=seen.changes,
         counters=seen.counters,
-        leaves_unused=seen.unused,
     )
 
 
@@ -240,7 +238,7 @@ def _run_plainly(
         return tensor.detach()  # an operation that saves its own output would hold itself for ever
 
     mode = still(model) if in_evaluation_mode else nullcontext()
-    with put_back(model, ctx.device) as writes, mode, seeded(), torch.enable_grad():
+    with put_back(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), muted(model.parameters()):
         attributes = Attributes(model)
         before, buffers = drawn(ctx.device), [buffer.clone() for buffer in model.buffers()]
         with within():
@@ -252,12 +250,11 @@ def _run_plainly(
         depends = before != after or not _equal(buffers, list(model.buffers()))
         figures = Figures(float(loss.detach()), _norm(model), sample_of(model, like), drawn=after)
         changes, counters = writes.changes(), attributes.counters()
-        unused = tuple(name for name, each in model.named_parameters() if each.requires_grad and each.grad is None)
     dtypes |= {parameter.dtype for parameter in model.parameters()}
     precision = "tf32" if ctx.device.type == "cuda" else "fp32"
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         precision = coarser(precision, name) if dtype in dtypes else precision
-    return _Seen(figures, precision, depends, changes, counters, unused)
+    return _Seen(figures, precision, depends, changes, counters)
 
 
 def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:

@@ -114,12 +114,6 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         synchronise(tensors)
     expected = _expected(ctx, place[1]) if verify and strategy.methods else None
     ctx = replace(ctx, plain_pass=expected)
-    if ctx.leaves_unused and not ctx.find_unused_parameters and {"ddp", "zero1"} & set(strategy.names()):
-        unused = () if expected is None else expected.leaves_unused
-        logger.warning(
-            "ddp looks for unused parameters in every step, as plain training's first pass gives %d no gradient (%s); "
-            "freeze what is never used", len(unused), ", ".join(unused[:3]),
-        )  # fmt: skip
     applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if waits_for_values and applied.write_value is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,50 @@ def expects_none(hook: Callable[..., Any]) -> Callable[..., Any]:
     """`hook`, which may be called without a gradient."""
     hook.expects_none = True  # type: ignore[attr-defined]
     return hook
+
+
+class Postponed:
+    """A user's hook on accumulated gradients, which would see what is not averaged or whole yet.
+
+    later: called in its place, with itself and the parameter.
+    """
+
+    expects_none = True
+
+    def __init__(self, hook: Callable[[torch.Tensor], None], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
+        self.hook, self._later = hook, later
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._later(self, parameter)
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a hook is this package's."""
+    return hasattr(hook, "expects_none")
+
+
+def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
+    """Put `Postponed` in the place of the hooks on accumulated gradients that are not this package's."""
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if not is_own(hook)]:
+            hooks[key] = Postponed(hooks[key], later)  # in place, so that its handle still removes it
+
+
+@contextmanager
+def muted(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, users' hooks on accumulated gradients are not called: an optimizer may step in them."""
+    held: list[tuple[dict[int, Any], int, Any]] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for hooks in filter(None, [each._post_accumulate_grad_hooks for each in parameters]):
+            users = {key: each for key, each in hooks.items() if isinstance(each, Postponed) or not is_own(each)}
+            held += [(hooks, key, each) for key, each in users.items()]
+            hooks.update(dict.fromkeys(users, expects_none(lambda parameter: None)))
+    try:
+        yield
+    finally:
+        for hooks, key, each in held:
+            hooks[key] = each
 
 
 def is_captured(accumulator: Node) -> bool:

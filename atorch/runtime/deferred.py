@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from atorch.runtime.asked import can_be_reached, is_asked, is_captured
+from atorch.runtime.asked import Postponed, can_be_reached, is_asked, is_captured, postpone
 from atorch.runtime.first_order import refuse_second_order
 from atorch.runtime.reduction import Reduction
 from atorch.runtime.wrapped_optimizer import local
@@ -96,6 +96,7 @@ class Apart:
     @contextmanager
     def gradients(self) -> Iterator[Gradients]:
         """As `gradients_apart`; the reductions find their buckets empty, and are usable where inside raises."""
+        postpone(self._parameters, lambda hook, parameter: None)  # until `deposit`
         reused = any(reduction.reuses_gradients for reduction in self._reductions)
         waiting = self._waiting()
         if reused and waiting is not None:
@@ -152,6 +153,9 @@ class _Deposit(torch.autograd.Function):
                 returned[each] = gradient
             else:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+                for hook in [each for each in hooks if isinstance(each, Postponed)]:
+                    hook.hook(parameter)
         if len(ctx.gone) == len(ctx.gradients):
             ctx.gradients = ()
         return None, None, None, *(returned.get(each) for each in ctx.places)

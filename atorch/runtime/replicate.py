@@ -13,7 +13,7 @@ optimizer steps, and so are all where some were taken by `torch.autograd.grad`: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -23,12 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import agreed
 from atorch.distributed.dense_parts import dense_parts, is_dense
 from atorch.distributed.description import described_call
-from atorch.runtime.asked import expects_none, is_captured
+from atorch.errors import StrategyError
+from atorch.runtime.asked import Postponed, expects_none, is_captured, postpone
 from atorch.runtime.buckets import average, broadcast
 from atorch.runtime.parameter_groups import TakesParameters
 from atorch.runtime.weak_method import weakly
@@ -49,7 +51,7 @@ class Replicated(TakesParameters, Wrapper):
         super().__init__()
         self.module: nn.Module = replicas.module
         self._replicas = (replicas,)  # in a tuple, or its parameters would be found a second time
-        self._unseen = _Unseen(replicas)
+        self._averaging = _Averaging(replicas)
 
     @property
     def replicas(self) -> DistributedDataParallel:
@@ -58,16 +60,18 @@ class Replicated(TakesParameters, Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output; backward through it averages gradients."""
-        self._unseen.begin_forward()
+        self._averaging.begin_forward()
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func's gradients go to who asks for them
+            return self.module(*args, **kwargs)
         output = self.replicas(*args, **kwargs)
         if torch.is_grad_enabled() and self.replicas.require_backward_grad_sync:
-            self._unseen.expect()
+            self._averaging.expect(output)
         return output
 
     def prepare_for_backward(self) -> None:
         """Average in the next backward pass, of a forward pass that was told not to; torch's pipelines do it so."""
         self.replicas.reducer.prepare_for_backward([])
-        self._unseen.expect()
+        self._averaging.expect()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes add gradients up without averaging them."""
@@ -75,31 +79,44 @@ class Replicated(TakesParameters, Wrapper):
 
     def take_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Average the gradients of parameters that the module was given since it was wrapped, too."""
-        self._unseen.take(parameters)
+        self._averaging.take(parameters)
 
 
-class _Unseen:
-    """Averages the gradients that DistributedDataParallel does not see, when the backward pass that gave them ends."""
+class _Averaging:
+    """Sees to it that what backward passes leave is averaged: by DistributedDataParallel, or else when a pass ends."""
 
     def __init__(self, replicas: DistributedDataParallel) -> None:
         self._replicas = replicas
-        self._seen = self._is_running = False  # whether torch waits for the next backward pass; whether one runs
-        self._has_run = self._was_taken = False  # one, since the last step; gradients, by `torch.autograd.grad`
+        self._is_told = replicas.find_unused_parameters or replicas.static_graph  # what a pass leaves unused
+        self._expects = self._completes = False  # whether torch reduces the next pass; is given what that has left out
+        self._arrived: dict[torch.Tensor, bool] = {}  # in the pass that torch reduces, and whether with a gradient
+        self._missed: set[torch.Tensor] = set()  # have gradients that torch does not reduce
+        self._has_run = self._was_taken = False  # a pass, since the last step; gradients, by `torch.autograd.grad`
         self._is_none = False  # the gradient that has arrived last
         self._task = -1  # the last pass that was asked whose it is
+        self._tasks: set[int] = set()  # passes that run, with those inside of them: reentrant checkpoints run their own
+        self._postponed: dict[tuple[Postponed, torch.Tensor], None] = {}
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = [each for each in replicas.module.parameters() if each.requires_grad]
         self._frozen: list[torch.Tensor] = [each for each in replicas.module.parameters() if not each.requires_grad]
         self._unfrozen: list[torch.Tensor] = []
         self._hook(self._known)
 
-    def expect(self) -> None:
-        """torch averages what the next backward pass gives."""
-        self._seen, self._is_running = True, False  # a pass that raised has not ended
+    def expect(self, output: Any = None) -> None:
+        """torch reduces the next backward pass, which may begin at `output`."""
+        self._expects = True
+        self._arrived.clear()
+        self._tasks.clear()  # a pass that raised has not ended
+        for each in _find_tensors(output):
+            if each.grad_fn is not None:
+                each.register_hook(weakly(self._begin))
 
     def begin_forward(self) -> None:
         """Watch parameters that have been unfrozen since the last one; forget a backward pass that was cleared."""
-        if self._has_run and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        postpone(self._hooked, weakly(self._postpone))
+        if self._has_run:
             self._has_run = any(each.grad is not None for each in (*self._known, *self._unfrozen))
         found = [each for each in self._frozen if each.requires_grad]
         if found:
@@ -120,9 +137,10 @@ class _Unseen:
 
     def _hook(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
+            is_known = len(self._hooked) < len(self._known)
             parameter.register_hook(expects_none(partial(weakly(self._arrives), len(self._hooked))))
             self._hooked.append(parameter)
-            parameter.register_post_accumulate_grad_hook(expects_none(weakly(self._accumulated)))
+            parameter.register_post_accumulate_grad_hook(expects_none(partial(weakly(self._accumulated), is_known)))
 
     def _arrives(self, number: int, gradient: torch.Tensor | None) -> None:
         """Note whether there is one, and, once a pass, whether they go to whoever called `torch.autograd.grad`."""
@@ -132,17 +150,101 @@ class _Unseen:
             self._task = task
             self._was_taken |= is_captured(get_gradient_edge(self._hooked[number]).node)
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        if not (self._is_running or self._is_none):
-            self._is_running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+    def _accumulated(self, is_known: bool, parameter: torch.Tensor) -> None:
+        if self._completes:
+            return
+        if not self._is_none:
+            self._has_run = True
+        if is_known and self._expects:
+            self._begin()
+            self._refuse_second(parameter)
+            self._arrived[parameter] = parameter.grad is not None
+        elif not self._is_none:
+            self._begin()
+            self._missed.add(parameter)
 
-    def _end(self) -> None:
-        missed = self._unfrozen if self._seen else [*self._known, *self._unfrozen]
-        self._seen, self._is_running, self._has_run = False, False, True
-        if missed and self._replicas.require_backward_grad_sync:
+    def _refuse_second(self, parameter: torch.Tensor) -> None:
+        """Raise for what torch would take for a second gradient of one pass, and for a fault of its own."""
+        if self._replicas.find_unused_parameters and len(self._tasks) > 1:
+            raise StrategyError(
+                "find_unused_parameters=True does not see what a reentrant checkpoint uses, which runs a backward pass "
+                "of its own: checkpoint with use_reentrant=False, or leave find_unused_parameters out"
+            )
+        if parameter in self._arrived and not self._is_told:
+            name = next(name for name, each in self._replicas.module.named_parameters() if each is parameter)
+            raise StrategyError(
+                f"{name} is used in two reentrant checkpoints, and gets a gradient from each: "
+                "checkpoint with use_reentrant=False, or give ddp static_graph=True"
+            )
+
+    def _begin(self, *_: Any) -> None:
+        """See to the end of the pass that runs, behind what torch does there."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            queue: Any = torch.autograd.Variable._execution_engine
+            queue.queue_callback(lambda: queue.queue_callback(partial(self._end, task)))
+
+    def _end(self, task: int) -> None:
+        self._tasks.discard(task)
+        is_inside = torch._C._current_autograd_node() is not None  # of another pass, which goes on
+        is_reduced = self._expects and bool(self._arrived)
+        if is_reduced:
+            if is_inside and (self._is_told or len(self._arrived) < len(self._known)):
+                return
+            self._complete()
+        if not self._replicas.require_backward_grad_sync:
+            return
+        if self._unfrozen if is_reduced else self._missed:
             # What was averaged before stays as it is, since averages are the same everywhere.
-            average_gradients(missed, self._replicas.process_group)
+            candidates = self._unfrozen if is_reduced else [*self._known, *self._unfrozen]
+            average_gradients(candidates, self._replicas.process_group, self._missed)
+            self._missed.clear()
+        postponed, self._postponed = self._postponed, {}
+        for hook, parameter in postponed:
+            if parameter.grad is not None:
+                hook.hook(parameter)
+
+    def _postpone(self, hook: Postponed, parameter: torch.Tensor) -> None:
+        if not self._completes:
+            self._postponed[hook, parameter] = None
+
+    def _complete(self) -> None:
+        """Let torch's reduction end where the pass has left parameters out; what no rank has used gets no gradient."""
+        self._expects = False
+        self._missed.difference_update(self._known)
+        if self._is_told:
+            self._replicas._check_reducer_finalized()
+            return
+        used = [self._arrived.get(each, each.grad is not None) for each in self._known]
+        lacking = [each for each in self._known if each not in self._arrived]
+        if lacking:
+            self._give_zeros(lacking)
+        group = self._replicas.process_group
+        if dist.get_backend(group) == "fake":
+            return
+        flags = torch.tensor(used, dtype=torch.uint8, device=self._known[0].device)
+        # Nobody waits for it who has used everything.
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=flags.device.type == "cpu")
+        if not all(used):
+            if work is not None:
+                work.wait()
+            for parameter, anywhere in zip(self._known, flags.tolist(), strict=True):
+                if not anywhere:
+                    parameter.grad = None
+
+    def _give_zeros(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Add nothing to gradients, for which torch waits."""
+        frozen = [each for each in parameters if not each.requires_grad]
+        self._completes = True
+        try:
+            for each in frozen:
+                each.requires_grad_(True)
+            torch.autograd.backward(list(parameters), [torch.zeros_like(each) for each in parameters])
+        finally:
+            self._completes = False
+            for each in frozen:
+                each.requires_grad_(False)
 
     def before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Average what is there without a backward pass; what one has left, users may edit as they like."""
@@ -173,13 +275,21 @@ def average_before_steps(optimizer: Optimizer | None, models: Iterable[nn.Module
     """
     for model in models:
         if isinstance(model, Replicated):
-            before_steps(optimizer, weakly(model._unseen.before_step))
+            before_steps(optimizer, weakly(model._averaging.before_step))
 
 
-def average_gradients(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Average `.grad` over the ranks of a group, where any of them has one; one that has none counts as zero."""
-    device = parameters[0].device
-    has = torch.tensor([each.grad is not None for each in parameters], dtype=torch.uint8, device=device)
+def average_gradients(
+    parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, changed: Collection[torch.Tensor] | None = None
+) -> None:
+    """Average `.grad` over the ranks of a group, where any of them has one; one that has none counts as zero.
+
+    changed: on this rank; what no rank has changed is left alone.
+    """
+    has = torch.tensor(
+        [each.grad is not None and (changed is None or each in changed) for each in parameters],
+        dtype=torch.uint8,
+        device=parameters[0].device,
+    )
     dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
     having = [each for each, anywhere in zip(parameters, has.tolist(), strict=True) if anywhere]
     for parameter in having:

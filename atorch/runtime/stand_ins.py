@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from atorch.errors import ArgumentError
 from atorch.runtime.slices import origin
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
 
@@ -56,6 +57,12 @@ class StandIns(WrappedOptimizer):
         """The inner optimizer's state."""
         with self._stand_ins_shown():
             return self.inner.state_dict()
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise ArgumentError(
+            f"{type(self.inner).__name__}.{method.__name__} would work on copies of the parameters (half, offload), "
+            "which the model does not see before a step; train in fp32 or under amp_native, without offload"
+        )
 
     @contextmanager
     def _stand_ins_shown(self) -> Iterator[None]:

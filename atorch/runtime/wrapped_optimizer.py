@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,30 @@ class WrappedOptimizer(Optimizer):
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         self.inner.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        """What the inner optimizer has of its own. Its methods may work on parameters and states, not on gradients."""
+        if name == "inner" or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(self.inner, name)
+        return partial(self._call, found) if getattr(found, "__self__", None) is self.inner else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the inner optimizer's own, which would step by other gradients than it takes them for."""
+        params = [each for group in self.inner.param_groups for each in group["params"]]
+        before = [each.grad for each in params]
+        for each, gradient in zip(params, before, strict=True):
+            if gradient is not None:
+                each.grad = gradient.detach().as_subclass(_Unreadable)
+        try:
+            result = method(*args, **kwargs)
+            cleared = any(each.grad is None is not gradient for each, gradient in zip(params, before, strict=True))
+        finally:
+            for each, gradient in zip(params, before, strict=True):
+                each.grad = gradient
+        if cleared:
+            self.zero_grad()
+        return result
 
     def _share(self) -> None:
         # The very objects, so that a learning rate set here is set there. Loading a state makes new ones.
@@ -82,6 +107,17 @@ class WrappedOptimizer(Optimizer):
                 f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "
                 "precision than the optimizer. Train in fp32, or with an optimizer that needs no closure"
             )
+
+
+class _Unreadable(torch.Tensor):
+    """A gradient that refuses every use."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ArgumentError(
+            "a method of the optimizer's own reads gradients, of which this process may have a part, or scaled ones; "
+            "let the loop call step() alone, or use ddp in fp32 or bf16, where the optimizer is the one that you made"
+        )
 
 
 def before_steps(optimizer: Optimizer | None, work: Callable[..., Any]) -> None:

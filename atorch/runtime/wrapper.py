@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -36,6 +37,15 @@ class Wrapper(nn.Module):
             if name == "module":  # asked for before the constructor has set it
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None and isinstance(value, torch.Tensor):
+            for held in (module._parameters, module._buffers):
+                if name in held:
+                    held[name] = value  # torch.func.functional_call puts tensors there for a while
+                    return
+        super().__setattr__(name, value)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -14,7 +14,7 @@ frozen ones too, and has no state dict before a gathering call.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import agreed, meet
+from atorch.distributed.collectives import agreed, meet, together
 from atorch.distributed.description import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.buckets import broadcast
@@ -158,11 +158,27 @@ class ShardedOptimizer(WrappedOptimizer):
             piece.grad = None
         # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
         self._trained.update(param for param in self._params if param.requires_grad)
-        shares = ((rank, [param for param in share if param in self._trained]) for rank, share in self._shares)
-        broadcast(shares, self._group)
-        gather((bucket for bucket in self._buckets if not self._trained.isdisjoint(bucket.params)), self._group)
+        self._send(self._trained)
         self._note_states(self._params)
         return result
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def work() -> Any:
+            with self._share_shown():
+                self._lend_gradients()
+                return super(ShardedOptimizer, self)._call(method, *args, **kwargs)
+
+        result = together(work, self._group)
+        for piece in self._slices:
+            piece.grad = None
+        self._send(set(self._params))
+        self._note_states(())
+        return result
+
+    def _send(self, params: set[Tensor]) -> None:
+        shares = ((rank, [param for param in share if param in params]) for rank, share in self._shares)
+        broadcast(shares, self._group)
+        gather((bucket for bucket in self._buckets if not params.isdisjoint(bucket.params)), self._group)
 
     def gradients(self) -> Iterator[Tensor]:
         """Those of this rank's share: each is read on one rank, but for sparse ones that several have slices of."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from atorch.errors import StrategyError
 from atorch.runtime import replicate as module
 from atorch.runtime.replicate import Replicated, average_before_steps, replicate
 from tests.pool import Pool
@@ -319,3 +324,110 @@ def grown(rank: int, size: int) -> float:
 
 def test_parameters_that_come_later_are_averaged(pool: Pool) -> None:
     assert max(pool.run(grown)) <= 1e-6
+
+
+class Blocks(nn.Module):
+    """Blocks in reentrant checkpoints, and heads of which a call uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, heads: Any = (0, 1, 2), again: bool = False) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        for block in (*self.blocks, *(self.blocks[1:2] if again else ())):
+            x = checkpoint(block, x, use_reentrant=True).tanh()
+        return [self.heads[each](x) for each in heads]
+
+
+def all_heads(model: Any, x: torch.Tensor, step: int) -> None:
+    sum(model(x)).square().mean().backward()
+
+
+def a_head_each(model: Any, x: torch.Tensor, step: int) -> None:
+    first, second = model(x, heads=(0, 1))
+    first.square().mean().backward(retain_graph=True)
+    second.square().mean().backward()
+
+
+def accumulated(model: Any, x: torch.Tensor, step: int) -> None:
+    with getattr(model, "no_sync", nullcontext)():
+        model(x, heads=(0,))[0].square().mean().backward()
+    model(x, heads=(1,))[0].square().mean().backward()
+
+
+def stepped(optim: torch.optim.Optimizer, _: torch.Tensor) -> None:
+    optim.step()
+    optim.zero_grad()
+
+
+def a_step_in_backward(model: Any, x: torch.Tensor, step: int) -> None:
+    if not step:
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(partial(stepped, torch.optim.AdamW([each], lr=0.1)))
+    all_heads(model, x, step)
+
+
+def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
+    """Gradients of each sample, clipped."""
+
+    def loss(values: Any, row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (row[None],)).square().mean()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
+    for name, parameter in model.named_parameters():
+        parameter.grad = found[name].detach().clamp(-0.1, 0.1).mean(0)
+
+
+LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, a_sample)}
+
+
+def off_after_steps(rank: int, size: int, name: str, options: dict[str, bool]) -> float:
+    """How far parameters are from those of the whole batch, after a few steps."""
+    torch.manual_seed(3)
+    whole, model = (nn.Linear(3, 1), nn.Linear(3, 1)) if name == "a_sample" else (Blocks(), Blocks())
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 4, 3)
+    replicas = replicate(model, world(), CPU, **options)
+    optims = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (whole, model)]
+    average_before_steps(optims[1], [replicas])
+    for step, batch in enumerate(x):
+        for each, part, optim in ((whole, batch, optims[0]), (replicas, batch[rank::size], optims[1])):
+            LOOPS[name](each, part, step)
+            optim.step()
+            optim.zero_grad()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_train_as_one_process_does(pool: Pool, name: str) -> None:
+    assert max(pool.run(off_after_steps, name, {})) <= 1e-5
+
+
+def left_out(rank: int, size: int) -> list[Any]:
+    """The gradients of heads that both ranks, one and none have used."""
+    model: Any = replicate(Blocks(), world(), CPU)
+    for heads in ((0, 1, 2), (0, rank), (0, rank)):
+        model.zero_grad()
+        sum(model(torch.ones(1, 3), heads=heads)).sum().backward()
+    return [None if head.bias.grad is None else float(head.bias.grad) for head in model.heads]
+
+
+def test_what_a_rank_leaves_out_counts_as_zero(pool: Pool) -> None:
+    assert pool.run(left_out) == [[1.5, 0.5, None]] * 2
+
+
+def refusal(rank: int, size: int, options: dict[str, bool], again: bool) -> str:
+    model: Any = replicate(Blocks(), world(), CPU, **options)
+    with pytest.raises(StrategyError) as caught:
+        sum(model(torch.ones(1, 3), again=again)).sum().backward()
+    return str(caught.value)
+
+
+def test_what_reentrant_checkpoints_hide_is_refused(pool: Pool) -> None:
+    for told in pool.run(refusal, {"find_unused_parameters": True}, False):
+        assert "find_unused_parameters=True does not see" in told
+    for told in pool.run(refusal, {}, True):
+        assert re.search(r"blocks.1.(weight|bias) is used in two reentrant checkpoints", told)

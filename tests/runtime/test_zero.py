@@ -370,3 +370,41 @@ def alike(expected: torch.Tensor, got: torch.Tensor, rounding: float) -> bool:
 
 def test_slices_are_stepped_saved_and_loaded_as_the_whole(pool: Pool) -> None:
     assert pool.run(same_as_plain) == [[], []]
+
+
+class ScheduleFree(torch.optim.SGD):
+    """SGD with methods of its own, of which one takes a norm."""
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.5)
+
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad / parameter.grad.norm())
+
+    def clear(self) -> None:
+        self.zero_grad()
+
+
+def own_methods(rank: int, size: int) -> tuple[bool, str, bool]:
+    model = make("awkward")
+    expected = [each.detach() * 0.5 for each in model.parameters()]
+    optim: Any = ShardedOptimizer(model.parameters(), lambda groups: ScheduleFree(groups, lr=0.1), world())
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    with pytest.raises(ArgumentError) as caught:
+        optim.first_step()
+    optim.eval()
+    same = all(map(torch.equal, model.parameters(), expected))
+    optim.clear()
+    return same, str(caught.value), all(each.grad is None for each in model.parameters())
+
+
+def test_methods_of_the_optimizers_own_work_on_the_whole(pool: Pool) -> None:
+    for same, told, cleared in pool.run(own_methods):
+        assert same
+        assert "reads gradients" in told
+        assert cleared

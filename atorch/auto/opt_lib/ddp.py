@@ -57,7 +57,7 @@ class Ddp(Method):
                 part,
                 group,
                 ctx.device,
-                find_unused_parameters=self.find_unused_parameters or ctx.leaves_unused,
+                find_unused_parameters=looks_for_unused(ctx, self.find_unused_parameters),
                 static_graph=self.static_graph,
                 is_agreed=True,
                 bucket_cap_mb=self.bucket_cap_mb,
@@ -65,6 +65,12 @@ class Ddp(Method):
             for part in ctx.parts
         )
         return replace(ctx, parts=parts).with_finish(averages_before_steps)
+
+
+def looks_for_unused(ctx: Context, is_asked: bool = False) -> bool:
+    """Whether torch is to look; not where losses hand gradients over later, which it would take for those of a pass."""
+    names = () if ctx.strategy is None else ctx.strategy.names()
+    return (is_asked or ctx.find_unused_parameters) and {"micro_batch", "pipeline_parallel"}.isdisjoint(names)
 
 
 def averages_before_steps(built: Built) -> Built:

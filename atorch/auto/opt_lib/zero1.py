@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.accumulation import in_buckets
-from atorch.auto.opt_lib.ddp import averages_before_steps
+from atorch.auto.opt_lib.ddp import averages_before_steps, looks_for_unused
 from atorch.auto.opt_lib.optimizers import need_same, replicas
 from atorch.auto.opt_lib.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named, need
 from atorch.auto.strategy.method import Method, Phase, method
@@ -77,7 +77,7 @@ class Zero1(Method):
         group = ctx.need_mesh().group(*REPLICA_AXES)
         ctx.give_memory()
         parts = tuple(
-            replicate(part, group, ctx.device, find_unused_parameters=ctx.leaves_unused, is_agreed=True)
+            replicate(part, group, ctx.device, find_unused_parameters=looks_for_unused(ctx), is_agreed=True)
             for part in ctx.parts
         )
         if self.backend == "fairscale":
