@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, MutableSet, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from atorch.runtime.loss_weight import LossWeight, Rule, any_processes, sums
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.split import shared_rows
+
+T = TypeVar("T")
 
 KINDS = 32
 """Kinds of batches that rules are found out for."""
@@ -237,7 +239,7 @@ class RankWeighted:
         value = value_of(loss)
         if not (torch.is_grad_enabled() and value.requires_grad):
             return loss
-        weight = self._weight_of(batch)
+        weight = by_kind(self._weights, (batch, self._calls.of(output)), self._make)
         if weight.is_plain:
             return loss
         look = Look(weight.rule, self._run, batch, value, output=output, call=self._calls.of(output))
@@ -250,13 +252,13 @@ class RankWeighted:
             value = without_gradient(value, output)
         return with_value(loss, _multiplied(value, share.factor))
 
-    def _weight_of(self, batch: Any) -> RankWeight:
-        kind = kind_of(batch)
-        if kind not in self._weights and len(self._weights) == KINDS:
-            kind = next(iter(self._weights))
-        if kind not in self._weights:
-            self._weights[kind] = self._make()
-        return self._weights[kind]
+
+def by_kind(known: dict[Any, T], data: Any, make: Callable[[], T]) -> T:
+    """What is known for data of this kind, by what it is made of; made where it is the first of its kind."""
+    kind = kind_of(data)
+    if kind not in known and len(known) == KINDS:
+        kind = next(iter(known))
+    return known[kind] if kind in known else known.setdefault(kind, make())
 
 
 def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:
