@@ -23,7 +23,7 @@ from atorch.distributed.alone import alone
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.deferred import Apart, Deferred, deposit, gradients_apart
-from atorch.runtime.loss_look import Look, losses_of
+from atorch.runtime.loss_look import Look, kind_of, losses_of
 from atorch.runtime.loss_weight import LossWeight, Rule, any_process
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.nested import map_leaves
@@ -90,7 +90,7 @@ class MicroBatched:
                 self._find_size(model, call, rows)
             bounds = self._bounds(rows)
             pieces = [take(call, start, stop, rows) for start, stop in bounds]
-            rule, ranks = by_kind(self._weights_of, call, self._make)
+            rule, ranks = by_kind(self._weights_of, kind_of(call), self._make)
             weights = self._weights(rule, model, call, pieces, bounds)
             return self._run(model, pieces, weights, self._factor(rule, ranks, model, call, rows))
 
