@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atorch.distributed.collectives import everyone, gather_objects, nobody_else, together
 from atorch.errors import StrategyError
-from atorch.runtime.loss_weight import LossWeight, tolerance_of
+from atorch.runtime.loss_weight import IGNORED, Losses, LossWeight, labels_of, tolerance_of
 from atorch.runtime.losses import LossFunc, value_of
 from atorch.runtime.nested import is_strings, map_leaves
 from atorch.runtime.override import override
@@ -36,7 +36,6 @@ ALIKE = 1e-3
 """Differences of shares that are too small to tell rules apart."""
 
 Sample = tuple[Any, Any]  # (batch, its output, or the arguments that the model takes)
-Losses = tuple[float, float, float]  # of two samples, and of the two as one
 Run = Callable[[Sequence[Sample], bool], Sequence[float]]  # (samples, whether the model has to run) → their losses
 
 
@@ -45,6 +44,8 @@ class Calls:
 
     def __init__(self) -> None:
         self.is_on = True
+        self.kind: Any = None
+        """What the arguments of the last call were made of, also where they are not kept."""
         self._kept: list[tuple[int, Any]] = []
 
     @classmethod
@@ -71,8 +72,10 @@ class Calls:
 def _noting(call: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
     def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = call(self, *args, **kwargs)
-        if calls.is_on and torch.is_grad_enabled():
-            calls.note(args, kwargs, output)
+        if torch.is_grad_enabled():
+            calls.kind = kind_of((args, kwargs))
+            if calls.is_on:
+                calls.note(args, kwargs, output)
         return output
 
     return noted
@@ -115,6 +118,7 @@ class _Way(NamedTuple):
 
     runs_model: bool
     tolerance: float | None
+    masks: bool = False  # labels, where no rows can be cut off or joined
 
 
 class Look:
@@ -149,7 +153,25 @@ class Look:
             ways.append(_Way(True, None))
         if not ways:
             raise self.failure("its outputs have no rows that could be tried apart")
+        labels = labels_of(self._batch)
+        if max(counts) == 1 and labels is not None and labels.dim() > 1:
+            ways += [way._replace(masks=True) for way in ways]
         self._try(ways, counts)
+
+    def holds(self) -> bool:
+        """Whether the rules explain this loss, too, as far as this rank can tell from the output alone."""
+        rows = shared_rows(self._batch) or 1
+        if rows == 1 or not _follows(self._output, rows):
+            return True
+        cut = max(_cuts(rows), key=self._spread)
+        one, two = (portion((self._batch, self._output), *bounds, rows) for bounds in ((0, cut), (cut, rows)))
+        try:
+            first, second = self._run([one, two], False)
+        except Exception:  # users' code, on a part that it never saw
+            return True
+        seen = (first, second, float(self._value))
+        # Rounding in 16 bits would be told for another rule; what another rule makes is further off.
+        return self._rule.explains([one[0], two[0]], [cut, rows - cut], seen, tolerance_of(torch.bfloat16))
 
     def _try(self, ways: Sequence[_Way], rows: Sequence[int]) -> None:
         why, pair = "", self._pair(rows)
@@ -185,6 +207,8 @@ class Look:
     ) -> tuple[list[Any], list[int], Callable[[int], Losses]]:
         """Parts of the batch, their rows, and their losses with that of both as one."""
         given, rows = self._call if way.runs_model else self._output, shared_rows(self._batch) or 1
+        if way.masks:
+            return self._masked(way, given)
         if pair is not None:
             few = [min(all_rows[rank], FEW) for rank in pair]
             mine = portion((self._batch, given), 0, min(rows, FEW), rows)
@@ -197,6 +221,27 @@ class Look:
         one, two = (portion((self._batch, given), *bounds, rows) for bounds in ((0, cut), (cut, rows)))
         return [one[0], two[0]], [cut, rows - cut], lambda place: self._losses(way, one, two, lambda: whole)
 
+    def _masked(self, way: _Way, given: Any) -> tuple[list[Any], list[int], Callable[[int], Losses]]:
+        """The row as two that share its labels: a padding-free row has a length of its own, and joins no other."""
+        labels = labels_of(self._batch)
+        assert labels is not None
+        places = (labels.reshape(-1) != IGNORED).nonzero().flatten().tolist()
+        cut = places[len(places) // 3] if len(places) > 2 else 0
+
+        def part(is_first: bool) -> Sample:
+            kept = torch.arange(labels.numel(), device=labels.device).reshape(labels.shape) < cut
+            fewer = torch.where(kept == is_first, labels, IGNORED)
+
+            def mask(leaf: Any, place: str) -> Any:
+                is_it = isinstance(leaf, Tensor) and leaf.dtype == labels.dtype and torch.equal(leaf, labels)
+                return fewer if is_it else leaf
+
+            batch, called = map_leaves(mask, (self._batch, given))
+            return batch, called
+
+        one, two, whole = part(True), part(False), (self._batch, given)
+        return [one[0], two[0]], [1, 1], lambda place: self._losses(way, one, two, lambda: whole, tells=cut > 0)
+
     def _spread(self, cut: int) -> float:
         """How much the rules differ on the two parts of a batch that is cut there."""
         rows = shared_rows(self._batch) or 1
@@ -208,8 +253,15 @@ class Look:
 
     def _losses(self, way: _Way, one: Sample, two: Sample, both: Callable[[], Sample], *, tells: bool = True) -> Losses:
         """Of two samples and of the two as one; nothing where the rank has nothing to tell."""
+
+        def run() -> Sequence[float]:
+            losses = self._run([one, two, both()], way.runs_model)
+            if way.masks and tells and len(set(losses)) == 1:
+                raise StrategyError("it does not depend on the labels")
+            return losses
+
         try:
-            first, second, whole = together(lambda: self._run([one, two, both()], way.runs_model))
+            first, second, whole = together(run)
         except Exception as error:  # users' code, on a batch that it never saw
             raise StrategyError(f"it fails on a part of a batch ({type(error).__name__}: {error})") from error
         if not tells:

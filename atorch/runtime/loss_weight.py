@@ -38,7 +38,8 @@ _SHIFTED = "shifted_"
 
 Rule = str | Callable[[Any], Any]
 Weights = list[float]
-PairLosses = Callable[[int], tuple[float, float, float]]  # i → losses of micro-batches i, i + 1, and the two as one
+Losses = tuple[float, float, float]
+PairLosses = Callable[[int], Losses]  # i → losses of micro-batches i, i + 1, and the two as one
 
 
 class LossWeight:
@@ -51,7 +52,7 @@ class LossWeight:
     def __init__(self, rule: Rule = "auto", tolerance: float = 1e-4, group: dist.ProcessGroup | None = None) -> None:
         self.rules: tuple[Rule, ...] | None = None if rule == "auto" else (rule,)
         """What may hold, the best first; None before a batch was seen."""
-        self.is_checked = self._is_named = rule != "auto"
+        self.is_checked = self.is_named = rule != "auto"
         self._tolerance, self._group = tolerance, group
         self._errors: dict[Rule, float] = {}
         self._looks = 0
@@ -83,6 +84,11 @@ class LossWeight:
         # Which entries a batch has is the same on every process, what they hold is not.
         return _possible(part) if self.rules is None else self.rules
 
+    def explains(self, parts: Sequence[Any], rows: Sequence[int], losses: Losses, tolerance: float) -> bool:
+        """Whether one of `rules` makes the third of `losses`, that of both parts, from the two before it."""
+        errors = [_error(weights, losses) for weights in self._tables(parts, rows)]
+        return not math.isfinite(losses[2]) or min(errors) <= tolerance
+
     def keep(self, rules: tuple[Rule, ...]) -> None:
         """Go on with these alone."""
         self.rules = rules
@@ -90,12 +96,12 @@ class LossWeight:
     @property
     def is_told(self) -> bool:
         """Whether a rule was named, or losses have told which may hold."""
-        return self._is_named or self._looks > 0
+        return self.is_named or self._looks > 0
 
     @staticmethod
     def is_one_a_row(part: Any) -> bool:
         """Whether a batch has one label a row, as classes of images are."""
-        entry = _labels(part)
+        entry = labels_of(part)
         return entry is not None and entry.dim() == 1
 
     def check(
@@ -256,7 +262,7 @@ def _count(rule: Rule, part: Any) -> torch.Tensor:
 
 def _entry(rule: str, part: Any) -> torch.Tensor | None:
     """What the rule counts in: the labels, or the entry that it names; without the first of each row where shifted."""
-    entry = _labels(part) if rule in RULES else _named(rule, part)
+    entry = labels_of(part) if rule in RULES else _named(rule, part)
     if entry is not None and rule == "shifted_labels":
         return entry[:, 1:] if entry.dim() > 1 else None
     if entry is None and rule not in RULES and rule.startswith(_SHIFTED):
@@ -265,7 +271,7 @@ def _entry(rule: str, part: Any) -> torch.Tensor | None:
     return entry if entry is not None and entry.dim() > 0 else None
 
 
-def _labels(part: Any) -> torch.Tensor | None:
+def labels_of(part: Any) -> torch.Tensor | None:
     """By key or field; of a list or tuple, its last tensor of integers."""
     for name in LABELS:
         entry = _named(name, part)

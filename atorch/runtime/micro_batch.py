@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,12 +23,12 @@ from atorch.distributed.alone import alone
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.deferred import Apart, Deferred, deposit, gradients_apart
-from atorch.runtime.loss_look import Look, losses_of
+from atorch.runtime.loss_look import Look, kind_of, losses_of
 from atorch.runtime.loss_weight import LossWeight, Rule, any_process
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.override import override
-from atorch.runtime.rank_weight import RankWeight, without_gradient
+from atorch.runtime.rank_weight import RankWeight, by_kind, without_gradient
 from atorch.runtime.reduction import Reduction
 from atorch.runtime.split import merge, num_rows, take
 from atorch.runtime.still import still, untouched
@@ -63,8 +63,8 @@ class MicroBatched:
             if isinstance(number, int) and number < 1:
                 raise ArgumentError(f"{name} of micro-batches is {number}; it is at least 1")
         self._loss_func, self._size, self._count = loss_func, size if count is None else None, count
-        self._weight = LossWeight(loss_weight, tolerance)
-        self._ranks = over_ranks(self._weight)
+        self._make = lambda: _Weights.of(LossWeight(loss_weight, tolerance), over_ranks)
+        self._weights_of: dict[Any, _Weights] = {}  # by what a call is made of: a divisor in it makes a mean a sum
         self._switch = _Switch()
         self._reduction = Reduction(model, each=reduce == "each")
         self._parameters = list(model.parameters())  # now: FSDP2 shows others while it is unsharded
@@ -90,18 +90,19 @@ class MicroBatched:
                 self._find_size(model, call, rows)
             bounds = self._bounds(rows)
             pieces = [take(call, start, stop, rows) for start, stop in bounds]
-            weights = self._weights(model, call, pieces, bounds)
-            return self._run(model, pieces, weights, self._factor(model, call, rows))
+            rule, ranks = by_kind(self._weights_of, kind_of(call), self._make)
+            weights = self._weights(rule, model, call, pieces, bounds)
+            return self._run(model, pieces, weights, self._factor(rule, ranks, model, call, rows))
 
-    def _factor(self, model: nn.Module, call: _Call, rows: int) -> float:
+    def _factor(self, rule: LossWeight, ranks: RankWeight | None, model: nn.Module, call: _Call, rows: int) -> float:
         """What gradients are multiplied by: here, as they are reduced before the loss hands them over."""
-        if self._ranks is None:
+        if ranks is None:
             return 1.0
         batch, args, kwargs = call
         value = torch.zeros((), device=next(iter(self._parameters)).device)
         run = losses_of(model, self._loss_func)
-        look = Look(self._weight, run, batch, value, output=None, call=(args, kwargs))
-        return self._ranks.share(batch, rows, look).factor()
+        look = Look(rule, run, batch, value, output=None, call=(args, kwargs))
+        return ranks.share(batch, rows, look).factor()
 
     def _run(self, model: nn.Module, pieces: Sequence[_Call], weights: Sequence[float], factor: float) -> Any:
         losses = []
@@ -129,7 +130,12 @@ class MicroBatched:
         return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
     def _weights(
-        self, model: nn.Module, call: _Call, pieces: Sequence[_Call], bounds: Sequence[tuple[int, int]]
+        self,
+        rule: LossWeight,
+        model: nn.Module,
+        call: _Call,
+        pieces: Sequence[_Call],
+        bounds: Sequence[tuple[int, int]],
     ) -> list[float]:
         def pair_losses(first: int) -> tuple[float, float, float]:
             second = min(first + 1, len(pieces) - 1)
@@ -141,7 +147,7 @@ class MicroBatched:
                 ]
             return losses[0], losses[1], losses[2]
 
-        return self._weight.weights([batch for batch, _, _ in pieces], [b - a for a, b in bounds], pair_losses)
+        return rule.weights([batch for batch, _, _ in pieces], [b - a for a, b in bounds], pair_losses)
 
     def _find_size(self, model: nn.Module, call: _Call, rows: int) -> None:
         """Halve the size until one micro-batch runs on every process."""
@@ -179,6 +185,17 @@ class MicroBatched:
 
     def _alone(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._reduction.keeps_gathered else alone()
+
+
+class _Weights(NamedTuple):
+    """What micro-batches, and ranks, weigh for one kind of call."""
+
+    rule: LossWeight
+    ranks: RankWeight | None
+
+    @classmethod
+    def of(cls, rule: LossWeight, over_ranks: Callable[[LossWeight], RankWeight | None]) -> _Weights:
+        return cls(rule, over_ranks(rule))
 
 
 class _Switch:

@@ -18,8 +18,8 @@ else by running the model on them without gradient. What no rule explains is tol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableSet, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, MutableSet, Sequence, Set
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,21 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import nobody_else
 from atorch.errors import StrategyError
-from atorch.logs import logger
+from atorch.logs import OF_THIS_RANK, logger
 from atorch.runtime.loss_look import Calls, Look, kind_of, losses_of
 from atorch.runtime.loss_weight import LossWeight, Rule, any_processes, sums
 from atorch.runtime.losses import LossFunc, value_of, with_value
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.split import shared_rows
 
+T = TypeVar("T")
+
 KINDS = 32
 """Kinds of batches that rules are found out for."""
+
+
+DOUBTED: Set[int] = frozenset(2**power for power in range(8))
+"""Losses, of those after a rule was found, that are held to it."""
 
 
 class Share(NamedTuple):
@@ -67,7 +73,7 @@ class RankWeight:
         self._group, self._size, self._rank = group, group.size(), group.rank()
         self._equal_rows, self._told = equal_rows, set() if told is None else told
         self._constant: float | None = None
-        self._is_settled, self._wanted = False, 0
+        self._is_settled, self._wanted, self._closed = False, 0, 0
         self.last = 1.0
         """What gradients of the last loss were multiplied by, once backward ran."""
         self.is_explained = True
@@ -112,6 +118,14 @@ class RankWeight:
     def is_closed(self) -> bool:
         """Whether the model will not have to run again to tell what its loss is made of."""
         return self._is_settled and (self._constant is not None or len(self.rule.rules or ()) == 1)
+
+    def doubt(self, look: Look) -> None:
+        """Say so where a later loss is not what the rule makes: a first batch of one class tells nothing of weights."""
+        self._closed += 1
+        is_due = self._closed in DOUBTED and self.is_explained and not (self.rule.is_named or nobody_else())
+        if is_due and not look.holds():
+            self.is_explained = False
+            logger.warning("%s", look.failure("a later batch shows that no rule explains it"), extra=OF_THIS_RANK)
 
     def give_up(self, why: StrategyError) -> None:
         """Average from now on, as torch does, and say so once."""
@@ -237,10 +251,12 @@ class RankWeighted:
         value = value_of(loss)
         if not (torch.is_grad_enabled() and value.requires_grad):
             return loss
-        weight = self._weight_of(batch)
+        weight = by_kind(self._weights, (kind_of(batch), self._calls.kind), self._make)
+        look = Look(weight.rule, self._run, batch, value, output=output, call=self._calls.of(output))
+        if weight.is_closed:
+            weight.doubt(look)
         if weight.is_plain:
             return loss
-        look = Look(weight.rule, self._run, batch, value, output=output, call=self._calls.of(output))
         share = weight.share(batch, shared_rows(batch) or 1, look)
         if all(each.is_closed for each in self._weights.values()):
             self._calls.stop()
@@ -250,13 +266,12 @@ class RankWeighted:
             value = without_gradient(value, output)
         return with_value(loss, _multiplied(value, share.factor))
 
-    def _weight_of(self, batch: Any) -> RankWeight:
-        kind = kind_of(batch)
-        if kind not in self._weights and len(self._weights) == KINDS:
-            kind = next(iter(self._weights))
-        if kind not in self._weights:
-            self._weights[kind] = self._make()
-        return self._weights[kind]
+
+def by_kind(known: dict[Any, T], kind: Any, make: Callable[[], T]) -> T:
+    """What is known for this kind of data; made where it is the first of its kind."""
+    if kind not in known and len(known) == KINDS:
+        kind = next(iter(known))
+    return known[kind] if kind in known else known.setdefault(kind, make())
 
 
 def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:

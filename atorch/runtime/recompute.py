@@ -5,15 +5,15 @@ Cost", 2016). `torch.utils.checkpoint` does the work. Here is what a block of a 
 
 - tensors may be anywhere in positional and keyword arguments; forward sees the caller's own containers, a recompute
   sees them as they were before forward;
-- buffers that forward changes (BatchNorm's statistics) are changed once, not again by the recompute;
+- buffers and attributes that forward changes (BatchNorm's statistics, codes that move) are changed once, and the
+  recompute reads them as forward did; so it does random numbers, also those of numpy and Python (`forward_state`);
 - random numbers are restored on the devices of the parameters too, not only on those of the arguments;
 - context variables are those of forward, also where autograd goes backward in a thread of its own, as on CUDA;
 - the checkpointed inputs, and nothing else, can wait in host memory; or the results that took the most work are kept
   as well (`selective`);
 - the reentrant form takes what torch's does not: keyword arguments, nested outputs, inputs that need no gradient.
 
-Not covered: state that forward keeps outside buffers (a key/value cache that it appends to), and buffers that forward
-changes and then reads (spectral norm), of which a recompute sees the later value.
+Not covered: state that forward changes in objects which are neither the module's nor its arguments.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from torch.utils.checkpoint import checkpoint
 
 from atorch.errors import ArgumentError, shown
 from atorch.runtime.amp import casting_anew
+from atorch.runtime.forward_state import COUNTER, ForwardState
 from atorch.runtime.selective import selective_contexts
 
 M = TypeVar("M", bound=nn.Module)
 _Function = Callable[..., Any]
 _Kwargs = dict[str, Any]
-
-COUNTER = "_checkpoint_fwd_counter"  # FairScale's name for it
 
 # Of the checkpointed forward that this thread runs: is it a recompute, and what does a call in it add to the counters.
 _pass: ContextVar[tuple[bool, int]] = ContextVar("atorch_recompute_pass", default=(False, 0))
@@ -266,7 +265,8 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
     inputs = list({id(leaf): leaf for leaf in leaves}.values())
     places = {id(leaf): place for place, leaf in enumerate(inputs)}
     modules = [module for owner in owners for module in owner.modules()]
-    call = _Call(forward, owners, modules, spec, [places[id(leaf)] for leaf in leaves], (args, kwargs))
+    order = [places[id(leaf)] for leaf in leaves]
+    call = _Call(forward, owners, modules, spec, order, (args, kwargs), options.preserve_rng_state)
     if options.selective:
         call.keeping, call.handing_out = selective_contexts()
     inputs += _on_other_devices(modules, inputs)
@@ -312,7 +312,8 @@ class _Call:
     spec: TreeSpec
     places: list[int]  # where each leaf of the arguments is found among the inputs
     given: tuple[tuple[Any, ...], _Kwargs] | None
-    changing: list[nn.Module] = field(default_factory=list)  # modules whose buffers forward changes
+    draws: bool  # whether a recompute draws the same random numbers
+    state: ForwardState | None = None  # before forward
     keeping: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around the forward pass
     handing_out: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around a recompute
     context: Context = field(default_factory=copy_context)  # of the forward pass
@@ -320,17 +321,18 @@ class _Call:
     def __call__(self, *inputs: Any) -> Any:
         if self.given is None:
             args, kwargs = tree_unflatten([inputs[place] for place in self.places], self.spec)
-            with _buffers_kept(self.changing), self.handing_out:
+            assert self.state is not None
+            with self.state.as_before(), self.handing_out:
                 return self.context.copy().run(self.run, args, kwargs, recomputing=True, count=-1)
         (args, kwargs), self.given = self.given, None  # from here on autograd alone keeps the inputs
-        before = [(module, _buffer_state(module)) for module in self.modules if module._buffers]
+        self.state = ForwardState(self.modules, inputs, self.draws)
         # In the recompute of an outer checkpoint a forward does not count: its own recompute counts down.
         again = is_recomputing()
-        with self.keeping:
-            output = self.run(args, kwargs, recomputing=again, count=0 if again else 1)
-        # Kernels of normalization change running statistics without a trace in their versions.
-        self.changing = [m for m, state in before if "running_mean" in m._buffers or _buffer_state(m) != state]
-        return output
+        try:
+            with self.keeping:
+                return self.run(args, kwargs, recomputing=again, count=0 if again else 1)
+        finally:  # also where the recompute of an outer checkpoint stops early, in here
+            self.state.settle()
 
     def run(self, args: tuple[Any, ...], kwargs: _Kwargs, recomputing: bool, count: int) -> Any:
         token = _pass.set((recomputing, count))
@@ -341,25 +343,6 @@ class _Call:
             return self.forward(*args, **kwargs)
         finally:
             _pass.reset(token)
-
-
-@contextmanager
-def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Let what runs inside change copies of these modules' buffers."""
-    kept = [(module, dict(module._buffers)) for module in modules]
-    try:
-        for module, buffers in kept:
-            module._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
-        yield
-    finally:
-        for module, buffers in kept:
-            module._buffers.update(buffers)
-
-
-def _buffer_state(module: nn.Module) -> list[tuple[int, int, Tensor | None]]:
-    # The id decides before tensors are compared, and the tensor keeps its id from being used again.
-    # An inference tensor has no version, and cannot be changed where gradients are recorded.
-    return [(id(b), 0 if b is None or b.is_inference() else b._version, b) for b in module._buffers.values()]
 
 
 def _on_other_devices(modules: list[nn.Module], inputs: list[Any]) -> list[Tensor]:

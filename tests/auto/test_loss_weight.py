@@ -16,6 +16,7 @@ from atorch.profiler.messages import Messages
 from tests.auto.loss_job import (
     BATCH,
     LOSSES,
+    Causal,
     Net,
     Samples,
     accelerated,
@@ -244,6 +245,81 @@ def test_a_loss_that_compares_samples_is_told_once(pool):
     assert "two parts have" in first[0]
     assert "loss_weight" in first[0]
     assert pool.run(told, "rows", ranks=2) == [[], []]
+
+
+def told_of_classes(rank, size):
+    """What a mean by class weights is told whose first batch has one class."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger.addHandler(handler)
+    x, y = torch.randn(16, 6), torch.tensor([0] * 8 + [1, 0, 0, 0] * 2)
+    weight = torch.tensor([1.0, 9.0])
+    try:
+        _, result, _ = auto_accelerate(
+            nn.Linear(6, 2),
+            torch.optim.SGD,
+            loss_func=lambda batch, output: nn.functional.cross_entropy(output, batch[1], weight=weight),
+            optim_args={"lr": 0.1},
+            load_strategy=["ddp"],
+        )
+        for step in range(2):
+            rows = slice(8 * step + 4 * rank, 8 * step + 4 * rank + 4)
+            result.loss_func((x[rows], y[rows]), result.model(x[rows])).backward()
+    finally:
+        logger.removeHandler(handler)
+    return ["a later batch shows" in message for message in records if "averaged over the processes" in message]
+
+
+def test_weights_of_classes_are_told_when_a_batch_shows_them(pool):
+    assert pool.run(told_of_classes, ranks=2) == [[True], [True]]
+
+
+def padding_free(rank, size, strategy, inside):
+    """How far weights are off after steps of one row of tokens a process, as long as it likes."""
+
+    class Packed(Causal):
+        def forward(self, tokens, labels, **others):
+            assert len(tokens) == 1
+            return super().forward(tokens, labels)["loss"] if inside else self.net(tokens)
+
+    def loss_func(batch, output):
+        if inside:
+            return output
+        return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    rows = []
+    for length in (12, 7, 9, 15):
+        tokens = torch.arange(length)[None] * 3 % 11
+        labels = torch.where(torch.arange(length) < length - 2 - length % 3 * 3, -100, tokens)
+        rows.append({"tokens": tokens, "labels": labels})
+    plain, start = Packed(), Packed()
+    optim = torch.optim.SGD(plain.parameters(), lr=0.1)
+    _, result, _ = auto_accelerate(
+        Packed(), torch.optim.SGD, loss_func=loss_func, optim_args={"lr": 0.1}, load_strategy=[strategy]
+    )
+    for step in range(2):
+        pair = rows[2 * step : 2 * step + 2]
+        counts = [int((row["labels"][:, 1:] != -100).sum()) for row in pair]
+        optim.zero_grad()
+        sum(loss_func(row, plain(**row)) * n / sum(counts) for row, n in zip(pair, counts, strict=True)).backward()
+        optim.step()
+        result.optim.zero_grad()
+        result.loss_func(pair[rank], result.model(**pair[rank])).backward()
+        result.optim.step()
+    values = result.model.state_dict()
+    values = {
+        name.removeprefix("module."): getattr(each, "full_tensor", lambda e=each: e)() for name, each in values.items()
+    }
+    ref, base = plain.state_dict(), start.state_dict()
+    off = sum(float((values[name] - each).square().sum()) for name, each in ref.items())
+    return (off / sum(float((each - base[name]).square().sum()) for name, each in ref.items())) ** 0.5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_padding_free_rows_of_different_lengths(pool, strategy, inside):
+    assert max(pool.run(padding_free, strategy, inside, ranks=2)) < 1e-5
 
 
 def two_losses(rank, size):

@@ -120,6 +120,35 @@ def test_labels_that_do_not_count(knobs):
     close(gradients(model), gradients(plain))
 
 
+class Dividing(Net):
+    """A mean over labels, or, as transformers' models, a sum by the number that the loop gives."""
+
+    def forward(self, tokens, labels, num_items_in_batch=None):
+        logits, labels = super().forward(tokens).flatten(0, 1), labels.flatten()
+        if num_items_in_batch is None:
+            return nn.functional.cross_entropy(logits, labels)
+        return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("number", [torch.tensor(50), 50])
+@pytest.mark.parametrize("given_at", [(1, 2), (0, 1), (2,), (0, 2)])
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_a_divisor_that_some_calls_give(number, given_at, in_batch):
+    plain, model = Dividing(), Dividing()
+    loss_func = MicroBatched(model, lambda batch, output: output, count=2)
+    for step in range(3):
+        batch = make_batch(7, seed=step)
+        batch["labels"][:3, 1:] = -100
+        given = {"num_items_in_batch": number} if step in given_at else {}
+        arguments = {"tokens": batch["tokens"], "labels": batch["labels"], **given}
+        expected = plain(**arguments)
+        expected.backward()
+        loss = loss_func({**batch, **(given if in_batch else {})}, model(**arguments))
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+    close(gradients(model), gradients(plain), 1e-5)
+
+
 def test_the_wrong_weights_are_never_silent():
     def contrast(batch, output):
         features = output.flatten(1)

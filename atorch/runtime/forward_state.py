@@ -1,0 +1,145 @@
+"""What a forward reads and may change beside its arguments: kept, so that a recompute reads it as forward did.
+
+    state = ForwardState(modules, leaves, draws=True)    # before forward
+    ...                                                  # forward
+    state.settle()                                       # keeps what forward has changed, and no more
+    with state.as_before():                              # the recompute; afterwards all is as it was when it began
+        ...
+
+That is buffers and other attributes of modules (counters, tensors, lists that blocks append to), in place or replaced;
+the generators of Python and numpy; and generators that a module holds or that are among the arguments. Torch's own
+generators are left to `torch.utils.checkpoint`. What is reached in any other way (a global, a closure) is not seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atorch.distributed.rng import RandomState
+
+COUNTER = "_checkpoint_fwd_counter"  # FairScale's name for it; a recompute is meant to change it
+SMALL_BYTES = 1 << 18
+"""Buffers on an accelerator up to this size are kept unseen: to compare them, the host would wait for the device."""
+
+_NO_DATA: Set[str] = frozenset(vars(nn.Module())) | {COUNTER}
+_HOST = torch.device("cpu")
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_CONTAINERS = (list, dict, set, deque)
+
+
+class ForwardState:
+    """The state of these modules, and of generators if it `draws`, before a forward. leaves: those of its arguments."""
+
+    def __init__(self, modules: Iterable[nn.Module], leaves: Iterable[Any], draws: bool) -> None:
+        places = [place for module in modules for place in (vars(module), module._buffers) if isinstance(place, dict)]
+        self._places = [(place, _data(place)) for place in places]
+        held = {id(value): value for _, data in self._places for value in data.values()}
+        held.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, _GENERATORS))
+        self._contents = [_Content(value) for value in held.values() if _has_content(value, draws)]
+        self._drawn = RandomState.now(_HOST) if draws else None
+
+    def settle(self) -> None:
+        """Keep what has changed since, and forget the rest."""
+        self._places = [(place, data) for place, data in self._places if not _is_same(_data(place), data)]
+        self._contents = [content for content in self._contents if content.is_changed()]
+        if self._drawn is not None and self._drawn.is_same(RandomState.now(_HOST)):
+            self._drawn = None
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, all is as before forward; what is changed there is changed for nobody else."""
+        places = [(place, _data(place)) for place, _ in self._places]
+        contents = [(content.value, _taken(content.value)) for content in self._contents]
+        drawn = None if self._drawn is None else RandomState.now(_HOST)
+        try:
+            for place, data in self._places:
+                _refill(place, data)
+            for content in self._contents:
+                _put(content.value, content.kept.clone() if isinstance(content.value, Tensor) else content.kept)
+            if self._drawn is not None:
+                self._drawn.restore()
+            yield
+        finally:
+            for place, data in places:
+                _refill(place, data)
+            for value, taken in contents:
+                _put(value, taken)
+            if drawn is not None:
+                drawn.restore()
+
+
+class _Content:
+    """What a value holds that can change in place."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.kept = value, _taken(value)
+        if isinstance(value, Tensor):
+            self._version, self._pointer, self.kept = value._version, value.data_ptr(), self.kept.clone()
+
+    def is_changed(self) -> bool:
+        value, kept = self.value, self.kept
+        if isinstance(value, _CONTAINERS):
+            return not _is_same(value, kept)
+        if not isinstance(value, Tensor) or (value._version, value.data_ptr()) != (self._version, self._pointer):
+            return True
+        # Kernels of normalization, and what goes by `.data`, leave no trace in versions.
+        return (not value.is_cpu and value.nbytes <= SMALL_BYTES) or not torch.equal(value, kept)
+
+
+def _data(place: Mapping[str, Any]) -> dict[str, Any]:
+    names = place.keys() - _NO_DATA  # in C: a block is called often
+    return dict(place) if len(names) == len(place) else {name: place[name] for name in names}
+
+
+def _has_content(value: Any, draws: bool) -> bool:
+    if isinstance(value, Tensor):  # fakes, and tensors of other classes, are told apart by what replaces them alone
+        is_plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+        return is_plain and not (value.requires_grad or value.is_inference())
+    return type(value) in _CONTAINERS or (draws and isinstance(value, _GENERATORS))
+
+
+def _taken(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else value.get_state()
+
+
+def _put(value: Any, taken: Any) -> None:
+    if isinstance(value, Tensor):
+        value.data = taken
+    elif isinstance(value, random.Random):
+        value.setstate(taken)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = taken
+    elif isinstance(value, _CONTAINERS):
+        value.clear()
+        value.update(taken) if isinstance(value, (dict, set)) else value.extend(taken)
+    else:
+        value.set_state(taken)
+
+
+def _refill(place: dict[str, Any], data: Mapping[str, Any]) -> None:
+    for name in [name for name in _data(place) if name not in data]:
+        del place[name]
+    place.update(data)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
+    ids = [*map(id, one)], [*map(id, other)]
+    return set(ids[0]) == set(ids[1]) if isinstance(one, set) else ids[0] == ids[1]
