@@ -97,6 +97,9 @@ def shard(
 
     device = _device(mesh)
     whole = {*ignored, *(each for each in module.parameters() if not (each.dim() and each.numel()))}
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    policies = _policies(module, groups, mp_policy, root_mp_policy or mp_policy)
+    whole |= _of_other_dtypes(_owned([group for group, _ in policies], whole))
     if is_agreed:
         _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
     else:
@@ -119,17 +122,14 @@ def shard(
     whole = _real(module, whole, device)
     _make_contiguous(each for each in module.named_parameters() if each[1] not in whole)
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
-    mp_policy = mp_policy or MixedPrecisionPolicy()
-    policies = _policies(module, groups, mp_policy, root_mp_policy or mp_policy)
     owned = _owned([group for group, _ in policies], whole)
     before = dict(module.named_parameters())
     away = within(offload, [sum(o.get_parameter(name).numel() for o, name in each) for each in owned])
     for (group, policy), is_away in zip(policies, away, strict=True):
         if sync_module_states:
             _equalize(_unsharded(group.modules), mesh, device)
-        keep = reshard_after_forward is None and group.keep
         target: Any = list(group.modules) if len(group.modules) > 1 else group.modules[0]
-        reshard = False if keep else reshard_after_forward
+        reshard = False if reshard_after_forward is None and group.keep else reshard_after_forward
         where = CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_away else OffloadPolicy()
         fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
     passes = keep_order(module, mesh, find_unused_parameters=find_unused_parameters)
@@ -141,7 +141,7 @@ def shard(
     if forward_prefetch:
         _prefetch_in_order(module, groups)
     refuse_replaced(module, before)
-    make_plain_tensors(module)
+    make_plain_tensors(module, passes)
     _reshard_without_gradients(module)
     stand_for_sharded(module)
     _refuse_later_hooks(module, whole)
@@ -257,6 +257,19 @@ def _owned(groups: Iterable[Group], left_out: Iterable[Tensor]) -> list[list[tup
                     mine.append((module, name))
         owned.append(mine)
     return owned
+
+
+def _of_other_dtypes(owned: Iterable[Iterable[tuple[nn.Module, str]]]) -> set[nn.Parameter]:
+    """What trains in another dtype than most of its group does: FSDP2 reduces gradients of one dtype together."""
+    others: set[nn.Parameter] = set()
+    for places in owned:
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in (owner.get_parameter(name) for owner, name in places):
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        *fewer, _ = sorted(by_dtype.values(), key=lambda same: sum(each.nbytes for each in same)) or [[]]
+        others.update(*fewer)
+    return others
 
 
 def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:

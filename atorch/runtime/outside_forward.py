@@ -5,8 +5,9 @@ begins such a copy stands for its sharded parameter: its gradient is that one's,
 read and written there, except beside plain tensors, as in `F.linear(hidden, model.head.weight)`, whose gradients
 join those of forward.
 
-A number that was computed of sharded parameters, such as a penalty, is made plain where it meets a loss. What else
-would mix shards with plain tensors is named.
+A number that was computed of sharded parameters or gradients, such as a norm, is all processes' where a script reads
+it, which all have to do, and is made plain where it meets a loss. What else would mix shards with plain tensors is
+named.
 """
 
 from __future__ import annotations
@@ -18,20 +19,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from atorch.errors import ArgumentError
+from atorch.runtime.collective_order import Step
 from atorch.runtime.first_order import refuse_second_order
 from atorch.runtime.fsdp_state import groups_of, show_sharded
 from atorch.runtime.nested import map_leaves
 
 _TENSOR: Any = Tensor
+READING = frozenset(("item", "tolist", "numpy", "is_nonzero", "equal", "allclose")) | {
+    f"__{name}__" for name in ("array", "bool", "int", "float", "complex", "index", "format", "contains")
+}
+"""These give what is no tensor, of the elements that this process has."""
+_OF_SOME = frozenset(("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median")) | {
+    "norm", "vector_norm", "_foreach_norm"
+}  # fmt: skip
+"""Not all of these are there for no elements, which is the shard that processes have beyond the rows."""
+READS = Step("reads what is sharded", is_compared=True)
 _FLATTENING = frozenset(getattr(_TENSOR, name) for name in ("flatten", "ravel", "reshape", "view", "view_as"))
 
 
 class Outside(DTensor):
-    """A sharded parameter while its model does not run, or what was computed of one."""
+    """A sharded parameter while its model does not run, its gradient, or what was computed of them."""
 
     __slots__ = ()
 
@@ -96,6 +107,8 @@ def step_as_ordinary(optim: Any) -> Any:
         outside[:] = [each for group in optim.param_groups for each in group["params"] if type(each) is Outside]
         for each in outside:
             each.__class__ = DTensor
+            if isinstance(each.grad, Outside):
+                each.grad.__class__ = DTensor  # type: ignore[assignment]
 
     def after(*_: Any) -> None:
         for each in outside:
@@ -116,7 +129,8 @@ def stand_for_sharded(root: nn.Module) -> None:
     """Let what is gathered of `root` stand for the sharded parameters except in forward and backward."""
     between = _Between(root)
     root.register_forward_pre_hook(lambda *_: between.end(), prepend=True)
-    root.register_forward_hook(between.watch, prepend=True)  # before FSDP2's, which backward then calls after it
+    for module in between.modules:
+        module.register_forward_hook(between.watch, prepend=True)  # before FSDP2's, which backward then calls after it
     root.register_forward_hook(lambda *_: between.begin(), always_call=True)
 
 
@@ -126,10 +140,11 @@ class _Between:
     def __init__(self, root: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        modules: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        self._groups = [group for module in modules for group in groups_of(module)]
+        self._root = root
+        self.modules: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self._groups = [group for module in self.modules for group in groups_of(module)]
         self._standing: list[Any] = []
-        for module in modules:
+        for module in self.modules:
             module.unshard = partial(self._unshard, module.unshard)
 
     def begin(self) -> None:
@@ -150,7 +165,10 @@ class _Between:
     def end(self) -> None:
         """Before forward and backward."""
         for gathered in self._standing:
+            sharded = gathered.sharded()
             gathered.__class__ = DTensor if isinstance(gathered, _Part) else nn.Parameter
+            if sharded is not None and gathered.requires_grad != sharded.requires_grad:
+                gathered.requires_grad_(sharded.requires_grad)
         self._standing.clear()
 
     def _unshard(self, unshard: Any, async_op: bool = False) -> Any:
@@ -159,7 +177,12 @@ class _Between:
         return unshard(async_op)
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Be told when the backward of a forward pass begins."""
+        """Keep what forward has frozen or thawed while it was gathered; be told when a backward pass begins."""
+        for group in self._groups if module is self._root else groups_of(module):
+            if group.is_unsharded:
+                for of in group.fsdp_params:
+                    if of.unsharded_param.requires_grad != of.sharded_param.requires_grad:
+                        of.sharded_param.requires_grad_(of.unsharded_param.requires_grad)
 
         def each(leaf: Any, _: str) -> Any:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -171,14 +194,9 @@ class _Between:
 
     def _begin_backward(self, _: Tensor) -> None:
         refuse_second_order("fsdp and zero2, which free in backward what forward has gathered")
-        if not self._standing:
-            return
-        of = [(gathered, gathered.sharded()) for gathered in self._standing]
-        self.end()
-        for gathered, sharded in of:
-            if sharded is not None and gathered.requires_grad != sharded.requires_grad:
-                gathered.requires_grad_(sharded.requires_grad)  # frozen since forward
-        torch.autograd.Variable._execution_engine.queue_callback(self.begin)
+        if self._standing:
+            self.end()
+            torch.autograd.Variable._execution_engine.queue_callback(self.begin)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -197,19 +215,27 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if name in vars(first):  # a factory: `make_plain_tensors`
             return vars(first)[name](*args[1:], **kwargs)
         plain = [each for each in given if isinstance(each, Tensor) and not isinstance(each, (DTensor, _Stands))]
-        joins = not _writes(name, kwargs) and any(each.dim() or each.requires_grad for each in plain)
+        writes = _writes(name, kwargs)
+        into = args[0] if writes else None
+        if name in READING or (isinstance(into, Tensor) and not isinstance(into, (DTensor, _Stands))):
+            return func(*tree_map(partial(_read_whole, first), args), **tree_map(partial(_read_whole, first), kwargs))
+        joins = not writes and any(each.dim() or each.requires_grad for each in plain)
         if joins and func is torch.autograd.grad:
             raise ArgumentError(
                 f"torch.autograd.grad was asked for the gradient of {first.path}, which is sharded: its gradient comes "
                 "to the shards by loss.backward() alone; call that, and read parameter.grad"
             )
-        args, kwargs = tree_map(partial(_joined if joins else _sharded), (args, kwargs))
+        if isinstance(into, Outside):
+            _settle(into)
+        args, kwargs = tree_map(_joined if joins else partial(_sharded, into=_sharded(into)), (args, kwargs))
+        if name.removeprefix("linalg_") in _OF_SOME:
+            args = tree_map(partial(_with_elements, first), args)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
             _explain(error, func, first.path, tree_leaves((args, kwargs)))
             raise
-        return tree_map(partial(_read, first), result) if torch.is_grad_enabled() else result
+        return result if name.endswith("_like") else tree_map(partial(_read, first), result)
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -218,8 +244,43 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     return name[2:5] in ("set", "del") or name[2] == "i" if is_operator else name.endswith("_") or "out" in kwargs
 
 
-def _sharded(value: Any) -> Any:
-    return value.sharded() if isinstance(value, _Stands) else value
+def _sharded(value: Any, into: Any = None) -> Any:
+    value = value.sharded() if isinstance(value, _Stands) else value
+    if isinstance(into, DTensor) and isinstance(value, DTensor) and value.shape == into.shape:
+        return value if value.placements == into.placements else value.redistribute(placements=into.placements)
+    return value
+
+
+def _read_whole(of: Any, value: Any) -> Any:
+    """All elements, which every process asks for."""
+    value = _sharded(value)
+    if not isinstance(value, DTensor):
+        return value
+    if not all(each.is_replicate() for each in value.placements):
+        _meet(of)
+    return DTensor.full_tensor(value.detach())  # type: ignore[arg-type]
+
+
+def _meet(of: Any) -> None:
+    """Hold the processes to each other before a collective that a script issues by reading."""
+    if of.meet is not None:
+        of.meet(READS)
+
+
+def _with_elements(of: Any, value: Any) -> Any:
+    """A tensor of which no process has no elements."""
+    if isinstance(value, DTensor) and value.dim() and value.shape[0] < value.device_mesh.size():
+        _meet(of)
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    return value
+
+
+def _settle(value: Any) -> None:
+    """Make a sum or a norm, of which processes have parts, one that can be written in place."""
+    if any(each.is_partial() for each in value.placements):
+        _meet(value)
+        settled = value.redistribute(placements=[Replicate() if e.is_partial() else e for e in value.placements])
+        value._local_tensor, value._spec = settled._local_tensor, settled._spec
 
 
 def _joined(value: Any) -> Any:
@@ -247,9 +308,10 @@ class _AtOnce(torch.autograd.Function):
 
 
 def _read(of: Any, value: Any) -> Any:
-    """What was computed of a parameter for a gradient meets plain tensors no more than it does."""
-    if type(value) is DTensor and value.requires_grad:
-        value.path = _sharded(of).path  # type: ignore[attr-defined]
+    """What was computed of a parameter meets plain tensors no more than it does."""
+    if type(value) is DTensor:
+        of = _sharded(of)
+        value.path, value.meet = of.path, of.meet  # type: ignore[attr-defined]
         value.__class__ = Outside
     return value
 
@@ -258,7 +320,7 @@ def _explain(error: RuntimeError, func: Any, path: str, given: Iterable[Any]) ->
     """Raise `error` in words of the user's where shards met plain tensors, or cannot be laid out."""
     tensors = [each for each in given if isinstance(each, Tensor)]
     whole = [isinstance(each, DTensor) for each in tensors]
-    if func in _FLATTENING:
+    if func in _FLATTENING or "placement" in str(error) or "Sharding prop" in str(error):
         raise ArgumentError(
             f"{path} is sharded, and its shards cannot be laid out as {func.__name__}() asks: take "
             "parameter.full_tensor(), which all processes must call"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.parameter import is_descriptive
-from atorch.runtime.outside_forward import Outside
+from atorch.runtime.outside_forward import READING, Outside
+from atorch.runtime.weak_method import weakly
+
+if TYPE_CHECKING:
+    from atorch.runtime.fsdp_collectives import Passes
 
 _FACTORIES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
@@ -32,11 +36,15 @@ _MAKING = frozenset([*(getattr(_TENSOR, name) for name in _FACTORIES), *(getattr
 _HARMLESS = frozenset([_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.__repr__, _TENSOR.__hash__])
 
 
-def make_plain_tensors(root: nn.Module) -> None:
-    """Let the sharded parameters of `root` make plain tensors: their methods always, functions in its forward."""
+def make_plain_tensors(root: nn.Module, passes: Passes | None = None) -> None:
+    """Let the sharded parameters of `root` make plain tensors: their methods always, functions in its forward.
+
+    passes: what compares the processes' passes; None on a single process.
+    """
     sharded = {name: each for name, each in root.named_parameters() if isinstance(each, DTensor)}
     for path, parameter in sharded.items():
         parameter.path = path  # type: ignore[attr-defined]
+        parameter.meet = None if passes is None else weakly(passes.meet)  # type: ignore[attr-defined]
         for name in _FACTORIES:
             setattr(parameter, name, partial(_made, name, parameter.dtype, parameter.device))
 
@@ -128,7 +136,7 @@ def _plain(value: Any) -> Any:
 def _as_read(parameter: _InForward, value: Any) -> Any:
     """What was made of a parameter, such as a part of it, meets plain tensors no more than it does."""
     if type(value) is DTensor:
-        value.path = parameter.path  # type: ignore[attr-defined]
+        value.path, value.meet = parameter.path, parameter.meet  # type: ignore[attr-defined]
         _become(_InForward, [value])
     return value
 
@@ -152,6 +160,8 @@ class _InForward(DTensor):
                 like = args[0]
                 plain = torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
                 return func(plain, *args[1:], **kwargs)
+            if getattr(func, "__name__", "") in READING and isinstance(args[0], cls):
+                raise _sharded_where_read(args[0])
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
@@ -167,12 +177,16 @@ def _explain(error: RuntimeError, kind: type[Tensor], given: Iterable[Any]) -> N
     read = next((each for each in tensors if isinstance(each, kind)), None)
     if read is None or all(isinstance(each, DTensor) for each in tensors):
         return
-    name = read.path  # type: ignore[attr-defined]
-    raise ArgumentError(
+    raise _sharded_where_read(read) from error
+
+
+def _sharded_where_read(read: Any) -> ArgumentError:
+    name = read.path
+    return ArgumentError(
         f"{name} is sharded where it is read: a module is gathered for its own forward, and another one reads it. Call "
         "the module that holds it, gather both in one by atorch_wrap_cls (their common parent), or keep the parameter "
         f"whole: atorch_ignored_cls=({name!r},)"
-    ) from error
+    )
 
 
 def _made(name: str, dtype: torch.dtype, device: torch.device, *args: Any, **kwargs: Any) -> Tensor:

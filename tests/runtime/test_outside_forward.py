@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.fsdp import shard
 from atorch.runtime.fsdp_groups import Group
 from atorch.runtime.outside_forward import Outside, step_as_ordinary
@@ -166,7 +166,7 @@ def read(rank: int, size: int) -> None:
         stored = io.BytesIO()
         torch.save([mine.detach(), held.detach()], stored)
     loss.backward()
-    assert all(type(each.grad) is DTensor and each.grad.abs().sum() for each in model.head.parameters())
+    assert all(isinstance(each.grad, DTensor) and each.grad.abs().sum() for each in model.head.parameters())
 
 
 def test_parameters_that_are_kept_in_16_bits_read_as_they_are(pool: Pool) -> None:
@@ -205,3 +205,151 @@ def stepped(rank: int, size: int) -> list[set[type]]:
 
 def test_in_a_step_parameters_are_ordinary(pool: Pool) -> None:
     assert pool.run(stepped, ranks=1) == [[{DTensor}, {Outside}]]
+
+
+def numbers(model: nn.Module) -> list[float]:
+    """What scripts read of gradients and parameters, in the ways that they do."""
+    held = list(model.parameters())
+    gradients = [each.grad for each in held if each.grad is not None]
+    total = torch.zeros(())
+    for each in gradients:
+        total += each.norm() ** 2
+    unit = held[1].detach().norm().clamp_(min=1e-3).mul_(0.01)
+    steps = torch.where(gradients[1].norm() < unit, gradients[1], gradients[1] * (unit / gradients[1].norm()))
+    norms = torch.stack([each.norm() for each in gradients])
+    return [
+        *(each.norm().item() for each in (*held, *gradients)),
+        *(float(each.abs().max()) for each in gradients),
+        float((gradients[0] * held[0].data).sum() < 0),
+        float(f"{gradients[1].mean():.6f}"),
+        *gradients[1].tolist(),
+        float(total),
+        norms.norm().item(),
+        float(torch.nn.utils.clip_grad_norm_(held, 1e9, norm_type=float("inf"))),
+        steps.square().sum().item(),
+    ]
+
+
+def narrow() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def read_numbers(rank: int, size: int, reshard: bool) -> None:
+    plain, model = narrow(), narrow()
+    shard(model, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), [], reshard_after_forward=reshard)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    assert numbers(model) == pytest.approx(numbers(plain), rel=1e-4, abs=1e-6)
+    assert model[0].weight.grad.to_local().norm() < plain[0].weight.grad.norm()  # what is asked for, is given
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_numbers_that_a_script_reads_are_those_of_the_whole(pool: Pool, reshard: bool) -> None:
+    pool.run(read_numbers, reshard)
+
+
+def read_alone(rank: int, size: int) -> None:
+    model = made(size)
+    x = torch.randn(4, WIDTH)
+    model(x).sum().backward()
+    with pytest.raises(StrategyError, match="reads what is sharded"):
+        model.head.weight.grad.norm().item() if rank == 0 else model(x)
+
+
+def test_one_process_that_reads_alone_is_told_on_all(pool: Pool) -> None:
+    pool.run(read_alone)
+
+
+class Switching(nn.Module):
+    """A reference's pass with its adapters frozen one by one, as peft does it, before one with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def switch(self, on: bool) -> None:
+        for each in self.layers.parameters():
+            each.requires_grad = on
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.switch(False)
+        with torch.no_grad():
+            reference = self.run(x + 1)
+        self.switch(True)
+        return self.run(x) - reference
+
+
+def switched(rank: int, size: int, reshard: bool) -> None:
+    torch.manual_seed(0)
+    plain, x = Switching(), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+    groups = [Group((each,)) for each in model.layers]
+    shard(model, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), groups, reshard_after_forward=reshard)
+    for _ in range(2):
+        for each in (plain, model):
+            each(x).square().sum().backward()
+    for mine, held in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), held.grad)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_forward_freezes_and_thaws_is_what_trains(pool: Pool, reshard: bool) -> None:
+    pool.run(switched, reshard)
+
+
+class Forces(nn.Sequential):
+    """The gradient of what layers give, by the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return gradient
+
+
+def forces(rank: int, size: int, reshard: bool) -> None:
+    model = Forces(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    shard(
+        model, init_device_mesh("cpu", (size,)), [Group((model[0],)), Group((model[2],))], reshard_after_forward=reshard
+    )
+    with pytest.raises(ArgumentError, match="train with ddp or zero1"):
+        model(torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gradients_of_gradients_within_forward_are_refused(pool: Pool, reshard: bool) -> None:
+    pool.run(forces, reshard)
+
+
+class Mixed(nn.Module):
+    """A block with weights of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.inner(x.bfloat16()).float()
+
+
+def train_two_dtypes(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Mixed(), Mixed()), torch.randn(size, 4, WIDTH)
+    model = copy.deepcopy(plain)
+    shard(model, init_device_mesh("cpu", (size,)), [Group((each,)) for each in model])
+    plain(x.flatten(0, 1)).square().mean().backward()
+    model(x[rank]).square().mean().backward()
+    assert not isinstance(model[0].scale, DTensor)
+    assert isinstance(model[0].inner.weight, DTensor)
+    for mine, held in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad).float(), held.grad.float(), rtol=3e-2, atol=1e-3)
+
+
+def test_a_block_may_have_two_dtypes(pool: Pool) -> None:
+    pool.run(train_two_dtypes)
