@@ -72,8 +72,8 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
         )
     if _near(found, plain, band):
         return
-    if not is_held and not all(each.is_explained for each in applied.rank_weights):
-        return  # parts of a batch tell nothing of the whole, which the user was told
+    if not is_held and not _is_explained(applied):
+        return  # parts of a batch tell nothing of the whole, which the user was told, or tells
     if not is_held and expected.evaluating is not None and _is_a_number(found):
         found, plain, _ = _run(applied, result, expected, noise, in_evaluation_mode=True)
         if _near(found, plain, band):
@@ -136,8 +136,7 @@ def _run_at_scale(
         passes = [every]
         if not in_evaluation_mode and max(each.seconds for each in every) <= QUICK_S:
             passes.append(_pass(applied, result, expected, group)[0])
-        is_explained = all(each.is_explained for each in applied.rank_weights)
-        plain, is_held = _reference(applied, expected, every, expected.evaluating is None and is_explained)
+        plain, is_held = _reference(applied, expected, every, expected.evaluating is None and _is_explained(applied))
         if in_evaluation_mode:
             plain, is_held = expected.evaluating or plain, True
         norm = None if plain.grad_norm is None else float(clip_grad_norm(model, math.inf)) / len(passes)
@@ -188,6 +187,12 @@ def _pass(
     part = weight * float(loss.detach()) if weight else 0.0
     share = applied.need_mesh().rank(*BATCH_AXES)
     return gather_objects(_Told(share, weight, part, state, time.monotonic() - began)), lost
+
+
+def _is_explained(applied: Context) -> bool:
+    """Whether the losses of processes are known to make that of all; a named rule may hold for what the loop gives."""
+    is_named = applied.need_mesh().size(*BATCH_AXES) > 1 and applied.loss_weight != "auto"
+    return not is_named and all(each.is_explained for each in applied.rank_weights)
 
 
 def _num_shares(every: Sequence[_Told]) -> int:
@@ -255,9 +260,6 @@ def _why_not(applied: Context, result: AccelerateResult, expected: PlainPass) ->
         return expected.why_not
     if any(getattr(each, "backend", None) == "deepspeed" for each in applied.strategy or ()):
         return "DeepSpeed's engine reduces gradients when it steps"
-    size = applied.need_mesh().size(*BATCH_AXES)
-    if size > 1 and applied.loss_weight == "rows":
-        return "loss_weight says that the loss of several processes is the mean of theirs"
     return None
 
 

@@ -7,7 +7,7 @@ itself runs again, without gradient. Where every rank has one row, two ranks' ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from atorch.distributed.collectives import everyone, gather_objects, nobody_else, together
-from atorch.errors import StrategyError
+from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.loss_weight import IGNORED, Losses, LossWeight, labels_of, tolerance_of
 from atorch.runtime.losses import LossFunc, value_of
 from atorch.runtime.nested import is_strings, map_leaves
@@ -40,12 +40,13 @@ Run = Callable[[Sequence[Sample], bool], Sequence[float]]  # (samples, whether t
 
 
 class Calls:
-    """What a model was called with of late, until nobody asks any more."""
+    """What a model was called with of late, but for calls of the kinds that nobody asks about any more."""
 
     def __init__(self) -> None:
-        self.is_on = True
         self.kind: Any = None
-        """What the arguments of the last call were made of, also where they are not kept."""
+        """What the arguments of the last call were made of."""
+        self.known: Collection[Any] = ()
+        """Kinds whose arguments are not kept."""
         self._kept: list[tuple[int, Any]] = []
 
     @classmethod
@@ -64,9 +65,9 @@ class Calls:
         """The arguments that gave it, (positional, by keyword); None where it was another call's."""
         return next((call for known, call in reversed(self._kept) if known == id(output)), None)
 
-    def stop(self) -> None:
-        """Keep nothing any more."""
-        self.is_on, self._kept = False, []
+    def forget(self, known: Collection[Any]) -> None:
+        """Keep no arguments of these kinds any more."""
+        self.known, self._kept = known, []
 
 
 def _noting(call: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
@@ -74,7 +75,7 @@ def _noting(call: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
         output = call(self, *args, **kwargs)
         if torch.is_grad_enabled():
             calls.kind = kind_of((args, kwargs))
-            if calls.is_on:
+            if calls.kind not in calls.known:
                 calls.note(args, kwargs, output)
         return output
 
@@ -157,6 +158,27 @@ class Look:
         if max(counts) == 1 and labels is not None and labels.dim() > 1:
             ways += [way._replace(masks=True) for way in ways]
         self._try(ways, counts)
+
+    def need_no_count(self) -> None:
+        """Refuse a sum that the loop divides by a count, of which only the loop knows whose samples it counts.
+
+        Raises:
+            ArgumentError: the batch or the model's arguments have a whole number, or a tensor without dimensions.
+        """
+        counts: list[str] = []
+
+        def note(leaf: Any, place: str) -> Any:
+            if type(leaf) is int or (isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.dtype != torch.bool):
+                counts.append(place)
+            return leaf
+
+        map_leaves(note, (self._batch, self._call))
+        if counts:
+            raise ArgumentError(
+                "the loss is a sum, divided by a number that your loop gives (as num_items_in_batch is). It may count "
+                "this process's samples, or those of all processes. Tell auto_accelerate which: loss_weight='sum' if "
+                "it counts those of all, loss_weight='labels' or 'rows' if it counts this process's own"
+            )
 
     def holds(self) -> bool:
         """Whether the rules explain this loss, too, as far as this rank can tell from the output alone."""

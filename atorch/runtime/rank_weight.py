@@ -146,6 +146,8 @@ class RankWeight:
         if nobody_else():
             rules = likely(self.rule, batch)
         self.rule.keep(rules)
+        if rules == ("sum",) and not self.rule.is_named and isinstance(look, Look):
+            look.need_no_count()
         self._close(batch, rows)
 
     def _close(self, batch: Any, rows: int) -> None:
@@ -259,7 +261,7 @@ class RankWeighted:
             return loss
         share = weight.share(batch, shared_rows(batch) or 1, look)
         if all(each.is_closed for each in self._weights.values()):
-            self._calls.stop()
+            self._calls.forget([of_call for _, of_call in self._weights])
         if share.is_plain:
             return loss
         if share.is_empty and not bool(torch.isfinite(value)):
