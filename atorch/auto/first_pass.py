@@ -17,7 +17,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from atorch.auto.plain_pass import BANDS, NOISE, Figures, PlainPass, coarser, dr
 from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
-from atorch.errors import StrategyError
+from atorch.errors import AtorchError, StrategyError
 from atorch.runtime.amp import LossScale
 from atorch.runtime.asked import muted
 from atorch.runtime.clip import clip_grad_norm
@@ -62,7 +62,7 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
         return
     precision = coarser(expected.precision, _precision_of(applied))
     band, noise = BANDS[precision], NOISE.get(precision, 1.0)
-    found, plain, is_held = _run(applied, result, expected, noise)
+    found, plain, is_held = _tried(lambda: _run(applied, result, expected, noise), applied)
     if found.lost is not None:
         raise StrategyError(
             f"the model's forward pass writes to {found.lost}, which under {applied.strategy} is not afterwards what "
@@ -75,8 +75,15 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
     if not is_held and not _is_explained(applied):
         return  # parts of a batch tell nothing of the whole, which the user was told, or tells
     if not is_held and expected.evaluating is not None and _is_a_number(found):
+        is_cut = found.drawn is None
         found, plain, _ = _run(applied, result, expected, noise, in_evaluation_mode=True)
         if _near(found, plain, band):
+            if is_cut and expected.moves_buffers:
+                logger.warning(
+                    "under %s what the model keeps of its batches (statistics of BatchNorm, codebooks) comes from one "
+                    "micro-batch after another, and so do gradients in training mode: they are not those of the whole "
+                    "batch", applied.strategy,
+                )  # fmt: skip
             return
     how_far, name = found.farthest
     told = f". The gradient of {name} is off by {how_far:.0%}" if how_far > band[2] else ""
@@ -86,6 +93,18 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
         f"{band[1]:.1%} of the norm and {band[2]:.0%} of any one gradient. Leave out what makes the difference, or "
         "give verify=False to train with it"
     )
+
+
+def _tried(work: Callable[[], _Compared], applied: Context) -> _Compared:
+    try:
+        return work()
+    except AtorchError:
+        raise
+    except Exception as error:  # users' models and losses may raise anything
+        raise StrategyError(
+            f"{applied.strategy} cannot run this model, which plain training runs: its first pass raises "
+            f"{type(error).__name__}: {error}. Leave out the method that this is about"
+        ) from error
 
 
 def cannot_evaluate(applied: Context, result: AccelerateResult, expected: PlainPass) -> str | None:
@@ -150,7 +169,7 @@ def _run_at_scale(
     if norm is not None and not math.isfinite(norm) and applied.loss_scale() != 1.0:
         norm = None  # scaled gradients overflowed
     losses = [sum({each.share: each.part for each in every}.values()) / _num_shares(every) for every in passes]
-    return Figures(sum(losses) / len(losses), norm, farthest=far, lost=lost), plain, is_held
+    return Figures(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=every[0].drawn), plain, is_held
 
 
 class _Told(NamedTuple):

@@ -100,6 +100,7 @@ class PlainPass:
     evaluating: Figures | None = None  # where the pass in training mode depends on how the batch is shared out
     evaluates: bool = False  # whether the model runs in evaluation mode without gradients
     prompt: Tensor | None = None  # tokens from which the model generates
+    moves_buffers: bool = False
     changes: Mapping[str, Change] = field(default_factory=dict)  # of parameters that the forward pass writes itself
     counters: Mapping[str, int] = field(
         default_factory=dict
@@ -114,7 +115,8 @@ class _Incomparable(Exception):
 class _Seen:
     figures: Figures
     precision: str
-    depends_on_sharing: bool
+    draws: bool
+    moves_buffers: bool
     changes: Mapping[str, Change]
     counters: Mapping[str, int]
 
@@ -136,7 +138,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         if not math.isfinite(seen.figures.loss):
             raise _Incomparable(f"the loss of plain training's own first pass is {seen.figures.loss}")
         evaluating = None
-        if seen.depends_on_sharing:
+        if seen.draws or seen.moves_buffers:
             evaluating = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True)).figures
         training = seen.figures
         by_share = (training,) if shares == 1 else _by_share(ctx, batch, 1 if is_repeated else shares, within, training)
@@ -155,6 +157,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         evaluating=evaluating,
         evaluates=evaluates,
         prompt=prompt,
+        moves_buffers=seen.moves_buffers,
         changes=seen.changes,
         counters=seen.counters,
     )
@@ -247,14 +250,14 @@ def _run_plainly(
                 loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
             after = drawn(ctx.device)
             loss.backward()
-        depends = before != after or not _equal(buffers, list(model.buffers()))
+        moves = not _equal(buffers, list(model.buffers()))
         figures = Figures(float(loss.detach()), _norm(model), sample_of(model, like), drawn=after)
         changes, counters = writes.changes(), attributes.counters()
     dtypes |= {parameter.dtype for parameter in model.parameters()}
     precision = "tf32" if ctx.device.type == "cuda" else "fp32"
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         precision = coarser(precision, name) if dtype in dtypes else precision
-    return _Seen(figures, precision, depends, changes, counters)
+    return _Seen(figures, precision, before != after, moves, changes, counters)
 
 
 def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:

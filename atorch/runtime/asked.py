@@ -43,7 +43,9 @@ class Postponed:
 
 def is_own(hook: Any) -> bool:
     """Whether a hook is this package's."""
-    return hasattr(hook, "expects_none")
+    inner = getattr(hook, "func", hook)  # of a partial
+    module = getattr(inner, "__module__", None) or type(inner).__module__
+    return hasattr(hook, "expects_none") or module.partition(".")[0] == "atorch"
 
 
 def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, torch.Tensor], Any]) -> None:

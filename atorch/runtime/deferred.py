@@ -16,8 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from atorch.errors import ArgumentError
 from atorch.runtime.asked import Postponed, can_be_reached, is_asked, is_captured, postpone
 from atorch.runtime.first_order import refuse_second_order
+from atorch.runtime.losses import value_of, with_value
+from atorch.runtime.nested import map_leaves
 from atorch.runtime.reduction import Reduction
 from atorch.runtime.wrapped_optimizer import local
 
@@ -123,6 +126,32 @@ def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
     leaf = loss.detach().requires_grad_()
     deposited: torch.Tensor = _Deposit.apply(leaf, gradients, places, *reached)  # type: ignore[no-untyped-call]
     return deposited
+
+
+def deposit_loss(loss: Any, gradients: Gradients) -> Any:
+    """A loss whose scalar hands the gradients over; other tensors beside it say that they cannot go backward."""
+    value = value_of(loss)
+    return with_value(loss if loss is value else map_leaves(_aside, loss), deposit(value, gradients))
+
+
+def _aside(leaf: Any, place: str) -> Any:
+    if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+        return leaf
+    return _Aside.apply(leaf, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+
+
+class _Aside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise ArgumentError(
+            "backward was called on another item of what loss_func returned than the first. Under micro_batch and "
+            "pipeline_parallel gradients are those of the first alone; add the losses up in loss_func, or leave "
+            "micro_batch and pipeline_parallel out"
+        )
 
 
 class _Deposit(torch.autograd.Function):

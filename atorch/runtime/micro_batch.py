@@ -22,10 +22,10 @@ from torch import nn
 from atorch.distributed.alone import alone
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.runtime.deferred import Apart, Deferred, deposit, gradients_apart
+from atorch.runtime.deferred import Apart, Deferred, deposit_loss, gradients_apart
 from atorch.runtime.loss_look import Look, kind_of, losses_of
 from atorch.runtime.loss_weight import LossWeight, Rule, any_process
-from atorch.runtime.losses import LossFunc, value_of, with_value
+from atorch.runtime.losses import LossFunc, value_of
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.override import override
 from atorch.runtime.rank_weight import RankWeight, by_kind, without_gradient
@@ -111,7 +111,7 @@ class MicroBatched:
                 with self._reduction.only(now=number == len(pieces)):
                     losses.append(self._forward_backward(model, piece, weight * factor))
         merged = losses[0] if len(losses) == 1 else merge(losses, weights)
-        return with_value(merged, deposit(value_of(merged), gradients))
+        return deposit_loss(merged, gradients)
 
     def _forward_backward(self, model: nn.Module, piece: _Call, weight: float) -> Any:
         batch, args, kwargs = piece

@@ -24,6 +24,7 @@ from atorch.auto.planner.candidate import Feed
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, StrategyError
+from atorch.runtime.asked import expects_none
 from atorch.runtime.still import put_back, still, untouched
 from tests.auto.planner.jobs import cluster
 from tests.pool import Pool, RankFailure
@@ -133,7 +134,7 @@ def exchange(ctx: Context) -> None:
     def swap(_: Any) -> None:
         one.grad, other.grad = other.grad, one.grad
 
-    one.register_post_accumulate_grad_hook(swap)  # comes last
+    one.register_post_accumulate_grad_hook(expects_none(swap))  # comes last
 
 
 def turn_round(ctx: Context) -> None:
@@ -153,7 +154,7 @@ def rescale(ctx: Context) -> None:
         one.grad.mul_(0.5)
         other.grad.mul_((1 + lost / has).sqrt())
 
-    one.register_post_accumulate_grad_hook(share_out)
+    one.register_post_accumulate_grad_hook(expects_none(share_out))
 
 
 @pytest.mark.parametrize("damage", [exchange, turn_round, shift, rescale])

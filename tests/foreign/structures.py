@@ -699,8 +699,7 @@ def counts_items(job: Training) -> list[Step]:
         items = _summed(torch.tensor(float(mine)))
         total = 0.0
         for batch in window:
-            # As the Trainer has it: averaging over processes is undone by the number of processes.
-            loss = job.loss_func(batch, job.model(*batch, items)) * (dist.get_world_size() if _several() else 1)
+            loss = job.loss_func(batch, job.model(*batch, items))
             loss.backward()
             total += loss.item()
         job.optim.step()
@@ -711,6 +710,11 @@ def counts_items(job: Training) -> list[Step]:
 
 def _own(batch: Any, output: Tensor) -> Tensor:
     return output
+
+
+def _counting() -> Arguments:
+    """Only the loop knows that it counts over all processes."""
+    return _of(Counting, _own, **({"loss_weight": "sum"} if _several() else {}))()
 
 
 _WORDS: Mapping[str, Any] = {"dataset": Samples(ROWS, _text)}
@@ -739,6 +743,6 @@ STRUCTURES: Mapping[str, Structure] = {
     "experts": Structure(_of(Mixture), _plain_loop),
     "ema": Structure(_of(Teaching, _follows), follows),
     "optimizer_in_backward": Structure(_of(Net, optim_args={"lr": 0.1}), steps_in_backward),
-    "num_items": Structure(_of(Counting, _own), counts_items),
+    "num_items": Structure(_counting, counts_items),
     "python_random": Structure(_of(Chances), draws),
 }  # fmt: skip

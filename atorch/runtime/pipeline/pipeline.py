@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
-from atorch.runtime.deferred import Apart, Deferred, deposit
+from atorch.runtime.deferred import Apart, Deferred, deposit_loss
 from atorch.runtime.loss_look import Look, Sample
 from atorch.runtime.loss_weight import LossWeight, Rule
-from atorch.runtime.losses import LossFunc, value_of, with_value
+from atorch.runtime.losses import LossFunc, value_of
 from atorch.runtime.nested import map_leaves
 from atorch.runtime.pipeline.engine import Arguments, Engine
 from atorch.runtime.pipeline.gathered import Gathered
@@ -202,7 +202,7 @@ class PipelinedLoss:
         if gathered is not None:
             losses, weights = [gathered.loss], [1.0]
         loss = self._shared(merge(losses, weights or []) if losses else self._told(pieces[0]))
-        return with_value(loss, deposit(value_of(loss), gradients))
+        return deposit_loss(loss, gradients)
 
     def _told(self, piece: _Call) -> Any:
         """What this process knows of a loss that the last stage takes: nothing, but in a world of fakes."""
