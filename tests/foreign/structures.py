@@ -648,8 +648,8 @@ def steps_in_backward(job: Training) -> list[Step]:
 class Documents(Language):
     """Documents one after another in one row."""
 
-    def forward(self, x: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        hidden = self.embed(x) + 0.1 * torch.cos(positions[..., None] * torch.arange(1, WIDTH + 1))
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids) + 0.1 * torch.cos(position_ids[..., None] * torch.arange(1, WIDTH + 1))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden)
@@ -659,21 +659,26 @@ def _document(index: int) -> Tensor:
     return torch.randint(0, WORDS, (3 + index % 5,), generator=drawn(index))
 
 
-def _packed(documents: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _packed(documents: Sequence[Tensor]) -> dict[str, Tensor]:
     labels = [torch.cat([torch.tensor([IGNORED]), each[1:]]) for each in documents]
     positions = [torch.arange(len(each)) for each in documents]
-    return torch.cat(list(documents))[None], torch.cat(labels)[None], torch.cat(positions)[None]
+    rows = {"input_ids": list(documents), "labels": labels, "position_ids": positions}
+    return {name: torch.cat(parts)[None] for name, parts in rows.items()}
 
 
 def _of_labels(batch: Any, output: Tensor) -> Tensor:
-    return F.cross_entropy(output[:, :-1].flatten(0, 1), batch[1][:, 1:].flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def weighs_labels(job: Training) -> list[Step]:
-    return [
-        _step(job, batch)._replace(weight=float((batch[1][:, 1:] != IGNORED).sum()))
-        for batch in islice(job.batches(), STEPS)
-    ]
+    done = []
+    for batch in islice(job.batches(), STEPS):
+        loss = job.loss_func(batch, job.model(**batch))
+        loss.backward()
+        job.optim.step()
+        job.optim.zero_grad()
+        done.append(Step(loss.item(), weight=float((batch["labels"][:, 1:] != IGNORED).sum())))
+    return done
 
 
 class Counting(nn.Module):
@@ -737,7 +742,7 @@ STRUCTURES: Mapping[str, Structure] = {
     "forces": Structure(_of(Forces), _plain_loop),
     "packing": Structure(
         _of(Documents, _of_labels, dataset=Samples(ROWS, _document),
-            dataloader_args={"batch_size": BATCH, "collate_fn": _packed}),
+            dataloader_args={"batch_size": BATCH, "collate_fn": _packed}, model_input_format="unpack_dict"),
         weighs_labels,
     ),
     "experts": Structure(_of(Mixture), _plain_loop),
