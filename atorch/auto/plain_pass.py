@@ -27,6 +27,7 @@ from atorch.auto.context import Context
 from atorch.distributed.collectives import first_told, from_rank_zero
 from atorch.distributed.dense_parts import same_values
 from atorch.distributed.rng import preserved_rng
+from atorch.runtime.clip import norm_of_grads
 from atorch.runtime.gradient_sample import Sample, sample_of
 from atorch.runtime.losses import value_of
 from atorch.runtime.split import joined, num_rows, take
@@ -259,11 +260,8 @@ def coarser(one: str, other: str) -> str:
 
 def _norm(model: nn.Module) -> float | None:
     """The norm of all gradients of a plain model."""
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if any(grad.layout != torch.strided for grad in grads):
-        return None
-    powers = [torch.linalg.vector_norm(grad.detach().float()).double() ** 2 for grad in grads if grad.numel()]
-    return float(torch.stack([power.cpu() for power in powers]).sum().sqrt()) if powers else 0.0
+    is_sparse = any(each.grad is not None and each.grad.layout != torch.strided for each in model.parameters())
+    return None if is_sparse else float(norm_of_grads(model.parameters()))
 
 
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:

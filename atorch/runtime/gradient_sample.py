@@ -49,9 +49,9 @@ Sample = Mapping[str, Elements]
 def sample_of(model: nn.Module) -> Sample:
     """The sample of the gradients that a plain model has."""
     grads = {
-        name: parameter.grad.detach().reshape(-1).float()
+        name: _flat(parameter.grad.detach()).float()
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and parameter.grad.layout == torch.strided and not parameter.grad.is_complex()
+        if parameter.grad is not None and parameter.grad.layout == torch.strided
     }
     if not grads:
         return {}
@@ -62,6 +62,11 @@ def sample_of(model: nn.Module) -> Sample:
     step = max(1, -(-len(telling) // PARAMETERS))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return {name: _largest(grads[name], shapes[name]) for name in telling[::step]}
+
+
+def _flat(grad: Tensor) -> Tensor:
+    """All elements; of complex ones both parts."""
+    return (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
 
 
 def _largest(grad: Tensor, shape: tuple[int, ...]) -> Elements:
@@ -141,7 +146,7 @@ def _reader(
 def _distance(grad: Tensor, plain: Elements, scale: float, noise: float) -> float:
     if tuple(grad.shape) != plain.shape:
         return 0.0  # of another module under the same name
-    found = grad.reshape(-1)[plain.places.to(grad.device)].float().cpu() / scale
+    found = _flat(grad)[plain.places.to(grad.device)].float().cpu() / scale
     square = plain.values.square().sum()
     along = (found @ plain.values) / square
     across = (found - along * plain.values).square().sum() / square
