@@ -21,10 +21,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.auto.context import Context
-from atorch.distributed.collectives import first_told, from_rank_zero
+from atorch.distributed.alone import alone
+from atorch.distributed.collectives import first_told, from_rank_zero, stand_on
 from atorch.distributed.dense_parts import same_values
 from atorch.distributed.rng import preserved_rng
 from atorch.runtime.clip import norm_of_grads
@@ -93,6 +95,7 @@ class PlainPass:
         default_factory=dict
     )  # attributes that it sets to whole numbers, by their paths
     leaves_unused: tuple[str, ...] = ()  # trainable parameters that get no gradient
+    communicates: bool = False  # whether forward or loss call collectives
 
 
 class _Incomparable(Exception):
@@ -119,10 +122,11 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         read: what gives the first global batch, as the loader does; called on rank 0.
         within: what the model runs inside of; may raise, and so end the pass, which then is none.
     """
+    lone = within = _Lone(within)
     try:
         batch, is_repeated = _first_batch(ctx, shares, read)
         _need_room(ctx)
-        seen = _on_every_process(lambda: _run_plainly(ctx, batch, within))
+        seen = _on_every_process(lambda: lone.first(lambda: _run_plainly(ctx, batch, within)))
         if not math.isfinite(seen.figures.loss):
             raise _Incomparable(f"the loss of plain training's own first pass is {seen.figures.loss}")
         evaluating = None
@@ -133,8 +137,11 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
             training, evaluating = training * shares, None if evaluating is None else evaluating * shares
         evaluates, prompt = _on_every_process(lambda: _evaluation(ctx, batch, within))
     except _Incomparable as reason:
-        return PlainPass(why_not=str(reason))
+        return PlainPass(why_not=str(reason), communicates=lone.communicates)
+    finally:
+        lone.close()
     return PlainPass(
+        communicates=lone.communicates,
         batch=batch,
         shares=shares,
         is_repeated=is_repeated,
@@ -147,6 +154,40 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         counters=seen.counters,
         leaves_unused=seen.unused,
     )
+
+
+class _Lone:
+    """What plain training runs inside of: no collective waits, and those who ask are told of one process alone.
+
+    They are told so once a first pass has called collectives. Else it was what it is on one process.
+    """
+
+    def __init__(self, within: Within) -> None:
+        self.communicates = False
+        self._within, self._calls = within, alone()
+        self._group: dist.ProcessGroup | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._within(), stand_on(self._group), self._calls:
+            yield
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What `work` returns, done again where it communicates."""
+        value, failed = tried(work)
+        if getattr(self._calls, "num_seen", 0):
+            self.communicates, self._calls.num_seen = True, 0  # type: ignore[attr-defined]
+            self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            value, failed = tried(work)
+            if self._calls.num_seen and failed is None:  # type: ignore[attr-defined]
+                failed = "it calls collectives on one process, too, which may know of the others"
+        if failed is not None:
+            raise _Incomparable(failed)
+        return value  # type: ignore[return-value]  # there is one where nothing failed
+
+    def close(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
 
 def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[Any, bool]:

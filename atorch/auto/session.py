@@ -112,7 +112,8 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     separate(tensors)
     if ctx.world.size > 1:
         synchronise(tensors)
-    expected = _expected(ctx, place[1]) if verify and strategy.methods else None
+    cuts = any("pipeline" in each.splits for each in strategy)
+    expected = _expected(ctx, place[1]) if (verify or cuts) and strategy.methods else None
     ctx = replace(ctx, plain_pass=expected)
     if ctx.leaves_unused and not ctx.find_unused_parameters and {"ddp", "zero1"} & set(strategy.names()):
         unused = () if expected is None else expected.leaves_unused
@@ -124,9 +125,9 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if waits_for_values and applied.write_value is None:
         need_values(result.model)
-    if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
+    if not cuts:  # whose stages have parameters of their own
         agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
-    if expected is not None:
+    if verify and expected is not None:
         _check(applied, result, expected)
     mesh = applied.need_mesh()
     together_on = [axis for axis in AXES if axis not in BATCH_AXES and mesh.size(axis) > 1]
