@@ -113,7 +113,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     if ctx.world.size > 1:
         synchronise(tensors)
     cuts = any("pipeline" in each.splits for each in strategy)
-    expected = _expected(ctx, place[1]) if (verify or cuts) and strategy.methods else None
+    expected = _expected(ctx, place[1], verify) if (verify or cuts) and strategy.methods else None
     ctx = replace(ctx, plain_pass=expected)
     if ctx.leaves_unused and not ctx.find_unused_parameters and {"ddp", "zero1"} & set(strategy.names()):
         unused = () if expected is None else expected.leaves_unused
@@ -152,7 +152,7 @@ def _kept(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "rejected": learnt}
 
 
-def _expected(ctx: Context, shares: int) -> PlainPass:
+def _expected(ctx: Context, shares: int, verify: bool) -> PlainPass:
     """Plain training's first pass, the search's where it made one that can be shared out so; the reason if none, told.
 
     What a search had no time for is not made up for when its time is over.
@@ -160,7 +160,7 @@ def _expected(ctx: Context, shares: int) -> PlainPass:
     known = ctx.plain_pass
     if known is None:
         known = _plain_pass(ctx, shares)
-    if known.why_not is not None and _has_all(ctx):
+    if verify and known.why_not is not None and _has_all(ctx):
         logger.warning("the strategy cannot be held to plain training's first pass: %s", known.why_not)
     return known
 

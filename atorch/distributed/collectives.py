@@ -48,7 +48,7 @@ def everyone() -> dist.ProcessGroup | None:
 
 @contextmanager
 def stand_on(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside, `group` is the default group, for users' collectives and meshes too: what is done there can fail alone."""
+    """Inside, `group` is the default group, for users' collectives, too: what is done there can fail alone."""
     before = dist.group.WORLD
     if group is not None:
         dist.distributed_c10d._update_default_pg(group)
