@@ -131,7 +131,10 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
             raise _Incomparable(f"the loss of plain training's own first pass is {seen.figures.loss}")
         evaluating = None
         if seen.depends_on_sharing:
-            evaluating = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True)).figures
+            still_seen = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True))
+            if shares > 1 and still_seen.depends_on_sharing:
+                raise _Incomparable("in evaluation mode, too, it draws random numbers or moves buffers")  # observers'
+            evaluating = still_seen.figures
         training = seen.figures
         if is_repeated and _on_every_process(lambda: _adds_up(ctx, batch, within, BANDS[seen.precision][0])):
             training, evaluating = training * shares, None if evaluating is None else evaluating * shares
