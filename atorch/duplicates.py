@@ -30,6 +30,7 @@ Memo = dict[int, Any]
 
 UNCOPYABLE = (TypeError, RuntimeError, NotImplementedError, copy.Error)
 """What copying raises on locks, files, generators and their like."""
+SMALL = 4096  # elements
 _MISSING = object()
 _FUNCTION_FIELDS = ("__module__", "__qualname__", "__doc__", "__annotations__")
 
@@ -60,10 +61,11 @@ def duplicate_with(
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     """A clone that shares memory until either is written; a real one of memory that cannot be shared so.
 
-    That is what torch has not allocated itself: a mapped file, shared memory, an array of numpy's.
+    That is what torch has not allocated itself: a mapped file, shared memory, an array of numpy's. And what is small is
+    as quickly copied, which `resize_` can make larger then, as observers' buffers are in the first forward pass.
     """
     try:
-        return torch._lazy_clone(tensor)
+        return torch._lazy_clone(tensor) if tensor.numel() > SMALL else tensor.clone()
     except RuntimeError:
         return tensor.clone()
 

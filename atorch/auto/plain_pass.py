@@ -23,13 +23,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.auto.context import Context
-from atorch.distributed.collectives import first_told, from_rank_zero, gather_objects
+from atorch.distributed.alone import alone
+from atorch.distributed.collectives import first_told, from_rank_zero, gather_objects, stand_on
 from atorch.distributed.dense_parts import same_values
 from atorch.distributed.rng import preserved_rng
 from atorch.runtime.asked import muted
+from atorch.runtime.clip import norm_of_grads
 from atorch.runtime.gradient_sample import Sample, sample_of
 from atorch.runtime.losses import value_of
 from atorch.runtime.split import joined, num_rows, take
@@ -97,7 +100,8 @@ class PlainPass:
     precision: str = "fp32"
     training: Figures = Figures(math.nan, None)
     by_share: tuple[Figures, ...] = ()  # each share alone, all alike where `is_repeated`; none where one fails alone
-    evaluating: Figures | None = None  # where the pass in training mode depends on how the batch is shared out
+    depends_on_sharing: bool = False  # the pass in training mode: it draws random numbers, or moves buffers
+    evaluating: Figures | None = None  # where it does so and the one in evaluation mode does not
     evaluates: bool = False  # whether the model runs in evaluation mode without gradients
     prompt: Tensor | None = None  # tokens from which the model generates
     moves_buffers: bool = False
@@ -105,6 +109,7 @@ class PlainPass:
     counters: Mapping[str, int] = field(
         default_factory=dict
     )  # attributes that it sets to whole numbers, by their paths
+    communicates: bool = False  # whether forward or loss call collectives
 
 
 class _Incomparable(Exception):
@@ -131,29 +136,39 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         read: what gives the first global batch, as the loader does; called on rank 0.
         within: what the model runs inside of; may raise, and so end the pass, which then is none.
     """
+    lone = within = _Lone(within)
     try:
         batch, is_repeated = _first_batch(ctx, shares, read)
         _need_room(ctx)
-        seen = _on_every_process(lambda: _run_plainly(ctx, batch, within))
+        seen = _on_every_process(lambda: lone.first(lambda: _run_plainly(ctx, batch, within)))
         if not math.isfinite(seen.figures.loss):
             raise _Incomparable(f"the loss of plain training's own first pass is {seen.figures.loss}")
         evaluating = None
-        if seen.draws or seen.moves_buffers:
-            evaluating = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True)).figures
+        depends = seen.draws or seen.moves_buffers
+        if depends:
+            still_seen = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True))
+            if shares == 1 or not (still_seen.draws or still_seen.moves_buffers):  # as quantization's observers do
+                evaluating = still_seen.figures
         training = seen.figures
-        by_share = (training,) if shares == 1 else _by_share(ctx, batch, 1 if is_repeated else shares, within, training)
+        by_share = (training,) if shares == 1 else ()
+        if shares > 1 and not lone.communicates:
+            by_share = _by_share(ctx, batch, 1 if is_repeated else shares, within, training)
         if is_repeated and _on_every_process(lambda: _adds_up(ctx, batch, within, BANDS[seen.precision][0])):
             training, evaluating = training * shares, None if evaluating is None else evaluating * shares
         evaluates, prompt = _on_every_process(lambda: _evaluation(ctx, batch, within))
     except _Incomparable as reason:
-        return PlainPass(why_not=str(reason))
+        return PlainPass(why_not=str(reason), communicates=lone.communicates)
+    finally:
+        lone.close()
     return PlainPass(
+        communicates=lone.communicates,
         batch=batch,
         shares=shares,
         is_repeated=is_repeated,
         precision=seen.precision,
         training=training,
         by_share=by_share,
+        depends_on_sharing=depends,
         evaluating=evaluating,
         evaluates=evaluates,
         prompt=prompt,
@@ -161,6 +176,40 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
         changes=seen.changes,
         counters=seen.counters,
     )
+
+
+class _Lone:
+    """What plain training runs inside of: no collective waits, and those who ask are told of one process alone.
+
+    They are told so once a first pass has called collectives. Else it was what it is on one process.
+    """
+
+    def __init__(self, within: Within) -> None:
+        self.communicates = False
+        self._within, self._calls = within, alone()
+        self._group: dist.ProcessGroup | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._within(), stand_on(self._group), self._calls:
+            yield
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What `work` returns, done again where it communicates."""
+        value, failed = tried(work)
+        if getattr(self._calls, "num_seen", 0):
+            self.communicates, self._calls.num_seen = True, 0  # type: ignore[attr-defined]
+            self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            value, failed = tried(work)
+            if self._calls.num_seen and failed is None:  # type: ignore[attr-defined]
+                failed = "it calls collectives on one process, too, which may know of the others"
+        if failed is not None:
+            raise _Incomparable(failed)
+        return value  # type: ignore[return-value]  # there is one where nothing failed
+
+    def close(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
 
 def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[Any, bool]:
@@ -285,11 +334,8 @@ def coarser(one: str, other: str) -> str:
 
 def _norm(model: nn.Module) -> float | None:
     """The norm of all gradients of a plain model."""
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if any(grad.layout != torch.strided for grad in grads):
-        return None
-    powers = [torch.linalg.vector_norm(grad.detach().float()).double() ** 2 for grad in grads if grad.numel()]
-    return float(torch.stack([power.cpu() for power in powers]).sum().sqrt()) if powers else 0.0
+    is_sparse = any(each.grad is not None and each.grad.layout != torch.strided for each in model.parameters())
+    return None if is_sparse else float(norm_of_grads(model.parameters()))
 
 
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:

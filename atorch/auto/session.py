@@ -112,15 +112,16 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     separate(tensors)
     if ctx.world.size > 1:
         synchronise(tensors)
-    expected = _expected(ctx, place[1]) if verify and strategy.methods else None
+    cuts = any("pipeline" in each.splits for each in strategy)
+    expected = _expected(ctx, place[1], verify) if (verify or cuts) and strategy.methods else None
     ctx = replace(ctx, plain_pass=expected)
     applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if waits_for_values and applied.write_value is None:
         need_values(result.model)
-    if not any("pipeline" in each.splits for each in strategy):  # whose stages have parameters of their own
+    if not cuts:  # whose stages have parameters of their own
         agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
-    if expected is not None:
+    if verify and expected is not None:
         _check(applied, result, expected)
     mesh = applied.need_mesh()
     together_on = [axis for axis in AXES if axis not in BATCH_AXES and mesh.size(axis) > 1]
@@ -145,7 +146,7 @@ def _kept(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "rejected": learnt}
 
 
-def _expected(ctx: Context, shares: int) -> PlainPass:
+def _expected(ctx: Context, shares: int, verify: bool) -> PlainPass:
     """Plain training's first pass, the search's where it made one that can be shared out so; the reason if none, told.
 
     What a search had no time for is not made up for when its time is over.
@@ -153,7 +154,7 @@ def _expected(ctx: Context, shares: int) -> PlainPass:
     known = ctx.plain_pass
     if known is None:
         known = _plain_pass(ctx, shares)
-    if known.why_not is not None and _has_all(ctx):
+    if verify and known.why_not is not None and _has_all(ctx):
         logger.warning("the strategy cannot be held to plain training's first pass: %s", known.why_not)
     return known
 

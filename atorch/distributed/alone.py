@@ -33,6 +33,7 @@ def is_alone() -> bool:
 class _Alone(TorchDispatchMode):
     # A mode and no variable of the context: autograd's threads have the modes of who called backward.
     supports_higher_order_operators = True
+    num_seen = 0  # collectives that were called
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -42,6 +43,7 @@ class _Alone(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         namespace = getattr(func, "namespace", "")
+        self.num_seen += namespace in ("c10d", "_c10d_functional")
         if namespace == "c10d":
             return _in_place(func, args)
         if namespace == "_c10d_functional":

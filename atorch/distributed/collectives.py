@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -42,23 +41,22 @@ def nobody_else() -> bool:
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-# The group of all processes that is used in this context, where that is not the default group.
-_everyone: ContextVar[dist.ProcessGroup | None] = ContextVar("atorch_everyone", default=None)
-
-
 def everyone() -> dist.ProcessGroup | None:
     """The group of all processes; None where none is made yet."""
-    return _everyone.get() or dist.group.WORLD
+    return dist.group.WORLD
 
 
 @contextmanager
 def stand_on(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside, `group` is the group of all processes, for meshes made there too: what is done there can fail alone."""
-    token = _everyone.set(group)
+    """Inside, `group` is the default group, for users' collectives, too: what is done there can fail alone."""
+    before = dist.group.WORLD
+    if group is not None:
+        dist.distributed_c10d._update_default_pg(group)
     try:
         yield
     finally:
-        _everyone.reset(token)
+        if group is not None:
+            dist.distributed_c10d._update_default_pg(before)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

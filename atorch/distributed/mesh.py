@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed import world
-from atorch.distributed.collectives import everyone
+from atorch.distributed.collectives import everyone, nobody_else
 from atorch.errors import StrategyError, near_miss, shown
 
 if TYPE_CHECKING:
@@ -216,8 +216,8 @@ class Mesh:
             group = dist.new_group(ranks, timeout=self.timeout)
             mine = group if _my_rank() in ranks else mine
         assert mine is not None, "every rank is in one of the groups"
-        if self.device_type == "cuda" and everyone() is not dist.group.WORLD:
-            # What is done here may fail on one rank. Over nccl the first collective connects, and nothing can wake who
+        if self.device_type == "cuda" and not nobody_else():
+            # What a trial does may fail on one rank. Over nccl the first collective connects, and nothing can wake who
             # waits in that for a rank that failed before: so they connect now, while all are here.
             dist.all_reduce(torch.zeros((), device=self.device_type), group=mine)
         return mine
@@ -274,10 +274,9 @@ class Mesh:
             getattr(each, "_pg_registry", {}).clear()
         self._roots.clear()
         self._joined.clear()
-        shared = (everyone(), dist.group.WORLD)
         for key in list(self._groups):
             group = self._groups.pop(key)
-            if group not in shared:
+            if group is not everyone():
                 dist.destroy_process_group(group)
         forget_shardings()
 

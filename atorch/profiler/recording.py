@@ -261,5 +261,7 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The memory of a tensor's values."""
+    """The memory of a tensor's values, which is an inner one's inside of vmap, jvp and their like."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return dense_parts(tensor)[0].untyped_storage()

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.blocks import repeated_blocks
 from atorch.cost import AttentionKind, ModelProfile, Segment
+from atorch.distributed.alone import alone
 from atorch.distributed.rng import preserved_rng
 from atorch.elementwise import is_elementwise
 from atorch.errors import ArgumentError
@@ -158,7 +159,14 @@ def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, boo
             f"({type(fault).__name__}: {fault}); give the model on a real device"
         ) from fault
     logger.info("the model is traced by a real run, it does not run on fake tensors: %s", fault)
-    return *_for_real(job), False
+    try:
+        return *_for_real(job), False
+    except OriginalReachedError:
+        raise
+    except Exception as error:  # either its own, or it does not run while it is recorded, as what torch.func.grad does
+        found = *_for_real(job, is_seen=False), False
+        logger.warning("what the model computes is not known, it does not run while it is recorded: %s", error)
+        return found
 
 
 def _in_16_bits(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder | None:
@@ -198,11 +206,11 @@ def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any
     return _record(job, duplicate, functions, batch, groups, fakes.running())
 
 
-def _for_real(job: _Job) -> tuple[Recorder, Any]:
+def _for_real(job: _Job, is_seen: bool = True) -> tuple[Recorder, Any]:
     device = next(job.model.parameters()).device
     batch = map_tensors(lambda tensor: tensor.to(device), job.batch)
     duplicate, functions = lazy_copy_with(job.model, job.functions, device)
-    return _record(job, duplicate, functions, batch, (), nullcontext())
+    return _record(job, duplicate, functions, batch, (), nullcontext(), is_seen)
 
 
 def _record(
@@ -212,20 +220,23 @@ def _record(
     batch: Any,
     groups: Sequence[Sequence[str]],
     mode: AbstractContextManager[None],
+    is_seen: bool = True,
 ) -> tuple[Recorder, Any]:
     call_model, loss_func = functions
     numbers = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
     weights = {numbers[name]: tensor for name, tensor in duplicate.named_parameters()}
     recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=job.numbers == "autocast")
     blocks = {name: duplicate.get_submodule(name) for name in job.blocks}
-    Blocks(recorder, groups).watch(blocks)
-    watch_outside(recorder, duplicate, blocks)
+    if is_seen:
+        Blocks(recorder, groups).watch(blocks)
+        watch_outside(recorder, duplicate, blocks)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         stack.enter_context(as_on(job.device_type))
-        stack.enter_context(recorder.recording())
+        stack.enter_context(recorder.recording() if is_seen else nullcontext())
         stack.enter_context(Originals(job.model))
+        stack.enter_context(alone())  # one process traces
         with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers == "autocast"):
             output = call_model(duplicate, batch)
         if loss_func is not None:

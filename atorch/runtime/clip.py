@@ -216,7 +216,7 @@ def _power(grads: Iterable[Tensor], norm_type: float, device: torch.device) -> T
     powers = []
     for same in _by_device(grad for grad in grads if grad.numel()):
         wide = torch.float64 if same[0].dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm(same, norm_type, dtype=wide)).float()
+        norms = torch.stack(torch._foreach_norm(same, norm_type, dtype=None if same[0].is_complex() else wide)).float()
         powers.append(_merged(norms if math.isinf(norm_type) else norms**norm_type, norm_type).to(device))
     return _merged(torch.stack(powers), norm_type) if powers else torch.zeros((), device=device)
 

@@ -52,9 +52,9 @@ def sample_of(model: nn.Module, like: Sample | None = None) -> Sample:
     like: an earlier sample, whose places are taken; a gradient that is not there is zero.
     """
     grads = {
-        name: parameter.grad.detach().reshape(-1).float()
+        name: _flat(parameter.grad.detach()).float()
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and parameter.grad.layout == torch.strided and not parameter.grad.is_complex()
+        if parameter.grad is not None and parameter.grad.layout == torch.strided
     }
     if like is not None:
         return {
@@ -72,6 +72,11 @@ def sample_of(model: nn.Module, like: Sample | None = None) -> Sample:
     step = max(1, -(-len(telling) // PARAMETERS))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return {name: _largest(grads[name], shapes[name]) for name in telling[::step]}
+
+
+def _flat(grad: Tensor) -> Tensor:
+    """All elements; of complex ones both parts."""
+    return (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
 
 
 def _largest(grad: Tensor, shape: tuple[int, ...]) -> Elements:
@@ -151,7 +156,7 @@ def _reader(
 def _distance(grad: Tensor, plain: Elements, scale: float, noise: float) -> float:
     if tuple(grad.shape) != plain.shape:
         return 0.0  # of another module under the same name
-    found = grad.reshape(-1)[plain.places.to(grad.device)].float().cpu() / scale
+    found = _flat(grad)[plain.places.to(grad.device)].float().cpu() / scale
     square = plain.values.square().sum()
     along = (found @ plain.values) / square
     across = (found - along * plain.values).square().sum() / square

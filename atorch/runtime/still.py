@@ -122,7 +122,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         attributes.restore()
         with torch.no_grad():
             for buffer, before in buffers:
-                if not same_values(buffer, before):  # writing what is there would count as a change for backward
+                if buffer.shape != before.shape:  # the forward pass gave it its size
+                    buffer.data = before
+                elif not same_values(buffer, before):  # writing what is there would count as a change for backward
                     buffer.copy_(before)
 
 

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
-from atorch import auto_accelerate
+from atorch import auto_accelerate, clip_grad_norm
 from atorch.distributed.collectives import gather_objects
+from atorch.errors import StrategyError
 from tests.pool import Pool
 
 WIDTH, BATCH = 8, 4
@@ -166,3 +167,58 @@ def test_adapters_beside_quantized_weights_train_as_on_one_process(pool: Pool) -
     alone = adapter_losses(0, 1)["ddp"]
     for each in pool.run(adapter_losses):
         assert each == {"ddp": pytest.approx(alone, rel=1e-5), "zero1": pytest.approx(alone, rel=1e-5)}
+
+
+def complex_parameter(model: Net) -> None:
+    model.factor = nn.Parameter(torch.linspace(0.1, 1, WIDTH) * (1 + 0.5j))
+    model.after = lambda model, x: (x * model.factor).abs()
+
+
+def grown_buffers(model: Net) -> None:
+    model.register_buffer("least", torch.tensor([]))
+    model.register_buffer("factor", torch.ones(1))
+
+    def after(model: Net, x: Tensor) -> Tensor:
+        if not model.least.numel():
+            model.least.resize_(WIDTH)
+            model.factor.resize_(WIDTH).fill_(0.5)
+        model.least.copy_(x.detach().amin(0))
+        return x * model.factor
+
+    model.after = after
+
+
+@pytest.mark.parametrize("change", [complex_parameter, grown_buffers])
+@pytest.mark.parametrize("given", [
+    {"load_strategy": [("checkpoint", (nn.Linear,))]}, {"load_strategy": ["zero1"]},
+    {"load_strategy": [("micro_batch", {"count": 2})]},
+    {"time_limit": 3, "calibration": False, "precision": "fp32", "excluded": ["compile"]},
+])  # fmt: skip
+def test_what_grows_and_what_is_complex_train_as_in_plain_pytorch(change: Any, given: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Net(change), [torch.randn(2 * BATCH, WIDTH) for _ in range(2)]
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, expected in zip(*(each.split(BATCH) for each in inputs), strict=True):
+        plain(x, expected).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    ok, result, _ = auto_accelerate(
+        model, torch.optim.SGD, TensorDataset(*inputs), lambda batch, output: output, optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": BATCH}, model_input_format="unpack_sequence", **given,
+    )  # fmt: skip
+    assert ok
+    for batch in result.dataloader:
+        result.loss_func(batch, result.model(*batch)).backward()
+        found = clip_grad_norm(result.model, 0.1)
+        result.optim.step()
+        result.optim.zero_grad()
+    assert float(found) == pytest.approx(float(norm), rel=1e-4)
+    for one, other in zip(result.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.detach(), other.detach())
+
+
+def test_complex_parameters_are_not_sharded() -> None:
+    with pytest.raises(StrategyError, match="fsdp cannot compute with factor, a parameter of torch.complex64"):
+        auto_accelerate(Net(complex_parameter), torch.optim.SGD, load_strategy=["fsdp"])

@@ -248,3 +248,41 @@ def test_what_a_step_of_the_optimizer_moves(make, traffic, temporaries):
     moved = 2.0 * (4.0 + cost.optim_itemsize) + 4.0
     assert optimizer_bytes(cost) == pytest.approx(traffic * moved)
     assert (cost.step_itemsize > 0) == (temporaries and cost.optim_itemsize >= 8.0)
+
+
+class Transformed(nn.Module):
+    """A model that is transformed in its forward pass."""
+
+    def __init__(self, transformed):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        self.transformed = transformed
+
+    def forward(self, x):
+        return self.transformed(self.blocks, x)
+
+
+def gradient(net, x):
+    return torch.func.vmap(torch.func.grad(lambda row: net(row).square().sum()))(x)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda net, x: torch.func.jvp(net, (x,), (torch.ones_like(x),))[1],
+        lambda net, x: torch.func.vmap(net)(x),
+        lambda net, x: torch.func.vmap(torch.func.jacfwd(net))(x),
+    ],
+)
+def test_what_is_inside_of_a_transform_is_seen(transformed):
+    profile = trace(Transformed(transformed), torch.randn(8, 4), call, mean)
+    assert profile.num_params == 3 * 20
+    assert profile.matmul_flops >= 3 * 2 * 8 * 16
+
+
+def test_what_does_not_run_while_it_is_recorded_is_taken_for_its_parameters(caplog):
+    profile = trace(Transformed(gradient), torch.randn(8, 4), call, mean)
+    assert (profile.num_params, profile.matmul_flops, profile.traced) == (3 * 20, 0, False)
+    assert "what the model computes is not known" in caplog.text
+    with pytest.raises(ZeroDivisionError):  # of the model itself
+        trace(Transformed(lambda net, x: 1 // 0), torch.randn(8, 4), call, mean)

@@ -25,7 +25,13 @@ from atorch.auto.opt_lib.offload import parameters_on_host
 from atorch.auto.opt_lib.optimizers import need_same
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
-from atorch.auto.opt_lib.structure import changes_modules, need_dense_gradients, need_own_code, need_own_storage
+from atorch.auto.opt_lib.structure import (
+    changes_modules,
+    need_dense_gradients,
+    need_own_code,
+    need_own_storage,
+    need_real_parameters,
+)
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names
 from atorch.cluster import ClusterSpec
@@ -214,6 +220,7 @@ class Fsdp(Method):
         ignored = () if named else [each for part in ctx.parts for each in self._ignored(part)]
         need_own_code(ctx, self.name)
         need_dense_gradients(ctx, self.name, ignored)
+        need_real_parameters(ctx, self.name, "of which it makes no shards", ignored)
         need_own_storage(ctx, self.name, lambda values: torch.chunk(values, 2), ignored)
 
     def apply(self, ctx: Context) -> Context:

@@ -24,6 +24,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.communication import boundary_bytes
 from atorch.cost.splits import accumulate, split_pipeline
+from atorch.errors import StrategyError
 
 PER_STAGE = 4
 """Micro-batches for each stage at which waiting is small: Huang et al. 2018, arXiv 1811.06965, section 2.3."""
@@ -127,6 +128,11 @@ class PipelineParallel(Method):
         if size_of(ctx, "pipeline") > 1:
             from atorch.auto.opt_lib.pipeline_stages import check
 
+            if ctx.plain_pass is not None and ctx.plain_pass.communicates:
+                raise StrategyError(
+                    "the model or its loss calls collectives of torch.distributed, and under pipeline_parallel each "
+                    "process runs another part of them, so that some would wait for ever; use ddp, zero1 or fsdp"
+                )
             check(ctx, self)
 
     def check_at_work(self, ctx: Context) -> None:

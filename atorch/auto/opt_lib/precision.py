@@ -84,7 +84,7 @@ class Precision(Method):
 
     def check(self, ctx: Context) -> None:
         """All parameters are real."""
-        need_real_parameters(ctx, self.name)
+        need_real_parameters(ctx, self.name, "for which there is no type of 16 bits")
 
     def make_scale(self) -> LossScale:
         """The loss scale of one model: fp16's, or one that stays 1."""

@@ -92,12 +92,12 @@ def need_own_code(ctx: Context, name: str) -> None:
                 )
 
 
-def need_real_parameters(ctx: Context, name: str) -> None:
-    """Raise where a parameter is complex, which the method `name` has no 16-bit type for."""
+def need_real_parameters(ctx: Context, name: str, why: str, ignored: Iterable[nn.Parameter] = ()) -> None:
+    """Raise where a parameter is complex, which the method `name` cannot take; `why` says so of its type."""
+    whole = set(map(id, ignored))
     for part in ctx.parts:
         for path, parameter in part.named_parameters():
-            if parameter.is_complex():
+            if parameter.is_complex() and id(parameter) not in whole:
                 raise StrategyError(
-                    f"{name} cannot compute with {path}, a parameter of {parameter.dtype}, for which there is no type "
-                    f"of 16 bits; leave {name} out"
+                    f"{name} cannot compute with {path}, a parameter of {parameter.dtype}, {why}; leave {name} out"
                 )

@@ -195,8 +195,8 @@ class Guard:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """All that this process has, but for the default one."""
-    return [each for each in dist.distributed_c10d._world.pg_map.copy() if each is not dist.group.WORLD]
+    """All that this process has."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def described(error: BaseException) -> str:

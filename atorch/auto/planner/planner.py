@@ -100,10 +100,11 @@ def search(
             if ranking is None:
                 return _unsearched(ctx, wanted, float(crew.hear(clock.seconds)))
             _need_one_that_fits(ranking, ctx, profile, wanted)
-            if verify:
+            if verify or ctx.world.size > 1:
                 first = Feed(ctx, num_batches=1)
                 expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0], lambda: in_time(clock.left))
-                ctx = replace(ctx, plain_pass=expected)
+                unheld = PlainPass(why_not="verify=False was given", communicates=expected.communicates)
+                ctx = replace(ctx, plain_pass=expected if verify else unheld)
             past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
             order = Order(ranking.fitting, fixed, one_node=cluster.num_nodes == 1)
             with aside(ctx) as copied:
