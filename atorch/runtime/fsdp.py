@@ -199,7 +199,16 @@ def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool =
 
 def _refuse_later_hooks(module: nn.Module, whole: Collection[Tensor]) -> None:
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
-    module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
+
+    def refuse(*_: Any) -> None:
+        _refuse_hooks(sharded, before=False)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ArgumentError(
+                "a sharded model was called within torch.func (grad, vmap, functional_call), which does not see what "
+                "shards are gathered into; train with ddp or zero1, or use torch.func within the model's forward"
+            )
+
+    module.register_forward_pre_hook(refuse, prepend=True)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
