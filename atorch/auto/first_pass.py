@@ -17,7 +17,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.plain_pass import BANDS, NOISE, Figures, PlainPass, coarser, drawn, generate, repeated, seeded, tried
+from atorch.auto.strategy import Strategy
 from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
@@ -62,7 +63,9 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
         return
     precision = coarser(expected.precision, _precision_of(applied))
     band, noise = BANDS[precision], NOISE.get(precision, 1.0)
-    found, plain, is_held = _tried(lambda: _run(applied, result, expected, noise), applied)
+    assert applied.strategy is not None, "applied"
+    with told_of(applied.strategy):
+        found, plain, is_held = _run(applied, result, expected, noise)
     if found.lost is not None:
         raise StrategyError(
             f"the model's forward pass writes to {found.lost}, which under {applied.strategy} is not afterwards what "
@@ -95,15 +98,22 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
     )
 
 
-def _tried(work: Callable[[], _Compared], applied: Context) -> _Compared:
+@contextmanager
+def told_of(strategy: Strategy) -> Iterator[None]:
+    """Inside, what a model raises under a strategy that plain training runs is told as the strategy's fault.
+
+    Raises:
+        StrategyError: in place of anything but this package's errors and those of memory.
+    """
     try:
-        return work()
-    except AtorchError:
+        yield
+    except (AtorchError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # users' models and losses may raise anything
+        text = next(iter(str(error).strip().splitlines()), "nothing else")
         raise StrategyError(
-            f"{applied.strategy} cannot run this model, which plain training runs: its first pass raises "
-            f"{type(error).__name__}: {error}. Leave out the method that this is about"
+            f"{strategy} cannot run this model, which plain training runs: it raises {type(error).__name__}: {text}. "
+            "Leave out the method that this is about"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import nn
 from atorch.auto.arguments import Call, Options
 from atorch.auto.attempt import attempt
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.first_pass import cannot_evaluate, check
+from atorch.auto.first_pass import cannot_evaluate, check, told_of
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
@@ -115,7 +116,9 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     cuts = any("pipeline" in each.splits for each in strategy)
     expected = _expected(ctx, place[1], verify) if (verify or cuts) and strategy.methods else None
     ctx = replace(ctx, plain_pass=expected)
-    applied = strategy.apply(ctx)
+    is_run = expected is not None and expected.why_not is None  # by plain training
+    with told_of(strategy) if is_run else nullcontext():
+        applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if waits_for_values and applied.write_value is None:
         need_values(result.model)

@@ -25,6 +25,15 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
+def refuse_transforms(*_: Any) -> None:
+    """As a hook before forward, raise where a model in parts is called within torch.func's transforms."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ArgumentError(
+            "a model of which processes hold parts was called within torch.func (grad, vmap, jvp), which sees one part "
+            "alone; train with ddp or zero1, or use torch.func within the model's forward"
+        )
+
+
 def refuse_second_order(under: str) -> None:
     """In a backward pass, raise where it is asked for a graph of its own."""
     if torch.is_grad_enabled():

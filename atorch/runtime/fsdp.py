@@ -24,6 +24,7 @@ from atorch.distributed.description import Facts, described_call
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
+from atorch.runtime.first_order import refuse_transforms
 from atorch.runtime.fsdp_groups import Group
 from atorch.runtime.fsdp_state import end_forward, is_gathered, versions
 from atorch.runtime.initial_values import InitialValues, give_values
@@ -199,16 +200,8 @@ def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool =
 
 def _refuse_later_hooks(module: nn.Module, whole: Collection[Tensor]) -> None:
     sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
-
-    def refuse(*_: Any) -> None:
-        _refuse_hooks(sharded, before=False)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise ArgumentError(
-                "a sharded model was called within torch.func (grad, vmap, functional_call), which does not see what "
-                "shards are gathered into; train with ddp or zero1, or use torch.func within the model's forward"
-            )
-
-    module.register_forward_pre_hook(refuse, prepend=True)
+    module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
+    module.register_forward_pre_hook(refuse_transforms, prepend=True)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -13,6 +13,7 @@ from atorch.distributed.collectives import largest
 from atorch.distributed.description import both_ways
 from atorch.errors import ArgumentError
 from atorch.logs import logger
+from atorch.runtime.first_order import refuse_transforms
 from atorch.runtime.nested import map_leaves
 
 LOOKS = 3  # passes that are compared: a loader that deals batches out by rank differs in the first
@@ -34,6 +35,7 @@ def watch_batches(model: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> 
             other numbers do, which may be rounding, it is a warning.
     """
     if groups:
+        model.register_forward_pre_hook(refuse_transforms)
         handle: list[Any] = []
         looking = _Looking(groups, handle)
         handle.append(model.register_forward_pre_hook(looking, with_kwargs=True))
