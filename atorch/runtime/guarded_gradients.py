@@ -7,8 +7,7 @@ the classes below, and on what is computed of them element by element, which is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,19 +71,17 @@ class _Guarded:
             result = run(func, args, kwargs) if is_sharded else func(*args, **kwargs)
             return _marked(func, given, result, args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """An ordinary tensor."""
-        with ordinary([self]):
-            return self.__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Travels as an ordinary tensor."""
-        with ordinary([self]):
-            return self.__reduce_ex__(protocol)
-
 
 class GuardedGradient(_Guarded, Tensor):
     """A plain tensor otherwise."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An ordinary tensor."""
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Travels as an ordinary tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class GuardedShard(_Guarded, Outside):
@@ -112,25 +109,15 @@ def unguard(tensors: Iterable[Any]) -> list[tuple[Any, Guard]]:
     return taken
 
 
-@contextmanager
-def ordinary(tensors: Iterable[Any]) -> Iterator[None]:
-    """Inside, those of the tensors that refuse numbers do not."""
-    taken = unguard(tensors)
-    try:
-        yield
-    finally:
-        for each in taken:
-            guarded(*each)
-
-
 def _check(func: Any, given: list[Any]) -> None:
     """Refuse what would read a number, or mix what is not to be mixed."""
     name, first = func.__name__, given[0].guard
-    if name in READING and (name != "__format__" or not given[0].dim()):  # a tensor is shown
-        first.refuse(func)
-    if not first.is_whole and not _MIXING.isdisjoint((name, name.removesuffix("_"))):
-        first.refuse(func)
-    if first.is_whole and not name.startswith("_foreach") and len({each.guard.name for each in given}) > 1:
+    reads = name in READING and (name != "__format__" or not given[0].dim())  # a tensor is shown
+    if first.is_whole:
+        mixes = not name.startswith("_foreach") and len({each.guard.name for each in given}) > 1
+    else:
+        mixes = not _MIXING.isdisjoint((name, name.removesuffix("_")))
+    if reads or mixes:
         first.refuse(func)
 
 
@@ -162,18 +149,16 @@ def _mark(func: Any, given: list[Any], result: Any) -> None:
     guarded(result, guard)
 
 
-class Guards:
+class _Guards:
     """Guards gradients at the end of each backward pass."""
 
-    def __init__(self, why: str, parameters: Mapping[str, nn.Parameter], is_whole: bool) -> None:
-        self._of = {each: Guard(name, why, is_whole) for name, each in parameters.items()}
-        self._pass = -1
-        self._taken: list[tuple[Any, Guard]] = []
-        for parameter in filter(lambda each: each.requires_grad, self._of):
+    def __init__(self, of: Mapping[nn.Parameter, Guard]) -> None:
+        self._of, self._pass, self._taken = of, -1, list[tuple[Any, Guard]]()
+        for parameter in filter(lambda each: each.requires_grad, of):
             if hasattr(parameter, "placements"):  # FSDP2 calls no others
                 parameter.register_post_accumulate_grad_hook(expects_none(partial(self._arrives, None)))
             else:
-                parameter.register_hook(expects_none(partial(self._arrives, self._of[parameter])))
+                parameter.register_hook(expects_none(partial(self._arrives, of[parameter])))
 
     def _arrives(self, guard: Guard | None, gradient: Tensor | None) -> None:
         """Guard what `torch.autograd.grad` takes; what goes to `.grad` comes there as another tensor."""
@@ -182,30 +167,28 @@ class Guards:
         if self._pass != torch._C._current_graph_task_id():
             self._pass = torch._C._current_graph_task_id()
             queue: Any = torch.autograd.Variable._execution_engine
+            # Behind what else waits for the end of backward: a reduction may put another gradient in its place.
             queue.queue_callback(lambda: queue.queue_callback(self._end))
 
     def _end(self) -> None:
-        """Behind what else waits for the end of backward: a reduction may put another gradient in its place."""
         for parameter, guard in self._of.items():
             guarded(as_outside(parameter, parameter.grad), guard)
 
     def before_step(self, *_: Any) -> None:
-        """Let an optimizer, which knows what it has, compute as ever."""
         self._taken = unguard([each.grad for each in self._of])
 
     def after_step(self, *_: Any) -> None:
-        """Guard what is left."""
-        for each in self._taken:
-            guarded(*each)
-        self._taken = []
+        while self._taken:
+            guarded(*self._taken.pop())
 
 
 def guard_gradients(why: str, parameters: Mapping[str, nn.Parameter], optim: Any, is_whole: bool = False) -> None:
     """Let gradients that backward passes will make refuse numbers, except in steps of `optim`."""
-    elsewhere = {name: each for name, each in parameters.items() if hasattr(each, "guard_gradient")}
-    for each in elsewhere.values():
-        each.guard_gradient(why)
-    guards = Guards(why, {name: each for name, each in parameters.items() if name not in elsewhere}, is_whole)
+    for each in parameters.values():
+        if hasattr(each, "guard_gradient"):  # that keeps its gradient elsewhere
+            each.guard_gradient(why)
+    kept = {name: each for name, each in parameters.items() if not hasattr(each, "guard_gradient")}
+    guards = _Guards({each: Guard(name, why, is_whole) for name, each in kept.items()})
     if hasattr(optim, "_optimizer_step_pre_hooks"):
         optim.register_step_pre_hook(guards.before_step)
         optim.register_step_post_hook(guards.after_step)

@@ -60,11 +60,11 @@ class Outside(DTensor):
         return self._as_ordinary(Tensor.__reduce_ex__, protocol)
 
     def _as_ordinary(self, method: Any, *args: Any) -> Any:
-        self.__class__ = DTensor  # type: ignore[assignment]
+        kind, self.__class__ = type(self), DTensor  # type: ignore[assignment]
         try:
             return method(self, *args)
         finally:
-            self.__class__ = Outside
+            self.__class__ = kind
 
 
 class _Stands:
