@@ -22,7 +22,7 @@ from atorch.distributed.collectives import everyone
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
-from atorch.runtime.clip import ClipsItself, add_clipping
+from atorch.runtime.clip import ClipsItself, add_clipping, parts_of
 from atorch.runtime.deferred import Deferred
 from atorch.runtime.guarded_gradients import guard_gradients
 from atorch.runtime.initial_values import InitialValues, give_values
@@ -172,12 +172,11 @@ class Context:
             built = finish(built)
         if built.loss_func is not None and self.batch_axes and not built.weighs_ranks:
             built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
+        binding = Binding(self.mesh, built.loss_scale, self.layout, self.write_value)
         for marked in (self.root, built.model):
-            object.__setattr__(marked, "_atorch", Binding(self.mesh, built.loss_scale, self.layout, self.write_value))
+            object.__setattr__(marked, "_atorch", binding)
         add_clipping(built.model)
-        why = self._why_norms_differ(built)
-        if why:
-            guard_gradients(built.model, why)
+        self._guard_gradients(built, binding)
         if self.mesh is not None and self.mesh.size("pipeline") > 1:
             tell_of_part(built.model, "the stages of this process")
         elif self.layout is not None and not any(hasattr(each, "placements") for each in built.model.parameters()):
@@ -189,15 +188,23 @@ class Context:
             scheduler = self.make_scheduler(built.optim)
         return self._result(built, scheduler)
 
-    def _why_norms_differ(self, built: Built) -> str:
-        """Why the norm of this process's gradients is not the one of plain training; "" where it is."""
+    def _guard_gradients(self, built: Built, binding: Binding) -> None:
+        """Let gradients refuse numbers, such as norms, that would not be the ones of plain training."""
+        parameters = dict(built.model.named_parameters())
+        is_scaled = built.loss_scale is not _unscaled
         if self.mesh is not None and self.mesh.size("pipeline") > 1:
-            return "is of one stage, and other processes have those of the other stages"
-        if self.layout is not None:
-            return "is one of those that the processes of the axis tensor have parts of"
-        if isinstance(built.model, ClipsItself):
-            return "is on the process that steps it, which has no others"
-        return "" if built.loss_scale is _unscaled else "is multiplied by the loss scale until optim.step()"
+            why = "is of one stage, and other processes have those of the other stages"
+        elif isinstance(built.model, ClipsItself):
+            why = "is on the process that steps it, which has no others"
+        elif is_scaled:
+            why = "is multiplied by the loss scale until optim.step()"
+        elif self.layout is not None:
+            why = "is one of those that the processes of the axis tensor have parts of"
+            split = parts_of(built.model, binding)
+            parameters = {name: each for name, each in parameters.items() if each in split}
+        else:
+            return
+        guard_gradients(why, parameters, built.optim, is_whole=not is_scaled and self.layout is None)
 
     def give_memory(self, make: Callable[[torch.Tensor, torch.device], torch.Tensor] = unfilled) -> None:
         """Let parameters and buffers that are still on the meta device be real: `build` writes their values.

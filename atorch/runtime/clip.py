@@ -77,7 +77,7 @@ def clip_grad_norm(
     stages: Key = ()
     if binding is not None and binding.mesh is not None and binding.mesh.size("pipeline") > 1:
         stages = (binding.mesh.group("pipeline"),)
-    parts = _parts(model, binding)
+    parts = parts_of(model, binding)
     elsewhere: Collection[Tensor] = getattr(model, "counted_elsewhere", ())
     return clip_grads(model.parameters(), max_norm * scale, norm_type, stages, parts, elsewhere) / scale
 
@@ -108,7 +108,7 @@ def add_clipping(model: nn.Module) -> None:
         object.__setattr__(model, "clip_grad_norm_", functools.partial(clip_grad_norm, model))
 
 
-def _parts(model: nn.Module, binding: Binding | None) -> dict[Tensor, Key]:
+def parts_of(model: nn.Module, binding: Binding | None) -> dict[Tensor, Key]:
     """Parameters that are plain parts of whole ones, with the group that has the others."""
     if binding is None or binding.layout is None or binding.mesh is None:
         return {}

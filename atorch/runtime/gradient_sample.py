@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import gather_objects
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.clip import ClipsItself
+from atorch.runtime.guarded_gradients import unguard
 from atorch.runtime.still import Change
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 from atorch.runtime.tensor_parallel.state import whole_tensor
@@ -149,6 +150,7 @@ def _reader(
         grad = torch.zeros_like(parameter.detach())
     if grad is None or getattr(parameter, "shared_over", None) or grad.layout != torch.strided:
         return None
+    unguard([grad])
     rows = None if layout is None else layout.rows.get(name)
     return lambda: whole_tensor(grad, rows, group)
 

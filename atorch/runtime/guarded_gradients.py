@@ -1,105 +1,194 @@
-"""Gradients that refuse to have their norm taken where it would be another one than plain training's.
+"""Gradients that refuse to become a number where that would be another one than plain training's.
 
-torch.nn.utils.clip_grad_norm_ takes the norm of what it is given: of one stage of a pipeline, of parts of split
-parameters, of gradients that a loss scale multiplies. Training would go on with other gradients than are meant, and
-nothing would say so. `__torch_function__` sees this on gradients of the classes below, and leaves all else to torch.
+A process may have parts of split gradients, those of one stage of a pipeline, or what a loss scale multiplies. A norm
+or a dot product of these would change training, and nothing would say so. `__torch_function__` sees it on gradients of
+the classes below, and on what is computed of them element by element, which is as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from atorch.errors import ArgumentError
 from atorch.runtime.asked import expects_none
+from atorch.runtime.outside_forward import READING, Outside, as_outside, run, writes
 
-_TENSOR: Any = Tensor
-_REDUCTIONS = "norm sum mean max min amax amin var std prod argmax argmin median dot"
-OF_ALL_GRADIENTS = frozenset([torch._foreach_norm, torch.linalg.vector_norm])
-"""What torch.nn.utils.clip_grad_norm_ calls."""
-OF_ALL_ELEMENTS = OF_ALL_GRADIENTS | {
-    *(getattr(owner, name) for owner in (_TENSOR, torch) for name in _REDUCTIONS.split()),
-    torch.linalg.norm,
-    torch.linalg.matrix_norm,
-}
+_ORDINARY = frozenset(("__set__", "as_subclass", "to_local"))
+_SELECTING = frozenset(("__getitem__", "index_select", "gather", "masked_select", "take", "take_along_dim"))
+"""These give fewer elements, each as it was."""
+_PRODUCTS = "dot vdot inner matmul __matmul__ __rmatmul__ mm mv bmm addmm baddbmm einsum tensordot"
+_NORMS = "norm vector_norm linalg_norm linalg_vector_norm _foreach_norm normalize renorm layer_norm rms_norm"
+_MIXING = frozenset(f"{_PRODUCTS} {_NORMS} sum mean cumsum sort argsort topk softmax log_softmax".split())
+"""These take several elements together; what else does so is known by its result, which is smaller."""
+
+
+class Guard(NamedTuple):
+    """What is known of a gradient that is not plain training's, or not all of it."""
+
+    name: str  # of the parameter
+    why: str
+    is_whole: bool = False  # numbers of it alone are right, and those of several gradients are not
+
+    def refuse(self, func: Any) -> None:
+        """Say that `func` is not of what plain training has.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(
+            f"the gradient of {self.name} {self.why}, so that {func.__name__} does not give plain training's number; "
+            "clip with atorch.clip_grad_norm(model, max_norm), which does, and returns the norm. Under ddp, zero1 and "
+            "fsdp numbers that a loop computes of gradients are plain training's"
+        )
 
 
 class _Guarded:
     """What is the same of the classes below, which are a gradient's own with nothing added."""
 
     __slots__ = ()
-    of_parameter: str
-    why: str  # what makes it another than plain training has, or not all of it
-    refused: frozenset[Any]
+    guard: Guard
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` on the gradient.
-
-        Raises:
-            ArgumentError: it would not be of the gradients that plain training has.
-        """
+        """Run `func` on the gradient."""
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in OF_ALL_ELEMENTS:
-                first = next(iter((*args, *(kwargs or {}).values())))
-                for each in first if isinstance(first, (list, tuple)) else (first,):
-                    if isinstance(each, _Guarded) and func in each.refused:
-                        raise ArgumentError(
-                            f"the gradient of {each.of_parameter} {each.why}, so that {func.__name__} does not give "
-                            "plain training's norm; clip with atorch.clip_grad_norm(model, max_norm), which does, and "
-                            "returns it"
-                        )
-            return func(*args, **({} if kwargs is None else kwargs))
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded)]
+            is_known = func.__name__.startswith("_fused")  # what an optimizer computes
+            if not given or is_known or torch._C._current_graph_task_id() != -1:  # backward's own
+                return func(*args, **kwargs)
+            _check(func, given)
+            is_sharded = any(isinstance(each, Outside) for each in given)
+            result = run(func, args, kwargs) if is_sharded else func(*args, **kwargs)
+            return _marked(func, given, result, args)
 
 
 class GuardedGradient(_Guarded, Tensor):
     """A plain tensor otherwise."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An ordinary tensor."""
+        return self.as_subclass(Tensor).__deepcopy__(memo)
 
-class GuardedShard(_Guarded, DTensor):
-    """A DTensor otherwise."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Travels as an ordinary tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class GuardedShard(_Guarded, Outside):
+    """A shard, as it is while its model does not run, otherwise."""
 
     __slots__ = ()
 
 
-_GUARDED: Mapping[type, type] = {Tensor: GuardedGradient, DTensor: GuardedShard}
+_GUARDED: Mapping[type, type] = {Tensor: GuardedGradient, DTensor: GuardedShard, Outside: GuardedShard}
 
 
-def guarded(gradient: Tensor, name: str, why: str, refused: frozenset[Any]) -> Tensor:
-    """The same gradient, of the parameter `name`, that refuses functions; one of another class is left alone."""
+def guarded(gradient: Any, guard: Guard) -> Any:
+    """The same gradient, which refuses numbers; one of another class is left alone."""
     kind = _GUARDED.get(type(gradient))
     if kind is not None:
-        gradient.__class__ = kind
-        gradient.of_parameter, gradient.why, gradient.refused = name, why, refused  # type: ignore[attr-defined]
+        gradient.__class__, gradient.guard = kind, guard
     return gradient
 
 
-def guard_gradients(model: nn.Module, why: str) -> None:
-    """Let gradients that backward passes will make refuse the norm of all, as clipping by torch's function takes it.
-
-    Of the first and the last parameter: one that is among those that are clipped will do.
-    """
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    for name, parameter in dict([*trained[:1], *trained[-1:]]).items():
-        if hasattr(parameter, "guard_gradient"):  # that keeps its gradient elsewhere
-            parameter.guard_gradient(why)
-            continue
-        parameter.register_post_accumulate_grad_hook(expects_none(partial(_guard_at_end, name, why)))
+def unguard(tensors: Iterable[Any]) -> list[tuple[Any, Guard]]:
+    """Let those of the tensors that refuse numbers be ordinary; returns them with what `guarded` takes."""
+    taken = [(each, each.__dict__.pop("guard")) for each in tensors if hasattr(each, "guard")]
+    for each, _ in taken:
+        each.__class__ = Outside if isinstance(each, DTensor) else Tensor
+    return taken
 
 
-def _guard_at_end(name: str, why: str, parameter: Tensor) -> None:
-    """Guard the gradient behind what else waits for the end of backward: a reduction may put another in its place."""
+def _check(func: Any, given: list[Any]) -> None:
+    """Refuse what would read a number, or mix what is not to be mixed."""
+    name, first = func.__name__, given[0].guard
+    reads = name in READING and (name != "__format__" or not given[0].dim())  # a tensor is shown
+    if first.is_whole:
+        mixes = not name.startswith("_foreach") and len({each.guard.name for each in given}) > 1
+    else:
+        mixes = not _MIXING.isdisjoint((name, name.removesuffix("_")))
+    if reads or mixes:
+        first.refuse(func)
 
-    def guard() -> None:
-        if parameter.grad is not None:
-            guarded(parameter.grad, name, why, OF_ALL_GRADIENTS)
 
-    queue: Any = torch.autograd.Variable._execution_engine
-    queue.queue_callback(lambda: queue.queue_callback(guard))
+def _marked(func: Any, given: list[Any], result: Any, args: tuple[Any, ...]) -> Any:
+    """What was computed, which refuses numbers, too."""
+    name = func.__name__
+    if name in _ORDINARY or name.endswith("_like") or name.startswith("new_"):
+        return result
+    if name.startswith("_foreach"):
+        lists = [each for each in args if isinstance(each, (list, tuple))]
+        for each, *of in zip(args[0] if result is None else result, *lists, strict=False):
+            _mark(func, [one for one in of if isinstance(one, _Guarded)], each)
+    elif not writes(name, {}):
+        for each in tree_leaves(result):
+            _mark(func, given, each)
+    elif args and not isinstance(args[0], _Guarded):
+        for each in (args[0], getattr(args[0], "_base", None)):  # which was written through a view of it
+            guarded(each, given[0].guard)
+    return result
+
+
+def _mark(func: Any, given: list[Any], result: Any) -> None:
+    if not given or not isinstance(result, Tensor):
+        return
+    guard, most = given[0].guard, max(given, key=Tensor.numel)
+    is_less = result.numel() < most.numel() or (result.dim() < most.dim() and result.numel() == 1)
+    if is_less and not (guard.is_whole or result._is_view() or func.__name__ in _SELECTING):
+        guard.refuse(func)
+    guarded(result, guard)
+
+
+class _Guards:
+    """Guards gradients at the end of each backward pass."""
+
+    def __init__(self, of: Mapping[nn.Parameter, Guard]) -> None:
+        self._of, self._pass, self._taken = of, -1, list[tuple[Any, Guard]]()
+        for parameter in filter(lambda each: each.requires_grad, of):
+            if hasattr(parameter, "placements"):  # FSDP2 calls no others
+                parameter.register_post_accumulate_grad_hook(expects_none(partial(self._arrives, None)))
+            else:
+                parameter.register_hook(expects_none(partial(self._arrives, of[parameter])))
+
+    def _arrives(self, guard: Guard | None, gradient: Tensor | None) -> None:
+        """Guard what `torch.autograd.grad` takes; what goes to `.grad` comes there as another tensor."""
+        if guard is not None:
+            guarded(gradient, guard)
+        if self._pass != torch._C._current_graph_task_id():
+            self._pass = torch._C._current_graph_task_id()
+            queue: Any = torch.autograd.Variable._execution_engine
+            # Behind what else waits for the end of backward: a reduction may put another gradient in its place.
+            queue.queue_callback(lambda: queue.queue_callback(self._end))
+
+    def _end(self) -> None:
+        for parameter, guard in self._of.items():
+            guarded(as_outside(parameter, parameter.grad), guard)
+
+    def before_step(self, *_: Any) -> None:
+        self._taken = unguard([each.grad for each in self._of])
+
+    def after_step(self, *_: Any) -> None:
+        while self._taken:
+            guarded(*self._taken.pop())
+
+
+def guard_gradients(why: str, parameters: Mapping[str, nn.Parameter], optim: Any, is_whole: bool = False) -> None:
+    """Let gradients that backward passes will make refuse numbers, except in steps of `optim`."""
+    for each in parameters.values():
+        if hasattr(each, "guard_gradient"):  # that keeps its gradient elsewhere
+            each.guard_gradient(why)
+    kept = {name: each for name, each in parameters.items() if not hasattr(each, "guard_gradient")}
+    guards = _Guards({each: Guard(name, why, is_whole) for name, each in kept.items()})
+    if hasattr(optim, "_optimizer_step_pre_hooks"):
+        optim.register_step_pre_hook(guards.before_step)
+        optim.register_step_post_hook(guards.after_step)

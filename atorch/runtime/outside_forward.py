@@ -49,7 +49,7 @@ class Outside(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Join a loss as a plain number; do everything else as ever."""
-        return _run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """An ordinary DTensor."""
@@ -60,11 +60,11 @@ class Outside(DTensor):
         return self._as_ordinary(Tensor.__reduce_ex__, protocol)
 
     def _as_ordinary(self, method: Any, *args: Any) -> Any:
-        self.__class__ = DTensor  # type: ignore[assignment]
+        kind, self.__class__ = type(self), DTensor  # type: ignore[assignment]
         try:
             return method(self, *args)
         finally:
-            self.__class__ = Outside
+            self.__class__ = kind
 
 
 class _Stands:
@@ -76,7 +76,7 @@ class _Stands:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run `func` on the sharded parameter, unless it computes with plain tensors."""
-        return _run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The sharded one's."""
@@ -199,13 +199,13 @@ class _Between:
             torch.autograd.Variable._execution_engine.queue_callback(self.begin)
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if torch._C._current_graph_task_id() != -1:  # FSDP2's own, or forward once more
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            return _read(args[0], func(*map(_sharded, args)))
+            return as_outside(args[0], func(*map(_sharded, args)))
         if name == "__set__" and args[1] is None:  # as optimizers clear gradients
             return func(_sharded(args[0]), None)
         given = tree_leaves((args, kwargs))
@@ -215,11 +215,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if name in vars(first):  # a factory: `make_plain_tensors`
             return vars(first)[name](*args[1:], **kwargs)
         plain = [each for each in given if isinstance(each, Tensor) and not isinstance(each, (DTensor, _Stands))]
-        writes = _writes(name, kwargs)
-        into = args[0] if writes else None
+        changes = writes(name, kwargs)
+        into = args[0] if changes else None
         if name in READING or (isinstance(into, Tensor) and not isinstance(into, (DTensor, _Stands))):
             return func(*tree_map(partial(_read_whole, first), args), **tree_map(partial(_read_whole, first), kwargs))
-        joins = not writes and any(each.dim() or each.requires_grad for each in plain)
+        joins = not changes and any(each.dim() or each.requires_grad for each in plain)
         if joins and func is torch.autograd.grad:
             raise ArgumentError(
                 f"torch.autograd.grad was asked for the gradient of {first.path}, which is sharded: its gradient comes "
@@ -235,10 +235,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         except RuntimeError as error:
             _explain(error, func, first.path, tree_leaves((args, kwargs)))
             raise
-        return result if name.endswith("_like") else tree_map(partial(_read, first), result)
+        return result if name.endswith("_like") else tree_map(partial(as_outside, first), result)
 
 
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function changes what it is given: `add_`, `__iadd__`, `__setitem__`, `out=`."""
     is_operator = name.startswith("__") and name.endswith("__")
     return name[2:5] in ("set", "del") or name[2] == "i" if is_operator else name.endswith("_") or "out" in kwargs
@@ -307,7 +307,7 @@ class _AtOnce(torch.autograd.Function):
         return None, None
 
 
-def _read(of: Any, value: Any) -> Any:
+def as_outside(of: Any, value: Any) -> Any:
     """What was computed of a parameter meets plain tensors no more than it does."""
     if type(value) is DTensor:
         of = _sharded(of)
@@ -323,7 +323,8 @@ def _explain(error: RuntimeError, func: Any, path: str, given: Iterable[Any]) ->
     if func in _FLATTENING or "placement" in str(error) or "Sharding prop" in str(error):
         raise ArgumentError(
             f"{path} is sharded, and its shards cannot be laid out as {func.__name__}() asks: take "
-            "parameter.full_tensor(), which all processes must call"
+            "parameter.full_tensor(), which all processes must call; the norm of all gradients is what "
+            "atorch.clip_grad_norm(model, max_norm) returns"
         ) from error
     if any(whole) and not all(whole):
         raise ArgumentError(

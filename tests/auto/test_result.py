@@ -197,7 +197,7 @@ def over(*axes: tuple[str, int]) -> tuple[str, Any]:
         ([FP16, "chunk"], 1, "loss scale"),
         ([("half", "fp16"), "fsdp"], 2, "loss scale"),
         ([over(("tensor", 2)), "tensor_parallel"], 2, "the axis tensor"),
-        ([over(("tensor", 2), ("zero", 2)), "tensor_parallel", "fsdp"], 4, "the axis tensor"),
+        ([over(("tensor", 2), ("zero", 2)), "tensor_parallel", "fsdp"], 4, "atorch.clip_grad_norm(model, max_norm)"),
         ([over(("pipeline", 2)), PIPELINE], 2, "of one stage"),
         ([over(("pipeline", 2), ("data", 2)), PIPELINE, "ddp"], 4, "of one stage"),
         ([over(("pipeline", 2), ("zero", 2)), PIPELINE, "fsdp"], 4, "of one stage"),

@@ -31,7 +31,7 @@ from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.rounds import Rounds
 from atorch.runtime.chunk.saving import Handle, saved_as_handles
 from atorch.runtime.collective_order import FORWARD_ENDS, Step
-from atorch.runtime.guarded_gradients import OF_ALL_ELEMENTS, OF_ALL_GRADIENTS, guarded
+from atorch.runtime.guarded_gradients import Guard, guarded
 from atorch.runtime.weak_method import weakly
 
 _TENSOR: Any = Tensor
@@ -323,11 +323,9 @@ class Operations:
         self._gradients.settle()  # backward may still be under way
         home: Home = parameter.home
         part = self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
-        if part is not None and self.chunks.num_shares > 1:
-            return guarded(part, home.name, f"is spread over {self.chunks.num_shares} processes", OF_ALL_ELEMENTS)
-        if part is not None and self.norms_differ:
-            return guarded(part, home.name, self.norms_differ, OF_ALL_GRADIENTS)
-        return part
+        shares = self.chunks.num_shares
+        why = f"is spread over {shares} processes" if shares > 1 else self.norms_differ
+        return guarded(part, Guard(home.name, why)) if why else part
 
     def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
         memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]

@@ -42,7 +42,7 @@ class ChunkedParameter(nn.Parameter):
         return () if group is None else (group,)
 
     def guard_gradient(self, why: str) -> None:
-        """Let gradients refuse their norm: see `guarded_gradients`."""
+        """Let gradients refuse numbers: see `guarded_gradients`."""
         self.home.operations.norms_differ = why
 
     @classmethod
