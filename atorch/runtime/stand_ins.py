@@ -36,6 +36,7 @@ class StandIns(WrappedOptimizer):
         _show(inner, self._shown)
         self._note_values()
         super().__init__(inner)
+        self.copied = self.stand_ins
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What the inner optimizer steps on instead of `parameter`; None for the parameter itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,23 @@ class WrappedOptimizer(Optimizer):
     """Shares the inner optimizer's parameter groups, state and defaults. Subclasses say what a step is."""
 
     inner: Optimizer
+    copied: Collection[torch.Tensor] = ()
+    """Parameters whose states are those of copies or parts of them."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
-        state = inner.state
+        innermost = inner
+        while isinstance(innermost, WrappedOptimizer):
+            innermost = innermost.inner
+        state = innermost.state
         super().__init__(inner.param_groups, inner.defaults)  # sets an empty state
-        inner.state = state
+        innermost.state = state
         self._share()
 
     @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:
+    def state(self) -> MutableMapping[torch.Tensor, Any]:
         """The inner optimizer's state; another that is put here is put there."""
-        return self.inner.state
+        return _StatesOfCopies(self.inner.state, self.copied) if self.copied else self.inner.state
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
@@ -107,6 +112,40 @@ class WrappedOptimizer(Optimizer):
                 f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "
                 "precision than the optimizer. Train in fp32, or with an optimizer that needs no closure"
             )
+
+
+class _StatesOfCopies(MutableMapping[torch.Tensor, Any]):
+    """States by what the inner optimizer steps on, which refuse the model's parameters as keys: they have no entry."""
+
+    def __init__(self, states: MutableMapping[torch.Tensor, Any], copied: Collection[torch.Tensor]) -> None:
+        self._states, self._copied = states, copied
+
+    def __contains__(self, key: object) -> bool:
+        return self._known(key) in self._states
+
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        return self._states[self._known(key)]
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        self._states[self._known(key)] = value
+
+    def __delitem__(self, key: torch.Tensor) -> None:
+        del self._states[self._known(key)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def _known(self, key: Any) -> torch.Tensor:
+        if key in self._copied:
+            raise ArgumentError(
+                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
+                "(half, offload, chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
+            )
+        known: torch.Tensor = key
+        return known
 
 
 class _Unreadable(torch.Tensor):
