@@ -29,6 +29,8 @@ from atorch.cost.memory import RESERVE
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, shown
 from atorch.logs import logger
+from atorch.profiler.lengths import extrapolated
+from atorch.profiler.recording import TooManyCallsError
 from atorch.profiler.tensors import tensor_bytes
 from atorch.profiler.trace import trace
 from atorch.units import format_bytes
@@ -40,6 +42,10 @@ Ask = Callable[[float], "ClusterPlan"]
 """The plan where such a share of a device's memory is kept free."""
 
 MakeModel = Callable[[], nn.Module]
+OfLength = tuple[int, Callable[[int], Any]]
+"""Tokens of the sample, and a function that makes a sample of others."""
+
+MAX_CALLS = 3000  # of operations in a block, where samples of other lengths can be made
 MAX_SIMULATED = 32
 VERIFIED = 3  # of the best, unless another number is asked for; then
 PLANNING_S = 20.0  # is what a search with them may take
@@ -80,12 +86,17 @@ def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Map
 
 
 def subject_of(
-    model: nn.Module | MakeModel | ModelProfile, sample_batch: Any, cluster: ClusterSpec, **job: Any
+    model: nn.Module | MakeModel | ModelProfile,
+    sample_batch: Any,
+    cluster: ClusterSpec,
+    of_length: OfLength | None = None,
+    **job: Any,
 ) -> Subject:
     """The model in numbers, by tracing it on `sample_batch`.
 
     Args:
         model: a module, a function that makes one, or a profile, which needs no tracing and no `sample_batch`.
+        of_length: what takes long to trace is traced with shorter samples, and extrapolated.
         job: arguments of `make_context` beside the model.
 
     Raises:
@@ -103,10 +114,10 @@ def subject_of(
             "the model takes what prepare_input makes of it"
         )
     if isinstance(model, nn.Module):
-        return _traced(model, sample_batch, cluster, job)
+        return _traced(model, sample_batch, cluster, job, of_length)
     if not callable(model):
         raise ArgumentError(f"model is {shown(model)}; give a torch.nn.Module or a function that makes one")
-    return _of_maker(model, sample_batch, cluster, job)
+    return _of_maker(model, sample_batch, cluster, job, of_length)
 
 
 def plan_for(
@@ -149,7 +160,7 @@ def plan_for(
 
     def ask(reserve: float) -> ClusterPlan:
         with doing("searching for the best strategy"):
-            return answer(
+            found = answer(
                 subject.profile,
                 cluster,
                 global_batch=batch,
@@ -163,6 +174,7 @@ def plan_for(
                 advise=advise,
                 count=True,
             )
+        return replace(found, notes=(*_kernel_notes(subject.profile), *found.notes))
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:
@@ -187,7 +199,9 @@ def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
     return ClusterSpec.load(source if isinstance(source, str) else str(source))
 
 
-def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
+def _of_maker(
+    make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any], of_length: OfLength | None
+) -> Subject:
     """The model that is made, on the meta device unless something in it asks for values."""
     try:
         with torch.device("meta"):
@@ -196,7 +210,7 @@ def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dic
         logger.info("the model is made for real, it cannot be made on the meta device: %s", error)
         return _traced(_module(make()), sample_batch, cluster, job)
     try:
-        return _traced(made, sample_batch, cluster, job)
+        return _traced(made, sample_batch, cluster, job, of_length)
     except ArgumentError as error:
         size, room = sum(map(tensor_bytes, made.parameters())), psutil.virtual_memory().available
         if size > _room():
@@ -254,15 +268,41 @@ def _asked(ask: Ask, memory_bytes: float, rooms: Iterable[float]) -> ClusterPlan
     return None
 
 
-def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
+def _traced(
+    model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any], of_length: OfLength | None = None
+) -> Subject:
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     ctx = make_context(model, **job, world=alone, cluster=cluster)
     batch = ctx.prepare_input(sample_batch, alone.device)
     kind, counts = cluster.device.type, ctx.num_counts(batch)
-    profile = trace(
-        model, batch, ctx.call_model, ctx.loss_func, ctx.make_optimizer, device_type=kind, num_counts=counts
-    )
-    return Subject(profile, ctx, batch)
+
+    def profile_of(given: Any, max_calls: int = 0) -> ModelProfile:
+        return trace(
+            model,
+            given,
+            ctx.call_model,
+            ctx.loss_func,
+            ctx.make_optimizer,
+            device_type=kind,
+            num_counts=counts,
+            max_calls=max_calls,
+        )
+
+    if of_length is None:
+        return Subject(profile_of(batch), ctx, batch)
+    length, make = of_length
+    try:
+        return Subject(profile_of(batch, MAX_CALLS), ctx, batch)
+    except TooManyCallsError:
+        profile = extrapolated(lambda size: profile_of(ctx.prepare_input(make(size), alone.device)), length)
+    return Subject(profile_of(batch) if profile is None else profile, ctx, batch)
+
+
+def _kernel_notes(profile: ModelProfile) -> tuple[str, ...]:
+    if not profile.kernels:
+        return ()
+    packages = ", ".join(profile.kernels)
+    return (f"the figures are those of fused kernels; without {packages} training is much slower: install them there",)
 
 
 def _module(made: object) -> nn.Module:

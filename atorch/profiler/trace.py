@@ -30,7 +30,7 @@ from atorch.profiler.alike import groups_of_alike
 from atorch.profiler.by_token import watch_outside
 from atorch.profiler.copying import copy_with, lazy_copy_with
 from atorch.profiler.devices import as_on
-from atorch.profiler.recording import Recorder
+from atorch.profiler.recording import Recorder, TooManyCallsError
 from atorch.profiler.replaying import Blocks
 from atorch.profiler.segments import Ownership, segments_of
 from atorch.profiler.tensors import batch_size, map_tensors, tensor_bytes, tensors_of
@@ -52,6 +52,7 @@ class _Job:
     loss_func: LossFunc | None
     device_type: str
     blocks: Mapping[str, nn.Module]
+    max_calls: int = 0
     numbers: Literal["own", "half", "autocast"] = "own"  # those that the model is in, or as a method runs it
 
     @property
@@ -70,6 +71,7 @@ def trace(
     device_type: str = "cpu",
     parts: Mapping[str, nn.Module] | None = None,
     num_counts: int = 0,
+    max_calls: int = 0,
 ) -> ModelProfile:
     """What one forward pass of `model` on `sample_batch`, and its loss, do and keep.
 
@@ -80,15 +82,17 @@ def trace(
         parts: modules, none inside another, of which every run becomes a segment of its own, and so does what lies
             between two; None: the repeated blocks, of which equal ones that follow one another are one segment.
         num_counts: figures that ranks exchange each step on what the loss is a mean over.
+        max_calls: operations that a block, or what lies between two, may call; 0: any number.
 
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, is on the meta device and cannot run on fakes, or
             reaches tensors of its own by globals, which no copy of it can follow.
+        TooManyCallsError: there are more than `max_calls`.
     """
     if next(model.parameters(), None) is None:
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     blocks = repeated_blocks(model) if parts is None else parts
-    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks)
+    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks, max_calls)
     ownership, groups = Ownership.of(model, blocks), groups_of_alike(blocks)
     with preserved_rng():
         recorder, output, traced = _run(job, groups)
@@ -121,6 +125,7 @@ def trace(
         block_classes=_class_names(repeated_blocks(model).values()),
         attention=_attention(recorder, model),
         num_counts=num_counts,
+        kernels=tuple(sorted(recorder.kernels)),
         traced=traced,
     )
 
@@ -148,7 +153,7 @@ def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, boo
     for equal in (groups, ()):
         try:
             return *_on_fakes(job, equal), True
-        except OriginalReachedError:
+        except (OriginalReachedError, TooManyCallsError):
             raise
         except Exception as error:
             fault = error
@@ -216,7 +221,7 @@ def _record(
     call_model, loss_func = functions
     numbers = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
     weights = {numbers[name]: tensor for name, tensor in duplicate.named_parameters()}
-    recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=job.numbers == "autocast")
+    recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=job.numbers == "autocast", max_calls=job.max_calls)
     blocks = {name: duplicate.get_submodule(name) for name in job.blocks}
     Blocks(recorder, groups).watch(blocks)
     watch_outside(recorder, duplicate, blocks)
