@@ -29,10 +29,8 @@ from atorch.cost.memory import RESERVE
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, shown
 from atorch.logs import logger
-from atorch.profiler.lengths import extrapolated
-from atorch.profiler.recording import TooManyCallsError
 from atorch.profiler.tensors import tensor_bytes
-from atorch.profiler.trace import trace
+from atorch.profiler.trace import OfLength, trace
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,10 +40,6 @@ Ask = Callable[[float], "ClusterPlan"]
 """The plan where such a share of a device's memory is kept free."""
 
 MakeModel = Callable[[], nn.Module]
-OfLength = tuple[int, Callable[[int], Any]]
-"""Tokens of the sample, and a function that makes a sample of others."""
-
-MAX_CALLS = 3000  # of operations in a block, where samples of other lengths can be made
 MAX_SIMULATED = 32
 VERIFIED = 3  # of the best, unless another number is asked for; then
 PLANNING_S = 20.0  # is what a search with them may take
@@ -86,18 +80,13 @@ def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Map
 
 
 def subject_of(
-    model: nn.Module | MakeModel | ModelProfile,
-    sample_batch: Any,
-    cluster: ClusterSpec,
-    of_length: OfLength | None = None,
-    **job: Any,
+    model: nn.Module | MakeModel | ModelProfile, sample_batch: Any, cluster: ClusterSpec, **job: Any
 ) -> Subject:
     """The model in numbers, by tracing it on `sample_batch`.
 
     Args:
         model: a module, a function that makes one, or a profile, which needs no tracing and no `sample_batch`.
-        of_length: what takes long to trace is traced with shorter samples, and extrapolated.
-        job: arguments of `make_context` beside the model.
+        job: arguments of `make_context` beside the model, and `of_length`, as `trace` takes it.
 
     Raises:
         ArgumentError: the model cannot be traced, or an argument does not hold.
@@ -114,10 +103,10 @@ def subject_of(
             "the model takes what prepare_input makes of it"
         )
     if isinstance(model, nn.Module):
-        return _traced(model, sample_batch, cluster, job, of_length)
+        return _traced(model, sample_batch, cluster, job)
     if not callable(model):
         raise ArgumentError(f"model is {shown(model)}; give a torch.nn.Module or a function that makes one")
-    return _of_maker(model, sample_batch, cluster, job, of_length)
+    return _of_maker(model, sample_batch, cluster, job)
 
 
 def plan_for(
@@ -199,9 +188,7 @@ def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
     return ClusterSpec.load(source if isinstance(source, str) else str(source))
 
 
-def _of_maker(
-    make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any], of_length: OfLength | None
-) -> Subject:
+def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
     """The model that is made, on the meta device unless something in it asks for values."""
     try:
         with torch.device("meta"):
@@ -210,7 +197,7 @@ def _of_maker(
         logger.info("the model is made for real, it cannot be made on the meta device: %s", error)
         return _traced(_module(make()), sample_batch, cluster, job)
     try:
-        return _traced(made, sample_batch, cluster, job, of_length)
+        return _traced(made, sample_batch, cluster, job)
     except ArgumentError as error:
         size, room = sum(map(tensor_bytes, made.parameters())), psutil.virtual_memory().available
         if size > _room():
@@ -268,41 +255,34 @@ def _asked(ask: Ask, memory_bytes: float, rooms: Iterable[float]) -> ClusterPlan
     return None
 
 
-def _traced(
-    model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any], of_length: OfLength | None = None
-) -> Subject:
+def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    ctx = make_context(model, **job, world=alone, cluster=cluster)
+    arguments = {name: value for name, value in job.items() if name != "of_length"}
+    ctx = make_context(model, **arguments, world=alone, cluster=cluster)
     batch = ctx.prepare_input(sample_batch, alone.device)
     kind, counts = cluster.device.type, ctx.num_counts(batch)
-
-    def profile_of(given: Any, max_calls: int = 0) -> ModelProfile:
-        return trace(
-            model,
-            given,
-            ctx.call_model,
-            ctx.loss_func,
-            ctx.make_optimizer,
-            device_type=kind,
-            num_counts=counts,
-            max_calls=max_calls,
-        )
-
-    if of_length is None:
-        return Subject(profile_of(batch), ctx, batch)
-    length, make = of_length
-    try:
-        return Subject(profile_of(batch, MAX_CALLS), ctx, batch)
-    except TooManyCallsError:
-        profile = extrapolated(lambda size: profile_of(ctx.prepare_input(make(size), alone.device)), length)
-    return Subject(profile_of(batch) if profile is None else profile, ctx, batch)
+    of_length: OfLength | None = job.get("of_length")
+    if of_length is not None:
+        length, make = of_length
+        of_length = length, lambda size: ctx.prepare_input(make(size), alone.device)
+    profile = trace(
+        model,
+        batch,
+        ctx.call_model,
+        ctx.loss_func,
+        ctx.make_optimizer,
+        device_type=kind,
+        num_counts=counts,
+        of_length=of_length,
+    )
+    return Subject(profile, ctx, batch)
 
 
 def _kernel_notes(profile: ModelProfile) -> tuple[str, ...]:
     if not profile.kernels:
         return ()
     packages = ", ".join(profile.kernels)
-    return (f"the figures are those of fused kernels; without {packages} training is much slower: install them there",)
+    return (f"the figures are those of fused kernels; training without {packages} is much slower: install them",)
 
 
 def _module(made: object) -> nn.Module:

@@ -72,8 +72,8 @@ def _found(path: Path) -> tuple[Any, Any]:
         if found is not None:
             return config, found[0] if isinstance(found, tuple) else found
     raise ArgumentError(
-        f"{path} is of a {kind}, and its architectures {names} name no class of transformers that has a loss; name one, "
-        "or write a job for it"
+        f"{path} is of a {kind}, and its architectures {names} name no class of transformers that has a loss; "
+        "name one, or write a job for it"
     )
 
 

@@ -39,7 +39,9 @@ class Form:
         self.text = config.get_text_config()
         self.reads_tokens = "input_ids" in self.takes or "decoder_input_ids" in self.takes
         task = kind.__name__.partition("For")[2]
-        made = kind.main_input_name in NEEDS and not task.endswith(("Detection", "MultipleChoice", "UniversalSegmentation"))
+        made = kind.main_input_name in NEEDS and not task.endswith(
+            ("Detection", "MultipleChoice", "UniversalSegmentation")
+        )
         if not made or ("input_features" in self.takes and not hasattr(config, "max_source_positions")):
             raise self._unmade(f"{kind.main_input_name} for {task}" if task else str(kind.main_input_name))
 
@@ -72,10 +74,11 @@ class Form:
         found = []
         for name, module in self._on_meta().named_modules():
             own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-            for rows in (max(each.shape, default=0) for key, each in own.items() if "pos" in key or _names_table(name)):
-                skipped = getattr(module, "offset", 0)
-                if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                    skipped = module.padding_idx + 1
+            skipped = getattr(module, "offset", 0)
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                skipped = module.padding_idx + 1
+            tables = [each for key, each in own.items() if "pos" in key or _names_table(name)]
+            for rows in (size for each in tables for size in each.shape[: -1 if each.is_floating_point() else None]):
                 found += [rows - skipped] * (rows in stated or rows - skipped in stated)
         return found
 
@@ -125,8 +128,8 @@ class Form:
         from atorch.errors import ArgumentError
 
         vision = getattr(self.config, "vision_config", None) or self.config
-        channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
-        size = getattr(vision, "image_size", None) or DEFAULT_SIZE
+        channels: int = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
+        size: Any = getattr(vision, "image_size", None) or DEFAULT_SIZE
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         made = {"pixel_values": torch.zeros(1, channels, height, width)}
         if "image_grid_thw" in self.takes:  # patches in rows, of images of any size
@@ -167,8 +170,8 @@ class Form:
         from atorch.errors import ArgumentError
 
         return ArgumentError(
-            f"{self.path} is of a {self.kind.__name__}, which takes {taken}: no sample can be made for it from a config; "
-            "write a job (FILE.py:NAME) with a sample_batch"
+            f"{self.path} is of a {self.kind.__name__}, which takes {taken}: no sample can be made for it from a "
+            "config; write a job (FILE.py:NAME) with a sample_batch"
         )
 
 

@@ -1,81 +1,89 @@
-"""Profiles of long samples, extrapolated from short ones.
+"""Records of long samples, from those of short ones.
 
-A model that goes through its tokens in a Python loop takes minutes to trace at full length. Figures of products grow
-with the tokens, those of attention with their square: three short samples determine every figure, and a fourth tells
-whether they do. What works chunk by chunk is a polynomial in whole chunks, so larger units are tried where smaller fail.
+What stands in for a fused scan goes through its tokens one by one, and takes minutes at full length. A block calls the
+same operations at any length, and what each reads, writes and computes is at most quadratic in the tokens: three short
+samples determine it, and a fourth tells whether they do. Of what works in chunks that holds for whole chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from atorch.cost import ModelProfile
+from atorch.profiler.recording import Recorder
 
-UNITS = (8, 64, 256)  # tokens; the last two are usual chunks
 TIMES = (1, 2, 3)
-CHECK = 9  # times the unit: in another chunk of the next unit
-_TOLERANCE = 0.02
+CHECK = 5
+_UNITS = (4, 64, 256)  # tokens; the last two are usual chunks
+_TOLERANCE = 0.01
+_OF_OPERATION = ("moved_bytes", "working_bytes", "data_bytes", "flops", "head_dim", "batch", "count")
+_OF_NODE = ("rows", "inner", "columns", "elements", "left")
 
 
-class _UnlikeError(Exception):
-    """Profiles that differ in more than figures."""
-
-
-def extrapolated(profile_of: Callable[[int], ModelProfile], length: int) -> ModelProfile | None:
-    """The profile of a sample of `length` tokens; None where short samples do not foretell it.
+def foretold(record: Callable[[int], Recorder], length: int) -> tuple[int, Recorder | None]:
+    """Tokens of which TIMES as many foretell a sample of `length`, and its record; 0 where none below it do.
 
     Args:
-        profile_of: traces a sample of so many tokens.
+        record: records a sample of so many tokens.
     """
-    for unit in UNITS:
-        if CHECK * unit >= length:
-            return None
-        sizes = [unit * times for times in TIMES]
-        short = [profile_of(size) for size in sizes]
-        check = profile_of(CHECK * unit)
-        try:
-            if _is_near(_at(CHECK * unit, sizes, short), check):
-                found: ModelProfile = _at(length, [*sizes[1:], CHECK * unit], [*short[1:], check])
-                return found
-        except _UnlikeError:
+    for unit in (each for each in _UNITS if CHECK * each < length):
+        short = [record(times * unit) for times in TIMES]
+        calls = [sum(each.num_calls for each in recorder.stretches) for recorder in short]
+        if not calls[0] < calls[1] < calls[2]:  # the first chunk is not full yet
             continue
-    return None
+        check = record(CHECK * unit)
+        if _is_alike([*short, check]):
+            seen = [_get(slot) for slot in _slots(check)]
+            found = [value for _, value in _foretold(short, CHECK)]
+            if all(abs(one - two) <= _TOLERANCE * two for one, two in zip(found, seen, strict=True)):
+                return unit, at_length(short, unit, length)
+    return 0, None
 
 
-def _at(length: int, sizes: Sequence[int], known: Sequence[Any]) -> Any:
-    """What lies at `length` on the parabola through what is known at three sizes (Lagrange's formula)."""
-    first = known[0]
-    if any(type(each) is not type(first) for each in known):
-        raise _UnlikeError
-    if is_dataclass(first):
-        names = [each.name for each in fields(first)]
-        return replace(
-            first, **{name: _at(length, sizes, [getattr(each, name) for each in known]) for name in names}
-        )
-    if isinstance(first, tuple):
-        if len({len(each) for each in known}) > 1:
-            raise _UnlikeError
-        return tuple(_at(length, sizes, each) for each in zip(*known, strict=True))
-    if all(each == first for each in known):
-        return first
-    if not isinstance(first, (int, float)) or isinstance(first, bool):
-        raise _UnlikeError
-    weights = (_weight(length, each, [other for other in sizes if other != each]) for each in sizes)
-    found = sum(weight * float(each) for weight, each in zip(weights, known, strict=True))
-    return type(first)(round(found) if isinstance(first, int) else max(0.0, found))
+def at_length(short: Sequence[Recorder], unit: int, length: int) -> Recorder:
+    """The last of records of TIMES as many tokens as a unit has, with the numbers of `length` tokens."""
+    for (home, name), value in list(_foretold(short, length / unit)):
+        if isinstance(home, dict):
+            home[name] = value
+        else:
+            setattr(home, name, value)
+    return short[-1]
 
 
-def _weight(length: int, size: int, others: Sequence[int]) -> float:
-    product = 1.0
-    for other in others:
-        product *= (length - other) / (size - other)
-    return product
+def _foretold(short: Sequence[Recorder], times: float) -> Iterator[tuple[tuple[Any, Any], float]]:
+    """Where each number of the last record is, and what it is at so many units, on a parabola (Lagrange's formula)."""
+    weights = ((times - 2) * (times - 3) / 2, -(times - 1) * (times - 3), (times - 1) * (times - 2) / 2)
+    for slots in zip(*map(_slots, short), strict=True):
+        values = [_get(slot) for slot in slots]
+        found = sum(weight * value for weight, value in zip(weights, values, strict=True))
+        yield slots[-1], round(found) if isinstance(values[-1], int) else found
 
 
-def _is_near(foretold: ModelProfile, seen: ModelProfile) -> bool:
-    names = ("matmul_flops", "attention_flops", "traffic_bytes", "num_ops", "activation_bytes")
-    return all(
-        abs(getattr(foretold, name) - getattr(seen, name)) <= _TOLERANCE * max(1.0, getattr(seen, name)) for name in names
+def _slots(recorder: Recorder) -> Iterator[tuple[Any, Any]]:
+    """Where the numbers of a record are, each as an object or a dict and the name there."""
+    yield recorder, "output_bytes"
+    for stretch in recorder.stretches:
+        yield stretch, "seq_len"
+        for sizes in (stretch.saved, stretch.inputs, stretch.read):
+            yield from ((sizes, value) for value in sizes)
+        for operation in stretch.operations:
+            yield from ((operation, name) for name in _OF_OPERATION)
+            yield from ((operation.node, name) for name in _OF_NODE)
+
+
+def _get(slot: tuple[Any, Any]) -> float:
+    home, name = slot
+    found: float = home[name] if isinstance(home, dict) else getattr(home, name)
+    return found
+
+
+def _is_alike(recorders: Sequence[Recorder]) -> bool:
+    """Whether the same operations ran, on as many values."""
+    first, *others = (
+        [
+            (each.block, len(each.saved), len(each.inputs), len(each.read), [one.node.kind for one in each.operations])
+            for each in recorder.stretches
+        ]
+        for recorder in recorders
     )
+    return all(each == first for each in others)

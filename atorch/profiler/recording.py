@@ -111,7 +111,8 @@ class Recorder:
         # What is computed from weights, and what else is no mask and no table of positions: the batch's own numbers.
         self.activations = {self.value(each) for each in tensors_of(batch) if each.is_floating_point()}
         self.fused_attention = False  # whether a block called `scaled_dot_product_attention`
-        self._is_on, self._casts_apart, self._max_calls = True, casts_apart, max_calls
+        self._is_on, self._casts_apart, self.max_calls = True, casts_apart, max_calls
+        self.output_bytes = 0
         self.kernels: set[str] = set()  # packages of fused kernels that are not installed
         self._kernel: FrameType | None = None  # the last call of one, and the values that were made in it
         self._in_kernel: dict[Value, None] = {}
@@ -155,8 +156,6 @@ class Recorder:
         """Note one call of an aten operation."""
         packet, here = func._overloadpacket, self.stretches[-1]
         here.num_calls += 1
-        if 0 < self._max_calls < here.num_calls and packet is not _SAVING:  # autograd's hooks must not fail
-            raise TooManyCallsError
         results = list(tensors_of(out))
         writes = {self.value(each): each for each in results}
         operands = {self.value(each): each for each in tensors_of((args, kwargs))}
@@ -305,6 +304,8 @@ class _Functions(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if 0 < self.recorder.max_calls < self.recorder.stretches[-1].num_calls:
+            raise TooManyCallsError  # here, as autograd cannot pass on what operations below it raise
         if func is functional.scaled_dot_product_attention and self.recorder.stretches[-1].block:
             self.recorder.fused_attention = True
         return func(*args, **(kwargs or {}))

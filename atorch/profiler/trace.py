@@ -30,6 +30,7 @@ from atorch.profiler.alike import groups_of_alike
 from atorch.profiler.by_token import watch_outside
 from atorch.profiler.copying import copy_with, lazy_copy_with
 from atorch.profiler.devices import as_on
+from atorch.profiler.lengths import TIMES, at_length, foretold
 from atorch.profiler.recording import Recorder, TooManyCallsError
 from atorch.profiler.replaying import Blocks
 from atorch.profiler.segments import Ownership, segments_of
@@ -37,6 +38,10 @@ from atorch.profiler.tensors import batch_size, map_tensors, tensor_bytes, tenso
 
 CallModel = Callable[[nn.Module, Any], Any]
 LossFunc = Callable[[Any, Any], Any]
+OfLength = tuple[int, Callable[[int], Any]]
+"""Tokens of a sample, and a function that makes one of others."""
+
+_MAX_CALLS = 5000  # of operations in a block, where shorter samples can be made
 MakeOptimizer = Callable[[Any], Any]
 _SIDE = 64  # of the matrix that an optimizer is tried on
 _UNFUSED = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passes take 2.55 times those 7 on an H200
@@ -52,7 +57,9 @@ class _Job:
     loss_func: LossFunc | None
     device_type: str
     blocks: Mapping[str, nn.Module]
+    of_length: OfLength | None = None
     max_calls: int = 0
+    unit: int = 0  # tokens, of which TIMES as many are traced; 0: the sample is
     numbers: Literal["own", "half", "autocast"] = "own"  # those that the model is in, or as a method runs it
 
     @property
@@ -71,7 +78,7 @@ def trace(
     device_type: str = "cpu",
     parts: Mapping[str, nn.Module] | None = None,
     num_counts: int = 0,
-    max_calls: int = 0,
+    of_length: OfLength | None = None,
 ) -> ModelProfile:
     """What one forward pass of `model` on `sample_batch`, and its loss, do and keep.
 
@@ -82,20 +89,19 @@ def trace(
         parts: modules, none inside another, of which every run becomes a segment of its own, and so does what lies
             between two; None: the repeated blocks, of which equal ones that follow one another are one segment.
         num_counts: figures that ranks exchange each step on what the loss is a mean over.
-        max_calls: operations that a block, or what lies between two, may call; 0: any number.
+        of_length: what goes through its tokens one by one is traced with shorter samples.
 
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, is on the meta device and cannot run on fakes, or
             reaches tensors of its own by globals, which no copy of it can follow.
-        TooManyCallsError: there are more than `max_calls`.
     """
     if next(model.parameters(), None) is None:
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     blocks = repeated_blocks(model) if parts is None else parts
-    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks, max_calls)
+    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks, of_length)
     ownership, groups = Ownership.of(model, blocks), groups_of_alike(blocks)
     with preserved_rng():
-        recorder, output, traced = _run(job, groups)
+        job, recorder, traced = _of_length(job, groups)
         narrow = [
             _in_16_bits(each, groups) if traced else None
             for each in (replace(job, numbers="half"), replace(job, numbers="autocast"))
@@ -118,7 +124,7 @@ def trace(
         param_bytes=sum(map(tensor_bytes, parameters)),
         trainable_bytes=sum(map(tensor_bytes, trainable)),
         buffer_bytes=sum(map(tensor_bytes, model.buffers())),
-        output_bytes=sum(map(tensor_bytes, tensors_of(output))),
+        output_bytes=recorder.output_bytes,
         **_of_optimizer(stepped),
         optim_is_elementwise=make_optimizer is None or is_elementwise(None if stepped is None else stepped[0]),
         module_classes=_class_names([model]),
@@ -144,7 +150,25 @@ def _class_names(models: Iterable[nn.Module]) -> frozenset[str]:
     return frozenset(type(module).__name__ for model in models for module in model.modules())
 
 
-def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, bool]:
+def _of_length(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[_Job, Recorder, bool]:
+    """The pass on the sample, or where that would take long and shorter ones foretell it, on those."""
+    if job.of_length is None:
+        return job, *_run(job, groups)
+    length, make = job.of_length
+    try:
+        return job, *_run(replace(job, max_calls=_MAX_CALLS), groups)
+    except TooManyCallsError:
+        logger.info("the model calls more than %d operations in a block; shorter samples are traced", _MAX_CALLS)
+    try:
+        unit, recorder = foretold(lambda size: _once(replace(job, batch=make(size)), groups), length)
+        if recorder is not None:
+            return replace(job, unit=unit), recorder, True
+    except Exception as error:  # a stranger's model may fail in any way on a short sample
+        logger.info("the model does not take shorter samples: %s", error)
+    return job, *_run(job, groups)
+
+
+def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, bool]:
     """The forward pass on fakes, each group of equal blocks run once; else every block; else for real.
 
     User code may fail on fakes in any way, and where equal blocks leave something behind for others, if only one runs;
@@ -152,7 +176,7 @@ def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, boo
     """
     for equal in (groups, ()):
         try:
-            return *_on_fakes(job, equal), True
+            return _on_fakes(job, equal), True
         except (OriginalReachedError, TooManyCallsError):
             raise
         except Exception as error:
@@ -163,7 +187,7 @@ def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, boo
             f"({type(fault).__name__}: {fault}); give the model on a real device"
         ) from fault
     logger.info("the model is traced by a real run, it does not run on fake tensors: %s", fault)
-    return *_for_real(job), False
+    return _for_real(job), False
 
 
 def _in_16_bits(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder | None:
@@ -172,7 +196,7 @@ def _in_16_bits(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder | None:
         return None
     try:
         with muted("torch._subclasses.fake_tensor"):
-            return _on_fakes(job, groups)[0]
+            return _on_fakes(job, groups)
     except Exception as error:  # a stranger's model may fail in any way where it meets 16 bits
         logger.info("what %s takes is reckoned from fp32, as the model fails there: %s", job.numbers, error)
         return None
@@ -193,7 +217,15 @@ def _with_results(segment: Segment, in_half: Segment) -> Segment:
     return replace(segment, inside=replace(segment.inside, selective_bytes=results))
 
 
-def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any]:
+def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
+    if not job.unit or job.of_length is None:
+        return _once(job, groups)
+    length, make = job.of_length
+    short = [_once(replace(job, batch=make(times * job.unit)), groups) for times in TIMES]
+    return at_length(short, job.unit, length)
+
+
+def _once(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
     from atorch.profiler.fakes import Fakes
 
     fakes = Fakes(dtype=torch.bfloat16 if job.numbers == "half" else None)
@@ -203,7 +235,7 @@ def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any
     return _record(job, duplicate, functions, batch, groups, fakes.running())
 
 
-def _for_real(job: _Job) -> tuple[Recorder, Any]:
+def _for_real(job: _Job) -> Recorder:
     device = next(job.model.parameters()).device
     batch = map_tensors(lambda tensor: tensor.to(device), job.batch)
     duplicate, functions = lazy_copy_with(job.model, job.functions, device)
@@ -217,11 +249,12 @@ def _record(
     batch: Any,
     groups: Sequence[Sequence[str]],
     mode: AbstractContextManager[None],
-) -> tuple[Recorder, Any]:
+) -> Recorder:
     call_model, loss_func = functions
     numbers = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
     weights = {numbers[name]: tensor for name, tensor in duplicate.named_parameters()}
-    recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=job.numbers == "autocast", max_calls=job.max_calls)
+    is_autocast = job.numbers == "autocast"
+    recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=is_autocast, max_calls=job.max_calls)
     blocks = {name: duplicate.get_submodule(name) for name in job.blocks}
     Blocks(recorder, groups).watch(blocks)
     watch_outside(recorder, duplicate, blocks)
@@ -231,12 +264,13 @@ def _record(
         stack.enter_context(as_on(job.device_type))
         stack.enter_context(recorder.recording())
         stack.enter_context(Originals(job.model))
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers == "autocast"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             output = call_model(duplicate, batch)
         if loss_func is not None:
             with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers != "own"):
                 loss_func(batch, output)
-    return recorder, output
+    recorder.output_bytes = sum(map(tensor_bytes, tensors_of(output)))
+    return recorder
 
 
 def optimizer_state_per_param(make_optimizer: MakeOptimizer) -> float:
