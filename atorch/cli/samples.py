@@ -15,6 +15,7 @@ DEFAULT_SIZE = 224  # of images, for networks that take any
 DEFAULT_SEQ = 4096  # tokens of a sample, for models that take as many
 LOSSES = ("labels", "return_loss", "start_positions")  # parameters of `forward` that ask for a loss
 PLACES = ("max_position_embeddings", "max_target_positions", "n_positions")  # in configs: tokens that a table is for
+PADDING = 2  # rows of some tables that stand for no position
 NEEDS = ("labels", "start_positions", "end_positions", "input_ids", "pixel_values", "input_features")
 
 
@@ -58,14 +59,15 @@ class Form:
                 raise ArgumentError(f"{self.path} is of a model that reads images; leave --seq out")
             return 0
         stated = [most for name in PLACES if (most := getattr(self.text, name, None))]
-        if seq is None:
-            seq = min((DEFAULT_SEQ, *stated[:1], *self._places(stated)))
-        for most in self._places(stated):
-            if seq > most:
-                raise ArgumentError(
-                    f"{self.path} is of a model with a table of {most:,} positions; give --seq {most} at most"
-                )
-        return seq
+        wanted = min((DEFAULT_SEQ, *stated[:1])) if seq is None else seq
+        if not stated or wanted <= min(stated) - PADDING:
+            return wanted
+        most = min(self._places(stated), default=wanted)
+        if seq is not None and seq > most:
+            raise ArgumentError(
+                f"{self.path} is of a model with a table of {most:,} positions; give --seq {most} at most"
+            )
+        return min(wanted, most)
 
     def _places(self, stated: list[int]) -> list[int]:
         """Tokens that tables of positions have rows for; none of a model that computes positions."""
@@ -128,7 +130,7 @@ class Form:
         from atorch.errors import ArgumentError
 
         vision = getattr(self.config, "vision_config", None) or self.config
-        channels: int = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
+        channels = int(getattr(vision, "num_channels", 0) or getattr(vision, "in_channels", 3))
         size: Any = getattr(vision, "image_size", None) or DEFAULT_SIZE
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         made = {"pixel_values": torch.zeros(1, channels, height, width)}

@@ -2,7 +2,7 @@
 
 What stands in for a fused scan goes through its tokens one by one, and takes minutes at full length. A block calls the
 same operations at any length, and what each reads, writes and computes is at most quadratic in the tokens: three short
-samples determine it, and a fourth tells whether they do. Of what works in chunks that holds for whole chunks.
+samples determine it, and a fourth tells whether they do. What goes through chunks is quick enough at full length.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from atorch.profiler.recording import Recorder
 
 TIMES = (1, 2, 3)
 CHECK = 5
-_UNITS = (4, 64, 256)  # tokens; the last two are usual chunks
+UNIT = 4  # tokens
 _TOLERANCE = 0.01
 _OF_OPERATION = ("moved_bytes", "working_bytes", "data_bytes", "flops", "head_dim", "batch", "count")
 _OF_NODE = ("rows", "inner", "columns", "elements", "left")
 
 
-def foretold(record: Callable[[int], Recorder], length: int) -> tuple[int, Recorder | None]:
-    """Tokens of which TIMES as many foretell a sample of `length`, and its record; 0 where none below it do.
+def foretold(record: Callable[[int], Recorder], length: int) -> Recorder | None:
+    """The record of a sample of `length` tokens; None where it has no loop over tokens, or short samples do not tell.
 
     Args:
         record: records a sample of so many tokens.
     """
-    for unit in (each for each in _UNITS if CHECK * each < length):
-        short = [record(times * unit) for times in TIMES]
-        calls = [sum(each.num_calls for each in recorder.stretches) for recorder in short]
-        if not calls[0] < calls[1] < calls[2]:  # the first chunk is not full yet
-            continue
-        check = record(CHECK * unit)
-        if _is_alike([*short, check]):
-            seen = [_get(slot) for slot in _slots(check)]
-            found = [value for _, value in _foretold(short, CHECK)]
-            if all(abs(one - two) <= _TOLERANCE * two for one, two in zip(found, seen, strict=True)):
-                return unit, at_length(short, unit, length)
-    return 0, None
+    short: list[Recorder] = []
+    for times in (*TIMES, CHECK):
+        short.append(record(times * UNIT))
+        if len(short) > 1 and _num_calls(short[-1]) == _num_calls(short[-2]):
+            return None
+    check = short.pop()
+    if not _is_alike([*short, check]):
+        return None
+    seen = [_get(slot) for slot in _slots(check)]
+    found = [value for _, value in _foretold(short, CHECK)]
+    if any(abs(one - two) > _TOLERANCE * two for one, two in zip(found, seen, strict=True)):
+        return None
+    return at_length(short, length)
 
 
-def at_length(short: Sequence[Recorder], unit: int, length: int) -> Recorder:
-    """The last of records of TIMES as many tokens as a unit has, with the numbers of `length` tokens."""
-    for (home, name), value in list(_foretold(short, length / unit)):
+def at_length(short: Sequence[Recorder], length: int) -> Recorder:
+    """The last of records of TIMES units of tokens, with the numbers of `length` tokens."""
+    for (home, name), value in list(_foretold(short, length / UNIT)):
         if isinstance(home, dict):
             home[name] = value
         else:
@@ -57,6 +58,10 @@ def _foretold(short: Sequence[Recorder], times: float) -> Iterator[tuple[tuple[A
         values = [_get(slot) for slot in slots]
         found = sum(weight * value for weight, value in zip(weights, values, strict=True))
         yield slots[-1], round(found) if isinstance(values[-1], int) else found
+
+
+def _num_calls(recorder: Recorder) -> int:
+    return sum(each.num_calls for each in recorder.stretches)
 
 
 def _slots(recorder: Recorder) -> Iterator[tuple[Any, Any]]:

@@ -30,7 +30,7 @@ from atorch.profiler.alike import groups_of_alike
 from atorch.profiler.by_token import watch_outside
 from atorch.profiler.copying import copy_with, lazy_copy_with
 from atorch.profiler.devices import as_on
-from atorch.profiler.lengths import TIMES, at_length, foretold
+from atorch.profiler.lengths import TIMES, UNIT, at_length, foretold
 from atorch.profiler.recording import Recorder, TooManyCallsError
 from atorch.profiler.replaying import Blocks
 from atorch.profiler.segments import Ownership, segments_of
@@ -41,7 +41,7 @@ LossFunc = Callable[[Any, Any], Any]
 OfLength = tuple[int, Callable[[int], Any]]
 """Tokens of a sample, and a function that makes one of others."""
 
-_MAX_CALLS = 5000  # of operations in a block, where shorter samples can be made
+MAX_CALLS = 1000  # of operations in a block, where shorter samples can be made
 MakeOptimizer = Callable[[Any], Any]
 _SIDE = 64  # of the matrix that an optimizer is tried on
 _UNFUSED = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passes take 2.55 times those 7 on an H200
@@ -59,7 +59,7 @@ class _Job:
     blocks: Mapping[str, nn.Module]
     of_length: OfLength | None = None
     max_calls: int = 0
-    unit: int = 0  # tokens, of which TIMES as many are traced; 0: the sample is
+    is_short: bool = False  # whether short samples are traced in place of the sample
     numbers: Literal["own", "half", "autocast"] = "own"  # those that the model is in, or as a method runs it
 
     @property
@@ -156,13 +156,13 @@ def _of_length(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[_Job, Record
         return job, *_run(job, groups)
     length, make = job.of_length
     try:
-        return job, *_run(replace(job, max_calls=_MAX_CALLS), groups)
+        return job, *_run(replace(job, max_calls=MAX_CALLS), groups)
     except TooManyCallsError:
-        logger.info("the model calls more than %d operations in a block; shorter samples are traced", _MAX_CALLS)
+        logger.info("the model calls more than %d operations in a block; shorter samples are traced", MAX_CALLS)
     try:
-        unit, recorder = foretold(lambda size: _once(replace(job, batch=make(size)), groups), length)
+        recorder = foretold(lambda size: _once(replace(job, batch=make(size)), groups), length)
         if recorder is not None:
-            return replace(job, unit=unit), recorder, True
+            return replace(job, is_short=True), recorder, True
     except Exception as error:  # a stranger's model may fail in any way on a short sample
         logger.info("the model does not take shorter samples: %s", error)
     return job, *_run(job, groups)
@@ -218,11 +218,11 @@ def _with_results(segment: Segment, in_half: Segment) -> Segment:
 
 
 def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
-    if not job.unit or job.of_length is None:
+    if not job.is_short or job.of_length is None:
         return _once(job, groups)
     length, make = job.of_length
-    short = [_once(replace(job, batch=make(times * job.unit)), groups) for times in TIMES]
-    return at_length(short, job.unit, length)
+    short = [_once(replace(job, batch=make(times * UNIT)), groups) for times in TIMES]
+    return at_length(short, length)
 
 
 def _once(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:

@@ -1,79 +1,73 @@
-"""Profiles of long samples from those of short ones, held to those traced at full length."""
+"""Records of long samples from those of short ones, held to those of the long ones."""
+
+import importlib
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
-from atorch.profiler.lengths import extrapolated
-from atorch.profiler.recording import TooManyCallsError
+from atorch.profiler.lengths import foretold
 from atorch.profiler.trace import trace
 
-FIGURES = ("matmul_flops", "attention_flops", "traffic_bytes", "num_ops", "activation_bytes", "output_bytes")
+transformers = pytest.importorskip("transformers")
+SIZES = {"vocab_size": 50, "num_hidden_layers": 2, "hidden_size": 32, "use_cache": False}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-class Scan(nn.Module):
-    """A linear recurrence over tokens, or chunks of them, and attention."""
-
-    def __init__(self, chunk=1):
-        super().__init__()
-        self.chunk, self.proj = chunk, nn.Linear(16, 16)
-
-    def forward(self, stream):
-        whole = functional.pad(self.proj(stream), (0, 0, 0, -stream.shape[1] % self.chunk))
-        state, found = torch.zeros_like(whole[:, : self.chunk]), []
-        for part in whole.split(self.chunk, dim=1):
-            state = state * part.sigmoid() + part
-            found.append(state)
-        values = torch.cat(found, dim=1)[:, : stream.shape[1]]
-        return stream + functional.scaled_dot_product_attention(values, values, values)
+def mamba():
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES))
 
 
-def profile(size, chunk=1, max_calls=0):
-    model = nn.Sequential(nn.Linear(8, 16), *(Scan(chunk) for _ in range(3)), nn.Linear(16, 8))
+def jamba():
+    periods = {
+        f"{part}_layer_{name}": 1 + (name == "period") for part in ("attn", "expert") for name in ("offset", "period")
+    }
+    config = transformers.JambaConfig(**SIZES, **HEADS, **periods, intermediate_size=48, num_experts=4)
+    return transformers.JambaForCausalLM(config)
+
+
+def tokens(size):
+    made = torch.zeros(1, size, dtype=torch.long)
+    return {"input_ids": made, "labels": made}
+
+
+def profile(model, size, of_length=None):
     return trace(
-        model,
-        torch.zeros(1, size, 8),
-        lambda model, batch: model(batch),
-        lambda _, output: output.mean(),
-        max_calls=max_calls,
+        model, tokens(size), lambda model, batch: model(**batch), lambda _, output: output.loss, of_length=of_length
     )
 
 
-@pytest.mark.parametrize(("chunk", "size"), [(1, 160), (64, 1024)])
-def test_short_samples_foretell_a_long_one(chunk, size):
-    sizes = []
-    found = extrapolated(lambda each: (sizes.append(each), profile(each, chunk))[1], size)
-    full = profile(size, chunk)
-    assert max(sizes) < size
-    assert {name: getattr(found, name) for name in FIGURES} == pytest.approx(
-        {name: getattr(full, name) for name in FIGURES}, rel=0.01
-    )
-    assert [each.name for each in found.segments] == [each.name for each in full.segments]
-    assert found.num_params == full.num_params
-
-
-def test_what_short_samples_do_not_foretell_is_traced_at_full_length():
-    assert extrapolated(lambda size: profile(size, chunk=200), 500) is None
-
-
-def test_a_loop_over_many_tokens_is_told():
-    with pytest.raises(TooManyCallsError):
-        profile(200, max_calls=300)
-
-
-def test_what_stands_in_for_a_kernel_is_recorded_as_the_kernel():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, use_cache=False)
+@pytest.mark.parametrize("make", [mamba, pytest.param(jamba, marks=pytest.mark.matrix)])
+def test_short_samples_tell_all_of_a_long_one(make, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("atorch.profiler.trace"), "MAX_CALLS", 300)
+    model, sizes = make(), []
 
     def of(size):
-        tokens = torch.zeros(1, size, dtype=torch.long)
-        batch = {"input_ids": tokens, "labels": tokens}
-        model = transformers.MambaForCausalLM(config)
-        return trace(model, batch, lambda model, batch: model(**batch), lambda _, output: output.loss)
+        sizes.append(size)
+        return tokens(size)
 
-    short, long = of(8), of(16)
+    found = profile(model, 32, (32, of))
+    assert found == profile(model, 32)
+    assert sizes == [4, 8, 12, 20, 4, 8, 12, 4, 8, 12]
+
+
+def test_a_scan_counts_as_its_kernel():
+    short, long = (profile(mamba(), size) for size in (8, 16))
     assert short.num_ops == long.num_ops
     assert "mamba_ssm" in short.kernels
-    # Of each token, the scan's states alone would be 16 (of state) x 32 (inside) x 4 bytes, several times.
-    assert long.blocks[0].saved_bytes < 16 * 16 * 32 * 4
+    # Every token's state is 16 x 64 of 4 bytes, and a scan in PyTorch keeps several of each.
+    assert long.blocks[0].saved_bytes < 16 * 16 * 64 * 4
+
+
+class Seen:
+    """A record of nothing but calls."""
+
+    def __init__(self, calls):
+        self.output_bytes, self.stretches = 0, [self]
+        self.num_calls, self.seq_len, self.block = calls, 0, ""
+        self.saved = self.inputs = self.read = {}
+        self.operations = []
+
+
+@pytest.mark.parametrize("calls", [lambda size: 5, lambda size: -(-size // 12)])
+def test_what_has_no_loop_over_tokens_is_not_foretold(calls):
+    assert foretold(lambda size: Seen(calls(size)), 100) is None
