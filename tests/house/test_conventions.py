@@ -31,7 +31,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/distributed/collectives.py:agreed": "raised again here, and told to the others, who would wait for ever",
     "atorch/distributed/collectives.py:together": "raised again here, and told to the others, who would wait for ever",
     "atorch/distributed/description.py:described_dataset": "what a user's __len__ raises is no concern of a comparison",
-    "atorch/profiler/trace.py:_of_length": "a model may fail in any way on a short sample; the whole one is traced then",
+    "atorch/profiler/trace.py:_of_length": "a model may fail in any way on a short sample; the whole one is traced",
     "atorch/profiler/trace.py:_stepped_alone": "a user's optimizer need not be able to step alone",
     "atorch/profiler/trace.py:_in_16_bits": "a model may fail in any way in 16 bits; it is reckoned from fp32 then",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
