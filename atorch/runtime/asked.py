@@ -56,18 +56,13 @@ def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, tor
             hooks[key] = Postponed(hooks[key], later)  # in place, so that its handle still removes it
 
 
-def _is_made_here(hook: Any) -> bool:
-    """Whether it is this package's, though it may expect a gradient, as chunks' do, which take it away."""
-    return getattr(getattr(hook, "func", hook), "__module__", "").startswith("atorch.")
-
-
 @contextmanager
 def muted(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, users' hooks on accumulated gradients are not called: an optimizer may step in them."""
     held: list[tuple[dict[int, Any], int, Any]] = []
     with torch._C.DisableTorchFunctionSubclass():
         for hooks in filter(None, [each._post_accumulate_grad_hooks for each in parameters]):
-            users = {key: each for key, each in hooks.items() if isinstance(each, Postponed) or not _is_made_here(each)}
+            users = {key: each for key, each in hooks.items() if isinstance(each, Postponed) or not is_own(each)}
             held += [(hooks, key, each) for key, each in users.items()]
             hooks.update(dict.fromkeys(users, expects_none(lambda parameter: None)))
     try:

@@ -40,12 +40,13 @@ def broadcast(shares: Iterable[tuple[int, Sequence[Tensor]]], group: dist.Proces
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Let every rank's tensors, of which all have the same, be their mean."""
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.all_reduce(flat, group=group)
-        flat /= group.size()
-        for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.detach().copy_(piece.view(tensor.shape))
+    with torch._C.DisableTorchFunctionSubclass():  # gradients that refuse to be mixed are not mixed here
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat, group=group)
+            flat /= group.size()
+            for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.detach().copy_(piece.view(tensor.shape))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

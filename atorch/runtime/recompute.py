@@ -251,8 +251,10 @@ def _runner(options: _Options) -> _Function:
 def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: tuple[Any, ...], kwargs: _Kwargs) -> Any:
     """`forward(*args, **kwargs)`, checkpointed where gradients are recorded. The `owners` hold its tensors."""
     # Compiled code cannot ask whether checkpointing is disabled; it checkpoints whatever the context it runs in.
-    is_disabled = not torch.compiler.is_compiling() and _disabled.get()
-    is_disabled |= torch._C._functorch.peek_interpreter_stack() is not None  # torch.func takes no recomputation
+    # Nor can what torch.func transforms be recomputed.
+    is_disabled = not torch.compiler.is_compiling() and (
+        _disabled.get() or torch._C._functorch.peek_interpreter_stack() is not None
+    )
     if is_disabled or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():

@@ -46,13 +46,14 @@ class Ties:
     @torch.no_grad()
     def add_up(self) -> None:
         """Let every copy's gradient be the sum of all."""
-        for places, copies in self._ties:
-            gradients = [_gradient(each) for each in copies]
-            own = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
-            found = self._exchanged(own.contiguous(), places)
-            total = torch.stack(found).sum(0) if len(found) > 1 else own
-            for gradient in gradients:
-                gradient.copy_(total)
+        with torch._C.DisableTorchFunctionSubclass():  # gradients of a stage refuse to be added up by a loop
+            for places, copies in self._ties:
+                gradients = [_gradient(each) for each in copies]
+                own = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+                found = self._exchanged(own.contiguous(), places)
+                total = torch.stack(found).sum(0) if len(found) > 1 else own
+                for gradient in gradients:
+                    gradient.copy_(total)
 
     def _exchanged(self, own: Tensor, places: Sequence[int]) -> list[Tensor]:
         """What each of the processes has, in their order."""
