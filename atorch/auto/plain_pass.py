@@ -150,7 +150,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
             if shares == 1 or not (still_seen.draws or still_seen.moves_buffers):  # as quantization's observers do
                 evaluating = still_seen.figures
         training = seen.figures
-        by_share = (training,) if shares == 1 else ()
+        by_share: tuple[Figures, ...] = (training,) if shares == 1 else ()
         if shares > 1 and not lone.communicates:
             by_share = _by_share(ctx, batch, 1 if is_repeated else shares, within, training)
         if is_repeated and _on_every_process(lambda: _adds_up(ctx, batch, within, BANDS[seen.precision][0])):

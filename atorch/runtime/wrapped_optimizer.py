@@ -31,9 +31,10 @@ class WrappedOptimizer(Optimizer):
         self._share()
 
     @property
-    def state(self) -> MutableMapping[torch.Tensor, Any]:
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         """The inner optimizer's state; another that is put here is put there."""
-        return _StatesOfCopies(self.inner.state, self.copied) if self.copied else self.inner.state
+        states: Any = self.inner.state
+        return _StatesOfCopies(states, self.copied) if self.copied else states  # type: ignore[return-value]
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
