@@ -25,7 +25,9 @@ def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None
     """What `work` makes of the context's model; or why it failed on some process. All of them call this together.
 
     With `more_bytes` it has failed as well where its peak on a GPU leaves less than that of memory: what never took a
-    step has no states of its optimizer yet. Where it failed the model, with its values, buffers and gradients, and random states are as before on all
+    step has no states of its optimizer yet.
+
+    Where it failed the model, with its values, buffers and gradients, and random states are as before on all
     processes, and the groups that it made are closed.
     """
     kept, random_state, made = Snapshot(ctx.root), RandomState.now(), list[T]()

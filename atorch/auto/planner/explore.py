@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,8 +30,8 @@ STEPS = 9  # of a dry run, about
 TRAINING_S = 600.0  # how long training lasts at least, and at least an epoch: what pays for runs
 TRAINING_LIMITS = 10.0  # and at least so many times the limit that the user gives to the search
 MAX_CONTENDERS = 4
-NEAR = {"cpu": 0.35}  # of a step: what came this close to the best is compared with it, where machines are as noisy
-QUIET = 0.03  # the same elsewhere
+NEAR: Mapping[str, float] = {"cpu": 0.35}  # of a step: what came this close to the best is compared with it
+QUIET = 0.03  # the same where machines are less noisy
 SAVING = ("checkpoint", "chunk", "micro_batch", "offload")  # memory, for time
 ROOM = 0.8  # of a device's usable memory: what needs no more fits with room
 

@@ -2,8 +2,8 @@
 
 Rank 0 decides what is tried and what is taken, and the others follow. What is run is what is worth most (`explore`),
 and every measurement corrects the estimates of all others (`guide`). What then cannot be told from the best is
-measured again in turns (`comparison`). What was measured is kept for the next search on the machine (`calibration`). Nothing is
-interrupted: the clock is looked at between runs and their phases.
+measured again in turns (`comparison`). What was measured is kept for the next search on the machine (`calibration`).
+Nothing is interrupted: the clock is looked at between runs and their phases.
 """
 
 from __future__ import annotations
