@@ -98,7 +98,7 @@ class Explorer:
     def next_run(self) -> int | None:
         """The run that is worth most, in seconds that it saves in training less those that it takes; None for none."""
         worth = self._worth(self._taken())
-        if not worth and self._clock.limit is not None:  # who gives a limit has the time for what else may be faster
+        if not worth:
             worth = self._worth(self._alive())
         return max(worth, key=worth.__getitem__, default=None)
 
@@ -148,7 +148,9 @@ class Explorer:
         expected = np.where(taken, self._guide.expected(), np.inf)
         best = int(expected.argmin())
         if best not in self.measured:
-            tied = np.flatnonzero(expected <= expected[best] + TIE).tolist()
+            margin = np.full(len(taken), TIE)
+            margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
+            tied = np.flatnonzero(expected <= expected[best] + margin).tolist()
         else:
             tied = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
         return min(tied, key=lambda i: (i != self.baseline, len(self._candidates[i].strategy), expected[i]))
