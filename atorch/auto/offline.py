@@ -30,7 +30,7 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, shown
 from atorch.logs import logger
 from atorch.profiler.tensors import tensor_bytes
-from atorch.profiler.trace import trace
+from atorch.profiler.trace import OfLength, trace
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def subject_of(
 
     Args:
         model: a module, a function that makes one, or a profile, which needs no tracing and no `sample_batch`.
-        job: arguments of `make_context` beside the model.
+        job: arguments of `make_context` beside the model, and `of_length`, as `trace` takes it.
 
     Raises:
         ArgumentError: the model cannot be traced, or an argument does not hold.
@@ -149,7 +149,7 @@ def plan_for(
 
     def ask(reserve: float) -> ClusterPlan:
         with doing("searching for the best strategy"):
-            return answer(
+            found = answer(
                 subject.profile,
                 cluster,
                 global_batch=batch,
@@ -163,6 +163,7 @@ def plan_for(
                 advise=advise,
                 count=True,
             )
+        return replace(found, notes=(*_kernel_notes(subject.profile), *found.notes))
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:
@@ -255,13 +256,32 @@ def _asked(ask: Ask, memory_bytes: float, rooms: Iterable[float]) -> ClusterPlan
 
 def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    ctx = make_context(model, **job, world=alone, cluster=cluster)
+    arguments = {name: value for name, value in job.items() if name != "of_length"}
+    ctx = make_context(model, **arguments, world=alone, cluster=cluster)
     batch = ctx.prepare_input(sample_batch, alone.device)
     kind, counts = cluster.device.type, ctx.num_counts(batch)
+    of_length: OfLength | None = job.get("of_length")
+    if of_length is not None:
+        length, make = of_length
+        of_length = length, lambda size: ctx.prepare_input(make(size), alone.device)
     profile = trace(
-        model, batch, ctx.call_model, ctx.loss_func, ctx.make_optimizer, device_type=kind, num_counts=counts
+        model,
+        batch,
+        ctx.call_model,
+        ctx.loss_func,
+        ctx.make_optimizer,
+        device_type=kind,
+        num_counts=counts,
+        of_length=of_length,
     )
     return Subject(profile, ctx, batch)
+
+
+def _kernel_notes(profile: ModelProfile) -> tuple[str, ...]:
+    if not profile.kernels:
+        return ()
+    packages = ", ".join(profile.kernels)
+    return (f"the figures are those of fused kernels; training without {packages} is much slower: install them",)
 
 
 def _module(made: object) -> nn.Module:

@@ -1,50 +1,47 @@
 """The job that a Hugging Face `config.json` means: its model with random weights, and the loss that comes with it.
 
-The model's class is one of transformers' own, found by the config's `model_type`; no code that a config names is run.
+The config's `architectures` name one of transformers' own classes. No code that a config names is run.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
-IMAGES = "ImageClassification"
-FAMILIES = ("CausalLM", "Seq2SeqLM", "MaskedLM", IMAGES)  # of transformers' AutoModelFor…
-DEFAULT_SIZE = 224  # of images, for networks that take any
-DEFAULT_SEQ = 4096  # tokens of a sample, for models that take as many
-ROTARY = ("rope_parameters", "rope_theta", "rope_scaling")  # in configs of models that compute positions
+from atorch.cli import samples
+
+FAMILIES = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")  # of AutoModelFor…, where no class is named
 
 
 def job_of(path: Path, seq: int | None) -> dict[str, Any]:
     """The arguments of `atorch.plan` for training the model of a config in fp32, as precision methods expect it.
 
     Raises:
-        ArgumentError: the file is no config, or of a model that transformers does not have.
+        ArgumentError: the file is no config, or of a model that transformers does not have, or no batch fits it.
         CapabilityError: transformers is not installed.
     """
     import torch
 
-    from atorch.errors import ArgumentError
-
-    config, auto = _found(path)
-    reads_images = auto.__name__.endswith(IMAGES)
-    if reads_images and seq is not None:
-        raise ArgumentError(f"{path} is of a model that reads images; leave --seq out")
-    most = getattr(config, "max_position_embeddings", None)
-    if not reads_images and seq is None:
-        seq = min(DEFAULT_SEQ, most or DEFAULT_SEQ)
-        typer.echo(f"--seq is not given: {seq:,} tokens a sample", err=True)
-    if seq is not None and most and seq > most and not any(hasattr(config, name) for name in ROTARY):
-        raise ArgumentError(f"{path} is of a model with a table of {most:,} positions; give --seq {most} at most")
+    config, kind = _found(path)
+    form = samples.Form(config, kind, path)
+    length = form.length(seq)
+    if seq is None and length:
+        typer.echo(f"--seq is not given: {length:,} tokens a sample", err=True)
     return {
-        "model": lambda: auto.from_config(config, dtype=torch.float32),
-        "sample_batch": _image(config) if reads_images else _tokens(seq or 0),
+        "model": partial(_model, kind, config),
+        "sample_batch": form.batch(length),
+        "of_length": (length, form.batch) if length else None,
         "model_input_format": "unpack_dict",
         "loss_func": lambda batch, output: output.loss,
         "optim_func": torch.optim.AdamW,
     }
+
+
+def _model(kind: Any, config: Any) -> Any:
+    return kind(config).float()
 
 
 def _found(path: Path) -> tuple[Any, Any]:
@@ -65,12 +62,19 @@ def _found(path: Path) -> tuple[Any, Any]:
             f"{near_miss(str(kind), transformers.CONFIG_MAPPING)}"
         )
     config = _made(transformers.CONFIG_MAPPING[kind], data, path)
-    trained_as = "".join(data.get("architectures") or ())
-    for family in sorted(FAMILIES, key=lambda name: name not in trained_as):  # the one that it names comes first
-        auto = getattr(transformers, f"AutoModelFor{family}")
-        if type(config) in auto._model_mapping:
-            return config, auto
-    raise ArgumentError(f"{path} is of a {kind}, which is none of {', '.join(FAMILIES)}; write a job for it")
+    names = [name for name in data.get("architectures") or () if isinstance(name, str)]
+    for name in names:
+        found = getattr(transformers, name, None)
+        if getattr(found, "config_class", None) is type(config) and samples.has_loss(found):
+            return config, found
+    for family in FAMILIES:
+        found = getattr(transformers, f"AutoModelFor{family}")._model_mapping.get(type(config), None)
+        if found is not None:
+            return config, found[0] if isinstance(found, tuple) else found
+    raise ArgumentError(
+        f"{path} is of a {kind}, and its architectures {names} name no class of transformers that has a loss; "
+        "name one, or write a job for it"
+    )
 
 
 def _made(kind: Any, data: dict[str, Any], path: Path) -> Any:
@@ -103,21 +107,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ArgumentError(f"{path} holds no object; give a model's config.json")
     return {**data, "use_cache": False}
-
-
-def _tokens(seq: int) -> dict[str, Any]:
-    import torch
-
-    tokens = torch.zeros(1, seq, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def _image(config: Any) -> dict[str, Any]:
-    import torch
-
-    size = getattr(config, "image_size", DEFAULT_SIZE)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return {
-        "pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width),
-        "labels": torch.zeros(1, dtype=torch.long),
-    }

@@ -212,8 +212,9 @@ def _read(source: Source, seq: int | None, cluster: ClusterSpec) -> Subject:
     began = time.monotonic()
     with telling(f"reading {source.title}"):
         subject = source.subject(seq, cluster)
-    count = format_count(subject.profile.num_params)
-    typer.echo(f"{count} parameters, read in {format_seconds(time.monotonic() - began)}", err=True)
+    count, ctx = format_count(subject.profile.num_params), subject.ctx
+    kind = f", {type(ctx.root).__name__}" if ctx else ""
+    typer.echo(f"{count} parameters{kind}, read in {format_seconds(time.monotonic() - began)}", err=True)
     return subject
 
 

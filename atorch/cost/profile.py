@@ -138,6 +138,9 @@ class ModelProfile:
     block_classes: frozenset[str] = frozenset()  # of those, in repeated blocks
     attention: AttentionKind = "fused"
     num_counts: int = 0  # figures that ranks tell each other each step, as the loss may be a mean over labels
+    kernels: tuple[
+        str, ...
+    ] = ()  # packages of fused kernels that are not installed, and that it counts as if they were
     traced: bool = True  # False where the model could not be traced on fake tensors and ran for real
 
     @property

@@ -10,12 +10,12 @@ whole. Names play no part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["product", "attention", "reduction", "join", "sum", "choice", "gather", "table", "other"]
+Kind = Literal["product", "attention", "reduction", "join", "sum", "choice", "gather", "table", "kernel", "other"]
 Split = Literal["columns", "rows", "none"]
 Value = int  # a tensor's storage, by identity
 
@@ -31,7 +31,7 @@ class Node:
 
     kind: Kind
     reads: tuple[Value, ...]
-    writes: tuple[Value, ...]
+    writes: Collection[Value]
     is_float: bool = True
     # Of a product: its activations, how many rows in all, and the other two sizes.
     data: Value = 0
@@ -119,6 +119,9 @@ class _Flow:
         split = frozenset[int]().union(*(state for state in states if state))
         if not split:
             return _STREAM if _STREAM in states else None
+        if node.kind == "kernel":  # of all its inputs together, whatever it does with them
+            self.whole |= split
+            return _STREAM
         if node.kind in ("attention", "join"):
             return split
         if node.kind == "reduction" and self._needs_all(node, split):

@@ -2,13 +2,18 @@
 
 Operations are seen below autograd; what backward needs is seen by saved-tensor hooks. A value is a tensor's storage:
 views are the same value, and so is what was written in place.
+
+transformers runs PyTorch operations in place of a fused kernel that is not installed here. All operations of one such
+call are recorded as the kernel that people train with: one operation that saves its inputs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +32,11 @@ _FREE = frozenset(
 )
 _NARROW = (torch.bfloat16, torch.float16)
 _SAVING = torch.ops.aten.detach  # as `Recorder.save` does
+_KERNELS = "hub_kernels.py"  # where transformers calls what stands in for a kernel
+
+
+class TooManyCallsError(Exception):
+    """One stretch calls more operations than is worth following, as a loop over tokens does."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +70,7 @@ class Stretch:
     like: Stretch | None = None  # the one that it repeats, which has the operations
     operations: list[Operation] = field(default_factory=list)
     num_views: int = 0  # calls that look at a value another way, and launch nothing
+    num_calls: int = 0
     saved: dict[Value, int] = field(default_factory=dict)  # bytes that are saved for backward, here first
     needed: set[Value] = field(default_factory=set)  # inputs that backward needs, saved here first or not
     inputs: dict[Value, int] = field(default_factory=dict)  # bytes of what a block is given
@@ -77,6 +88,7 @@ class Recorder:
         weights: parameters of the model that runs, by number. These and `buffers` are held anyway, and never saved.
         batch: the tensors it is given.
         casts_apart: weights that are cast to 16 bits are neither saved nor moved: costs keep account of them.
+        max_calls: operations that a stretch may call; 0: any number.
     """
 
     def __init__(
@@ -86,6 +98,7 @@ class Recorder:
         batch: Any,
         *,
         casts_apart: bool = False,
+        max_calls: int = 0,
     ) -> None:
         self.stretches = [Stretch()]
         self.made: dict[Value, int] = {}  # value → place of the stretch that computed it
@@ -98,7 +111,11 @@ class Recorder:
         # What is computed from weights, and what else is no mask and no table of positions: the batch's own numbers.
         self.activations = {self.value(each) for each in tensors_of(batch) if each.is_floating_point()}
         self.fused_attention = False  # whether a block called `scaled_dot_product_attention`
-        self._is_on, self._casts_apart = True, casts_apart
+        self._is_on, self._casts_apart, self.max_calls = True, casts_apart, max_calls
+        self.output_bytes = 0
+        self.kernels: set[str] = set()  # packages of fused kernels that are not installed
+        self._kernel: FrameType | None = None  # the last call of one, and the values that were made in it
+        self._in_kernel: dict[Value, None] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -130,7 +147,7 @@ class Recorder:
         if self._is_on and value not in self._held:
             if value in here.inputs:
                 here.needed.add(value)
-            if value not in self.all_saved:
+            if value not in self.all_saved and not self._is_inner(value):
                 self.all_saved.add(value)
                 here.saved[value] = _storage(tensor).nbytes()
         return tensor.detach()  # an operation that saves its own output would hold itself for ever
@@ -138,11 +155,17 @@ class Recorder:
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note one call of an aten operation."""
         packet, here = func._overloadpacket, self.stretches[-1]
+        here.num_calls += 1
         results = list(tensors_of(out))
         writes = {self.value(each): each for each in results}
         operands = {self.value(each): each for each in tensors_of((args, kwargs))}
         is_alias = not func._schema.is_mutable and writes.keys() <= operands.keys()
         if not self._is_on or func.namespace == "prim":
+            return
+        if (kernel := _kernel_call()) is not None:
+            self._call_kernel(kernel, operands, writes)
+            found = attention_of(func, args, kwargs) or product_of(packet, args, out, self._is_weight)
+            here.operations[-1].flops += found.flops if isinstance(found, Attention) else 0.0
             return
         if is_alias:
             here.num_views += packet is not _SAVING
@@ -180,6 +203,37 @@ class Recorder:
             self._attention(operation, found)
         else:
             self._other(operation, operands, results)
+
+    def _is_inner(self, value: Value) -> bool:
+        return self._kernel is not None and _kernel_call() is self._kernel and value in self._in_kernel
+
+    def _call_kernel(
+        self, kernel: FrameType, operands: Mapping[Value, torch.Tensor], writes: Mapping[Value, torch.Tensor]
+    ) -> None:
+        """Note an operation of a kernel's stand-in: what it reads from outside the kernel is read and saved."""
+        here = self.stretches[-1]
+        if kernel is not self._kernel:
+            self._kernel, self._in_kernel = kernel, {}
+            self.kernels.add(str(kernel.f_locals.get("package", "kernels")))
+            here.operations.append(Operation(node=Node(kind="kernel", reads=(), writes=self._in_kernel)))
+        operation = here.operations[-1]
+        given = {value: each for value, each in operands.items() if value not in self._in_kernel}
+        here.params.update((number, None) for value in given for number in self._weights.get(value, ()))
+        read = {value: each for value, each in given.items() if value not in self._weights}
+        fresh = {value: each for value, each in read.items() if value not in operation.node.reads}
+        self._note_reads(here, fresh)
+        for each in fresh.values():
+            if each.is_floating_point():
+                self.save(each)
+        operation.node.reads += tuple(fresh)
+        operation.data_bytes += sum(map(_touched_bytes, fresh.values()))
+        made = {value: each for value, each in writes.items() if value not in operands}
+        self._in_kernel.update(dict.fromkeys(made))
+        self.activations.update(value for value, each in made.items() if each.is_floating_point())
+        for value in made:
+            self.made.setdefault(value, len(self.stretches) - 1)
+        operation.moved_bytes = operation.data_bytes + sum(map(_touched_bytes, made.values()))
+        operation.working_bytes = max(operation.working_bytes, operation.moved_bytes)
 
     def _note_reads(self, here: Stretch, reads: Mapping[Value, torch.Tensor]) -> None:
         place = len(self.stretches) - 1
@@ -250,9 +304,19 @@ class _Functions(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if 0 < self.recorder.max_calls < self.recorder.stretches[-1].num_calls:
+            raise TooManyCallsError  # here, as autograd cannot pass on what operations below it raise
         if func is functional.scaled_dot_product_attention and self.recorder.stretches[-1].block:
             self.recorder.fused_attention = True
         return func(*args, **(kwargs or {}))
+
+
+def _kernel_call() -> FrameType | None:
+    """The call of a kernel's stand-in that runs, if one does."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.endswith(_KERNELS):
+        frame = frame.f_back
+    return frame
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

@@ -261,7 +261,7 @@ def _region(stretch: Stretch, layout: Layout, *, is_inside: bool) -> Region:
 
 def _attention(operations: Sequence[Operation]) -> dict[str, Any]:
     """The fields of a segment that say how it attends; heads are what the first of its products sums over."""
-    found = [each for each in operations if each.flops]
+    found = [each for each in operations if each.flops and each.node.kind != "kernel"]
     fused = [each for each in found if each.num_heads]
     return {
         "head_dim": min((each.head_dim for each in fused or found), default=0),

@@ -31,13 +31,18 @@ from atorch.profiler.alike import groups_of_alike
 from atorch.profiler.by_token import watch_outside
 from atorch.profiler.copying import copy_with, lazy_copy_with
 from atorch.profiler.devices import as_on
-from atorch.profiler.recording import Recorder
+from atorch.profiler.lengths import TIMES, UNIT, at_length, foretold
+from atorch.profiler.recording import Recorder, TooManyCallsError
 from atorch.profiler.replaying import Blocks
 from atorch.profiler.segments import Ownership, segments_of
 from atorch.profiler.tensors import batch_size, map_tensors, tensor_bytes, tensors_of
 
 CallModel = Callable[[nn.Module, Any], Any]
 LossFunc = Callable[[Any, Any], Any]
+OfLength = tuple[int, Callable[[int], Any]]
+"""Tokens of a sample, and a function that makes one of others."""
+
+MAX_CALLS = 1000  # of operations in a block, where shorter samples can be made
 MakeOptimizer = Callable[[Any], Any]
 _SIDE = 64  # of the matrix that an optimizer is tried on
 _UNFUSED = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passes take 2.55 times those 7 on an H200
@@ -53,6 +58,9 @@ class _Job:
     loss_func: LossFunc | None
     device_type: str
     blocks: Mapping[str, nn.Module]
+    of_length: OfLength | None = None
+    max_calls: int = 0
+    is_short: bool = False  # whether short samples are traced in place of the sample
     numbers: Literal["own", "half", "autocast"] = "own"  # those that the model is in, or as a method runs it
 
     @property
@@ -71,6 +79,7 @@ def trace(
     device_type: str = "cpu",
     parts: Mapping[str, nn.Module] | None = None,
     num_counts: int = 0,
+    of_length: OfLength | None = None,
 ) -> ModelProfile:
     """What one forward pass of `model` on `sample_batch`, and its loss, do and keep.
 
@@ -81,6 +90,7 @@ def trace(
         parts: modules, none inside another, of which every run becomes a segment of its own, and so does what lies
             between two; None: the repeated blocks, of which equal ones that follow one another are one segment.
         num_counts: figures that ranks exchange each step on what the loss is a mean over.
+        of_length: what goes through its tokens one by one is traced with shorter samples.
 
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, is on the meta device and cannot run on fakes, or
@@ -89,10 +99,10 @@ def trace(
     if next(model.parameters(), None) is None:
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     blocks = repeated_blocks(model) if parts is None else parts
-    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks)
+    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks, of_length)
     ownership, groups = Ownership.of(model, blocks), groups_of_alike(blocks)
     with preserved_rng():
-        recorder, output, traced = _run(job, groups)
+        job, recorder, traced = _of_length(job, groups)
         narrow = [
             _in_16_bits(each, groups) if traced else None
             for each in (replace(job, numbers="half"), replace(job, numbers="autocast"))
@@ -115,13 +125,14 @@ def trace(
         param_bytes=sum(map(tensor_bytes, parameters)),
         trainable_bytes=sum(map(tensor_bytes, trainable)),
         buffer_bytes=sum(map(tensor_bytes, model.buffers())),
-        output_bytes=sum(map(tensor_bytes, tensors_of(output))),
+        output_bytes=recorder.output_bytes,
         **_of_optimizer(stepped),
         optim_is_elementwise=make_optimizer is None or is_elementwise(None if stepped is None else stepped[0]),
         module_classes=_class_names([model]),
         block_classes=_class_names(repeated_blocks(model).values()),
         attention=_attention(recorder, model),
         num_counts=num_counts,
+        kernels=tuple(sorted(recorder.kernels)),
         traced=traced,
     )
 
@@ -140,7 +151,25 @@ def _class_names(models: Iterable[nn.Module]) -> frozenset[str]:
     return frozenset(type(module).__name__ for model in models for module in model.modules())
 
 
-def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, bool]:
+def _of_length(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[_Job, Recorder, bool]:
+    """The pass on the sample, or where that would take long and shorter ones foretell it, on those."""
+    if job.of_length is None:
+        return job, *_run(job, groups)
+    length, make = job.of_length
+    try:
+        return job, *_run(replace(job, max_calls=MAX_CALLS), groups)
+    except TooManyCallsError:
+        logger.info("the model calls more than %d operations in a block; shorter samples are traced", MAX_CALLS)
+    try:
+        recorder = foretold(lambda size: _once(replace(job, batch=make(size)), groups), length)
+        if recorder is not None:
+            return replace(job, is_short=True), recorder, True
+    except Exception as error:  # a stranger's model may fail in any way on a short sample
+        logger.info("the model does not take shorter samples: %s", error)
+    return job, *_run(job, groups)
+
+
+def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, bool]:
     """The forward pass on fakes, each group of equal blocks run once; else every block; else for real.
 
     User code may fail on fakes in any way, and where equal blocks leave something behind for others, if only one runs;
@@ -148,8 +177,8 @@ def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, boo
     """
     for equal in (groups, ()):
         try:
-            return *_on_fakes(job, equal), True
-        except OriginalReachedError:
+            return _on_fakes(job, equal), True
+        except (OriginalReachedError, TooManyCallsError):
             raise
         except Exception as error:
             fault = error
@@ -160,11 +189,11 @@ def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any, boo
         ) from fault
     logger.info("the model is traced by a real run, it does not run on fake tensors: %s", fault)
     try:
-        return *_for_real(job), False
+        return _for_real(job), False
     except OriginalReachedError:
         raise
     except Exception as error:  # either its own, or it does not run while it is recorded, as what torch.func.grad does
-        found = *_for_real(job, is_seen=False), False
+        found = _for_real(job, is_seen=False), False
         logger.warning("what the model computes is not known, it does not run while it is recorded: %s", error)
         return found
 
@@ -175,7 +204,7 @@ def _in_16_bits(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder | None:
         return None
     try:
         with muted("torch._subclasses.fake_tensor"):
-            return _on_fakes(job, groups)[0]
+            return _on_fakes(job, groups)
     except Exception as error:  # a stranger's model may fail in any way where it meets 16 bits
         logger.info("what %s takes is reckoned from fp32, as the model fails there: %s", job.numbers, error)
         return None
@@ -196,7 +225,15 @@ def _with_results(segment: Segment, in_half: Segment) -> Segment:
     return replace(segment, inside=replace(segment.inside, selective_bytes=results))
 
 
-def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any]:
+def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
+    if not job.is_short or job.of_length is None:
+        return _once(job, groups)
+    length, make = job.of_length
+    short = [_once(replace(job, batch=make(times * UNIT)), groups) for times in TIMES]
+    return at_length(short, length)
+
+
+def _once(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
     from atorch.profiler.fakes import Fakes
 
     fakes = Fakes(dtype=torch.bfloat16 if job.numbers == "half" else None)
@@ -206,7 +243,7 @@ def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, Any
     return _record(job, duplicate, functions, batch, groups, fakes.running())
 
 
-def _for_real(job: _Job, is_seen: bool = True) -> tuple[Recorder, Any]:
+def _for_real(job: _Job, is_seen: bool = True) -> Recorder:
     device = next(job.model.parameters()).device
     batch = map_tensors(lambda tensor: tensor.to(device), job.batch)
     duplicate, functions = lazy_copy_with(job.model, job.functions, device)
@@ -221,11 +258,12 @@ def _record(
     groups: Sequence[Sequence[str]],
     mode: AbstractContextManager[None],
     is_seen: bool = True,
-) -> tuple[Recorder, Any]:
+) -> Recorder:
     call_model, loss_func = functions
     numbers = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
     weights = {numbers[name]: tensor for name, tensor in duplicate.named_parameters()}
-    recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=job.numbers == "autocast")
+    is_autocast = job.numbers == "autocast"
+    recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=is_autocast, max_calls=job.max_calls)
     blocks = {name: duplicate.get_submodule(name) for name in job.blocks}
     if is_seen:
         Blocks(recorder, groups).watch(blocks)
@@ -237,12 +275,13 @@ def _record(
         stack.enter_context(recorder.recording() if is_seen else nullcontext())
         stack.enter_context(Originals(job.model))
         stack.enter_context(alone())  # one process traces
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers == "autocast"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             output = call_model(duplicate, batch)
         if loss_func is not None:
             with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers != "own"):
                 loss_func(batch, output)
-    return recorder, output
+    recorder.output_bytes = sum(map(tensor_bytes, tensors_of(output)))
+    return recorder
 
 
 def optimizer_state_per_param(make_optimizer: MakeOptimizer) -> float:

@@ -18,6 +18,28 @@ SMALL = {
 LLAMA = {"model_type": "llama", **SMALL, "torch_dtype": "bfloat16"}
 BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SMALL}
 T5 = {"model_type": "t5", "num_layers": 2, "d_model": 64, "vocab_size": 100, "decoder_start_token_id": 0}
+WHISPER = {
+    "model_type": "whisper",
+    "architectures": ["WhisperForConditionalGeneration"],
+    **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")},
+    "d_model": 64,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_source_positions": 50,
+    "vocab_size": 51900,
+}
+BART = {**WHISPER, "model_type": "bart", "architectures": ["BartForConditionalGeneration"], "vocab_size": 100}
+CLASSIFIED = {**BERT, "architectures": ["BertForSequenceClassification"]}
+NAMELESS = {**BERT, "architectures": ["BertModel"]}  # without a loss
+PART = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAVA = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "text_config": {"model_type": "llama", **PART, "vocab_size": 100},
+    "vision_config": {"model_type": "clip_vision_model", **PART, "image_size": 32, "patch_size": 8},
+    "image_token_id": 99,
+    "vision_feature_layer": -1,
+}
 VIT = {"model_type": "vit", **SMALL, "image_size": 32, "patch_size": 8}
 RESNET = {"model_type": "resnet"}
 
@@ -42,6 +64,11 @@ def written(tmp_path):
         (T5, 16, "T5ForConditionalGeneration", (1, 16)),
         (VIT, None, "ViTForImageClassification", (1, 3, 32, 32)),
         (RESNET, None, "ResNetForImageClassification", (1, 3, 224, 224)),
+        (WHISPER, 16, "WhisperForConditionalGeneration", (1, 80, 100)),
+        (BART, 16, "BartForConditionalGeneration", (1, 16)),
+        (CLASSIFIED, 16, "BertForSequenceClassification", (1, 16)),
+        (NAMELESS, 16, "BertLMHeadModel", (1, 16)),
+        (LLAVA, 20, "LlavaForConditionalGeneration", (1, 20)),
     ],
 )
 def test_a_config_means_a_job(data, seq, name, shape, written):
@@ -73,7 +100,11 @@ def test_a_sample_is_as_long_as_the_model_takes_and_no_longer_than_usual(most, l
         ({**LLAMA, "hidden_size": "wide"}, 16, "is no config of a llama that transformers"),
         ({"hidden_size": 64}, 16, "has no model_type, so it is no model's config"),
         (VIT, 16, "reads images; leave --seq out"),
-        ({"model_type": "wav2vec2"}, 16, "is of a wav2vec2, which is none of CausalLM"),
+        ({"model_type": "wav2vec2"}, 16, "name no class of transformers that has a loss; name one"),
+        ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}, 16, "which takes input_values for CTC: no"),
+        ({**WHISPER, "max_target_positions": 40}, 41, "a table of 40 positions; give --seq 40 at most"),
+        ({**BERT, "model_type": "roberta", "max_position_embeddings": 66}, 65, "give --seq 64 at most"),
+        ({**BERT, "max_position_embeddings": 64}, 65, "a table of 64 positions; give --seq 64 at most"),
     ],
 )
 def test_what_means_no_job_is_named(data, seq, told, written):

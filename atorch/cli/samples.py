@@ -1,0 +1,181 @@
+"""Sample batches that transformers' models take, from the parameters of `forward` and the config."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atorch.errors import ArgumentError
+
+DEFAULT_SIZE = 224  # of images, for networks that take any
+DEFAULT_SEQ = 4096  # tokens of a sample, for models that take as many
+LOSSES = ("labels", "return_loss", "start_positions")  # parameters of `forward` that ask for a loss
+PLACES = ("max_position_embeddings", "max_target_positions", "n_positions")  # in configs: tokens that a table is for
+PADDING = 2  # rows of some tables that stand for no position
+NEEDS = ("labels", "start_positions", "end_positions", "input_ids", "pixel_values", "input_features")
+
+
+def has_loss(kind: Any) -> bool:
+    """Whether models of a class return a loss."""
+    return any(name in _parameters(kind) for name in LOSSES) or kind.__name__.endswith("PreTraining")
+
+
+def _parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)
+
+
+class Form:
+    """The form of a sample of one model.
+
+    Raises:
+        ArgumentError: no batch can be made for it.
+    """
+
+    def __init__(self, config: Any, kind: Any, path: Path) -> None:
+        self.config, self.kind, self.path, self.takes = config, kind, path, _parameters(kind)
+        self.text = config.get_text_config()
+        self.reads_tokens = "input_ids" in self.takes or "decoder_input_ids" in self.takes
+        task = kind.__name__.partition("For")[2]
+        made = kind.main_input_name in NEEDS and not task.endswith(
+            ("Detection", "MultipleChoice", "UniversalSegmentation")
+        )
+        if not made or ("input_features" in self.takes and not hasattr(config, "max_source_positions")):
+            raise self._unmade(f"{kind.main_input_name} for {task}" if task else str(kind.main_input_name))
+
+    def length(self, seq: int | None) -> int:
+        """Tokens of a sample; 0 of a model that reads none.
+
+        Raises:
+            ArgumentError: `seq` is given for a model that reads images, or there are fewer positions.
+        """
+        from atorch.errors import ArgumentError
+
+        if not self.reads_tokens:
+            if seq is not None:
+                raise ArgumentError(f"{self.path} is of a model that reads images; leave --seq out")
+            return 0
+        stated = [most for name in PLACES if (most := getattr(self.text, name, None))]
+        wanted = min((DEFAULT_SEQ, *stated[:1])) if seq is None else seq
+        if not stated or wanted <= min(stated) - PADDING:
+            return wanted
+        most = min(self._places(stated), default=wanted)
+        if seq is not None and seq > most:
+            raise ArgumentError(
+                f"{self.path} is of a model with a table of {most:,} positions; give --seq {most} at most"
+            )
+        return min(wanted, most)
+
+    def _places(self, stated: list[int]) -> list[int]:
+        """Tokens that tables of positions have rows for; none of a model that computes positions."""
+        from torch import nn
+
+        found = []
+        for name, module in self._on_meta().named_modules():
+            own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+            skipped = getattr(module, "offset", 0)
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                skipped = module.padding_idx + 1
+            tables = [each for key, each in own.items() if "pos" in key or _names_table(name)]
+            for rows in (size for each in tables for size in each.shape[: -1 if each.is_floating_point() else None]):
+                found += [rows - skipped] * (rows in stated or rows - skipped in stated)
+        return found
+
+    def _on_meta(self) -> Any:
+        import torch
+
+        with torch.device("meta"):
+            return self.kind(self.config)
+
+    def batch(self, length: int) -> dict[str, Any]:
+        """One sample of so many tokens.
+
+        Raises:
+            ArgumentError: its images take more tokens than it has.
+        """
+        import torch
+
+        made: dict[str, Any] = {}
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        if "input_features" in self.takes:
+            made["input_features"] = torch.zeros(1, self.config.num_mel_bins, 2 * self.config.max_source_positions)
+        elif self.reads_tokens:
+            made["input_ids"] = tokens
+        if "pixel_values" in self.takes:
+            made |= self._images(tokens)
+        one = torch.zeros(1, dtype=torch.long)
+        if "labels" in self.takes:
+            made["labels"] = self._labels(tokens, one, made)
+        elif "start_positions" in self.takes:
+            made |= {"start_positions": one, "end_positions": one}
+        if "next_sentence_label" in self.takes:
+            made["next_sentence_label"] = one
+        return made | ({"return_loss": True} if "return_loss" in self.takes else {})
+
+    def _labels(self, tokens: Tensor, one: Tensor, made: dict[str, Any]) -> Tensor:
+        task = self.kind.__name__.partition("For")[2]
+        if task.endswith("Segmentation"):
+            return one.expand(1, *made["pixel_values"].shape[-2:]).clone()
+        if task.endswith("Classification") and task != "TokenClassification":
+            return one
+        return tokens if self.reads_tokens else one
+
+    def _images(self, tokens: Tensor) -> dict[str, Any]:
+        """An image, whose features stand in place of the first tokens of a model that reads both in one sequence."""
+        import torch
+
+        from atorch.errors import ArgumentError
+
+        vision = getattr(self.config, "vision_config", None) or self.config
+        channels = int(getattr(vision, "num_channels", 0) or getattr(vision, "in_channels", 3))
+        size: Any = getattr(vision, "image_size", None) or DEFAULT_SIZE
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        made = {"pixel_values": torch.zeros(1, channels, height, width)}
+        if "image_grid_thw" in self.takes:  # patches in rows, of images of any size
+            patch = vision.patch_size
+            high, wide, depth = height // patch, width // patch, getattr(vision, "temporal_patch_size", 1)
+            made["pixel_values"] = torch.zeros(high * wide, channels * depth * patch**2)
+            made["image_grid_thw"] = torch.tensor([[1, high, wide]])
+        token = getattr(self.config, "image_token_id", None) or getattr(self.config, "image_token_index", None)
+        if token is None:
+            return made
+        count = self._num_features(made)
+        if count >= tokens.shape[1]:
+            raise ArgumentError(f"an image takes {count:,} tokens of {self.path}; give --seq {count + 1} at least")
+        tokens[0, :count] = token
+        marks = (tokens == token).long()
+        return made | {name: marks for name in ("mm_token_type_ids", "token_type_ids") if name in self.takes}
+
+    def _num_features(self, images: dict[str, Any]) -> int:
+        """Tokens that an image becomes.
+
+        Raises:
+            ArgumentError: the model does not take the image.
+        """
+        from atorch.profiler.fakes import Fakes
+        from atorch.profiler.tensors import tensors_of
+
+        fakes = Fakes()
+        given = {name: fakes.fake_unless_known(each) for name, each in images.items()}
+        try:
+            with fakes.running():
+                found = self.kind(self.config).get_image_features(**given, return_dict=True)
+        except Exception as error:  # a model may fail in any way on an image that it does not take
+            raise self._unmade("images of a form of its own") from error
+        features = getattr(found, "pooler_output", found)
+        return int(sum(each.numel() for each in tensors_of(features)) // self.text.hidden_size)
+
+    def _unmade(self, taken: str) -> ArgumentError:
+        from atorch.errors import ArgumentError
+
+        return ArgumentError(
+            f"{self.path} is of a {self.kind.__name__}, which takes {taken}: no sample can be made for it from a "
+            "config; write a job (FILE.py:NAME) with a sample_batch"
+        )
+
+
+def _names_table(name: str) -> bool:
+    return "pos" in name.rpartition(".")[2] or name.endswith("wpe")
