@@ -155,18 +155,20 @@ class Form:
         Raises:
             ArgumentError: the model does not take the image.
         """
+        from atorch.profiler.copying import copy_with
         from atorch.profiler.fakes import Fakes
         from atorch.profiler.tensors import tensors_of
 
         fakes = Fakes()
         given = {name: fakes.fake_unless_known(each) for name, each in images.items()}
         try:
+            model: Any = copy_with(self._on_meta(), (), fakes.fake)[0]
             with fakes.running():
-                found = self.kind(self.config).get_image_features(**given, return_dict=True)
+                found = model.get_image_features(**given, return_dict=True)
         except Exception as error:  # a model may fail in any way on an image that it does not take
             raise self._unmade("images of a form of its own") from error
         features = getattr(found, "pooler_output", found)
-        return int(sum(each.numel() for each in tensors_of(features)) // self.text.hidden_size)
+        return sum(each.numel() // each.shape[-1] for each in tensors_of(features))
 
     def _unmade(self, taken: str) -> ArgumentError:
         from atorch.errors import ArgumentError

@@ -35,7 +35,6 @@ STRATEGIES: Mapping[str, Mapping[int, Any]] = {
 SHARDED = ("zero2", "fsdp", "bf16 + fsdp")
 
 DEFERRED = ("ddp + micro_batch", "pipeline_parallel")
-UNUSED = "find_unused_parameters=True"
 SPREAD = "spread over 2 processes"
 CLIP = r"clip with atorch.clip_grad_norm\(model, max_norm\)"
 REFUSED: Mapping[tuple[str, str, int], str] = {
@@ -43,8 +42,6 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
        for each in SHARDED for n in (1, 2)},
     **{(habit, each, n): "has a hook on its gradient" for habit in ("hooks_gradients", "hooked")
        for each in SHARDED for n in (1, 2)},
-    **{(habit, each, 2): UNUSED for habit in ("skips_a_block", "freezes_later")
-       for each in ("plain", "zero1 + checkpoint", "ddp + micro_batch")},
     **{(habit, each, 2): "it can only be given to loss_func" for habit in ("has_two_losses", "adds_two_losses")
        for each in DEFERRED},
     **{("clips_by_torch", each, 2): CLIP for each in ("tensor_parallel", "pipeline_parallel")},

@@ -53,6 +53,7 @@ TRANSFORMS = "was called within torch.func"
 ORDERS = "create_graph=True was given"
 COMPARES = "micro_batch finds no weights"
 NOTHING = "can be split over tensor"
+NUMBER = "does not give plain training's number"
 
 REFUSED: Mapping[tuple[str, str, int], str] = {
     **{("pcgrad", strategy, n): ITEM for strategy, n in (("micro_batch", 1), ("micro_batch", 2), ("pipeline", 2))},
@@ -63,7 +64,13 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
        for case in (("fsdp", 1), ("fsdp", 2), ("zero2", 2), ("tensor", 2), ("pipeline", 2))},
     **{("forces", *case): ORDERS for case in (("fsdp", 1), ("fsdp", 2), ("zero2", 2), ("tensor", 2))},
     **{(name, strategy, 2): WAYS for name in ("act", "experts") for strategy in ("zero2", "fsdp")},
-    **{(name, "chunk", 2): SPREAD for name in ("sam", "swav", "dp_sgd", "relora", "ema")},
+    **{(name, "chunk", 2): SPREAD for name in ("swav", "dp_sgd", "relora", "ema")},
+    **{(name, strategy, 2): NUMBER
+       for name, strategy in (("sam", "tensor"), ("sam", "pipeline"), ("sam", "chunk"), ("pcgrad", "tensor"),
+                              ("pcgrad", "chunk"))},
+    **{("pcgrad", strategy, 2): "its shards cannot be laid out" for strategy in ("zero2", "fsdp")},
+    ("pcgrad", "fsdp", 1): "would remove or reshape sharded dimension",
+    ("relora", "chunk", 1): "is kept for a copy or parts of it",
     **{(name, "tensor", 2): NOTHING for name in ("vq", "qat", "experts")},
     # The processes of a tensor axis have the same samples, which are gathered twice.
     ("clip", "tensor", 2): FIRST_PASS,

@@ -36,7 +36,8 @@ def profile(model, size, of_length=None):
     )
 
 
-@pytest.mark.parametrize("make", [mamba, pytest.param(jamba, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("make", [mamba, jamba])
 def test_short_samples_tell_all_of_a_long_one(make, monkeypatch):
     monkeypatch.setattr(importlib.import_module("atorch.profiler.trace"), "MAX_CALLS", 300)
     model, sizes = make(), []
