@@ -163,9 +163,7 @@ def _run_at_scale(
         _clear(result)
         every, lost = _pass(applied, result, expected, group)
         passes = [every]
-        # FairScale's ShardedDDP reduces what earlier passes have reduced once more: its gradients do not add up.
-        adds = all(getattr(each, "backend", None) != "fairscale" for each in applied.strategy or ())
-        if adds and not in_evaluation_mode and max(each.seconds for each in every) <= QUICK_S:
+        if not in_evaluation_mode and max(each.seconds for each in every) <= QUICK_S:
             passes.append(_pass(applied, result, expected, group)[0])
         plain, is_held = _reference(
             applied, expected, every, not expected.depends_on_sharing and _is_explained(applied)

@@ -6,6 +6,7 @@ Needs the package fairscale.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.errors import CapabilityError
+from atorch.runtime.asked import expects_none
 from atorch.runtime.clip import ClipsItself, clip_grads
 from atorch.runtime.wrapper import Wrapper
 
@@ -48,4 +50,14 @@ def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup)
     # No reduction buffers: `zero_grad` as torch has it since 2.0 drops gradients, and FairScale's buffers with them
     # go unnoticed: parameters of the ranks drift apart.
     sharded: nn.Module = Sharded(module, oss, process_group=group, reduce_buffer_size=0)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(expects_none(partial(_keep_average, sharded, parameter, [False])))
     return sharded
+
+
+def _keep_average(sharded: Any, parameter: nn.Parameter, is_averaged: list[bool], _: Tensor | None) -> None:
+    """Multiply an earlier pass's average by the ranks, before the next pass adds to it and divides the sum by them."""
+    if parameter.grad is not None and is_averaged[0]:
+        parameter.grad.mul_(dist.get_world_size(sharded._process_group))
+    is_averaged[0] = not sharded._should_accumulate_grads

@@ -98,8 +98,9 @@ def test_trains_as_one_process_does(pool: Pool, backend: str, name: str) -> None
     assert max(pool.run(trained, backend, name, 1)) <= 1e-4
 
 
-def test_accumulates(pool: Pool) -> None:
-    assert max(pool.run(trained, "torch", "awkward", 2)) <= 1e-4
+@pytest.mark.parametrize("backend", ["torch", "fairscale 1", "fairscale 2"])
+def test_accumulates(pool: Pool, backend: str) -> None:
+    assert max(pool.run(trained, backend, "awkward", 2)) <= 1e-4
 
 
 def test_three_ranks_share_unevenly(pool: Pool) -> None:
