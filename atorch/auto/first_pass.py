@@ -64,7 +64,7 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
     precision = coarser(expected.precision, _precision_of(applied))
     band, noise = BANDS[precision], NOISE.get(precision, 1.0)
     assert applied.strategy is not None, "applied"
-    with told_of(applied.strategy):
+    with as_strategy_errors(applied.strategy):
         found, plain, is_held = _run(applied, result, expected, noise)
     if found.lost is not None:
         raise StrategyError(
@@ -99,7 +99,7 @@ def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> No
 
 
 @contextmanager
-def told_of(strategy: Strategy) -> Iterator[None]:
+def as_strategy_errors(strategy: Strategy) -> Iterator[None]:
     """Inside, what a model raises under a strategy that plain training runs is told as the strategy's fault.
 
     Raises:
@@ -184,8 +184,8 @@ def _run_at_scale(
     return Figures(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=every[0].drawn), plain, is_held
 
 
-class _Told(NamedTuple):
-    """One process's own of a pass."""
+class _Pass(NamedTuple):
+    """A pass on one process."""
 
     share: int
     weight: float  # that its gradients have: a sum is that of all samples, and a rank without labels has no say
@@ -200,7 +200,7 @@ _Compared = tuple[Figures, Figures, bool]
 
 def _pass(
     applied: Context, result: AccelerateResult, expected: PlainPass, group: ProcessGroup | None
-) -> tuple[list[_Told], str | None]:
+) -> tuple[list[_Pass], str | None]:
     """A pass forward and backward, whose gradients are added: by process, and a parameter that was not written."""
     model, began = result.model, time.monotonic()
     attributes = Attributes(model)
@@ -217,7 +217,7 @@ def _pass(
     weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
     part = weight * float(loss.detach()) if weight else 0.0
     share = applied.need_mesh().rank(*BATCH_AXES)
-    return gather_objects(_Told(share, weight, part, state, time.monotonic() - began)), lost
+    return gather_objects(_Pass(share, weight, part, state, time.monotonic() - began)), lost
 
 
 def _is_explained(applied: Context) -> bool:
@@ -226,11 +226,11 @@ def _is_explained(applied: Context) -> bool:
     return not is_named and all(each.is_explained for each in applied.rank_weights)
 
 
-def _num_shares(every: Sequence[_Told]) -> int:
+def _num_shares(every: Sequence[_Pass]) -> int:
     return len({each.share for each in every})
 
 
-def _reference(applied: Context, expected: PlainPass, every: Sequence[_Told], is_whole: bool) -> tuple[Figures, bool]:
+def _reference(applied: Context, expected: PlainPass, every: Sequence[_Pass], is_whole: bool) -> tuple[Figures, bool]:
     """Plain training's figures for a pass, and whether nothing but rounding may lie between.
 
     is_whole: the pass depends on nothing but the batch as a whole. Else it follows from those of the shares, where as

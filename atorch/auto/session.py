@@ -13,7 +13,7 @@ from torch import nn
 from atorch.auto.arguments import Call, Options
 from atorch.auto.attempt import attempt
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.first_pass import cannot_evaluate, check, told_of
+from atorch.auto.first_pass import as_strategy_errors, cannot_evaluate, check
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
@@ -117,7 +117,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     expected = _expected(ctx, place[1], verify) if (verify or cuts) and strategy.methods else None
     ctx = replace(ctx, plain_pass=expected)
     is_run = expected is not None and expected.why_not is None  # by plain training
-    with told_of(strategy) if is_run else nullcontext():
+    with as_strategy_errors(strategy) if is_run else nullcontext():
         applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if waits_for_values and applied.write_value is None:

@@ -76,7 +76,6 @@ class Reduction:
                 self._model.prepare_for_backward()
             else:
                 self._replicas.reducer.prepare_for_backward([])
-            return self._complete()
         return nullcontext()
 
     def afterwards(self) -> None:
@@ -120,20 +119,9 @@ class Reduction:
         assert self._replicas is not None
         before, self._replicas.require_backward_grad_sync = self._replicas.require_backward_grad_sync, True
         try:
-            with self._complete():
-                yield
+            yield
         finally:
             self._replicas.require_backward_grad_sync = before
-
-    @contextmanager
-    def _complete(self) -> Iterator[None]:
-        """A backward pass after which parameters without a gradient are told, as torch tells a plain loop.
-
-        There the next forward pass finds them. Here another backward pass may come first, which torch misunderstands.
-        """
-        assert self._replicas is not None
-        yield
-        self._replicas._check_reducer_finalized()
 
     @contextmanager
     def _held_by_fsdp(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/opt_lib/chunk_trace.py:_Job._copied": "a forward may fail on fakes in any way; then chunk is refused",
     "atorch/auto/opt_lib/chunk_trace.py:_extended": "a model may fail in any way with fewer blocks; then it runs whole",
     "atorch/auto/opt_lib/pipeline_stages.py:split": "raised again, once the model is as it was",
-    "atorch/auto/first_pass.py:told_of": "what a user's model raises under a strategy is told as that strategy's",
+    "atorch/auto/first_pass.py:as_strategy_errors": "what a user's model raises under a strategy names that",
     "atorch/auto/plain_pass.py:tried": "what a user's model, data and loss raise is the reason that is told",
     "atorch/auto/planner/explore.py:_why_not": "what a user's method, model or optimizer raises is the reason",
     "atorch/auto/planner/guard.py:Crew.led": "raised again on rank 0, and told to the others, who would wait for ever",
