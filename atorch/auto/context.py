@@ -204,7 +204,7 @@ class Context:
             parameters = {name: each for name, each in parameters.items() if each in split}
         else:
             return
-        guard_gradients(why, parameters, built.optim, is_whole=not is_scaled and self.layout is None)
+        guard_gradients(why, parameters, built.model, built.optim, is_whole=not is_scaled and self.layout is None)
 
     def give_memory(self, make: Callable[[torch.Tensor, torch.device], torch.Tensor] = unfilled) -> None:
         """Let parameters and buffers that are still on the meta device be real: `build` writes their values.

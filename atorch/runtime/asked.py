@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 
 def can_be_reached(leaf: torch.Tensor) -> bool:
@@ -27,18 +28,43 @@ def expects_none(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Postponed:
-    """A user's hook on accumulated gradients, which would see what is not averaged or whole yet.
+    """A user's hook on a gradient, which would see what is not averaged or whole yet.
 
-    later: called in its place, with itself and the parameter.
+    Args:
+        later: called in its place, with itself and the parameter.
+        parameter: of which the hook takes the gradient (`register_hook`), and may give another; None: the hook takes
+            the parameter once that has its gradient (`register_post_accumulate_grad_hook`).
     """
 
     expects_none = True
 
-    def __init__(self, hook: Callable[[torch.Tensor], None], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
+    def __init__(
+        self,
+        hook: Callable[[torch.Tensor], Any],
+        later: Callable[[Postponed, torch.Tensor], Any],
+        parameter: torch.Tensor | None = None,
+    ) -> None:
         self.hook, self._later = hook, later
+        self._parameter = None if parameter is None else weakref.ref(parameter)  # which C++ lets hold this
 
-    def __call__(self, parameter: torch.Tensor) -> None:
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether it was registered by `register_hook`."""
+        return self._parameter is not None
+
+    def __call__(self, given: torch.Tensor | None) -> Any:
+        parameter = given if self._parameter is None else self._parameter()
+        if parameter is None or given is None:
+            return None
+        if self.takes_gradient and is_captured(get_gradient_edge(parameter).node):
+            return self.hook(given)
         self._later(self, parameter)
+        return None
+
+    def changed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What a hook of `register_hook` makes of a gradient."""
+        made = self.hook(gradient)
+        return gradient if made is None else made
 
 
 def is_own(hook: Any) -> bool:
@@ -49,22 +75,29 @@ def is_own(hook: Any) -> bool:
 
 
 def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
-    """Put `Postponed` in the place of the hooks on accumulated gradients that are not this package's."""
+    """Put `Postponed` in the place of the hooks on gradients that are not this package's."""
     for parameter in parameters:
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        for key in [key for key, hook in hooks.items() if not is_own(hook)]:
-            hooks[key] = Postponed(hooks[key], later)  # in place, so that its handle still removes it
+        for hooks, of in ((parameter._backward_hooks, parameter), (parameter._post_accumulate_grad_hooks, None)):
+            for key in [key for key, hook in (hooks or {}).items() if not is_own(hook)]:
+                hooks[key] = Postponed(hooks[key], later, of)  # in place, so that its handle still removes it
+
+
+def postponed(parameter: torch.Tensor) -> list[Postponed]:
+    """Those hooks of a parameter, in the order in which they run: on its gradient, then on itself."""
+    hooks = (*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values())
+    return [each for each in hooks if isinstance(each, Postponed)]
 
 
 @contextmanager
 def muted(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, users' hooks on accumulated gradients are not called: an optimizer may step in them."""
+    """Inside, users' hooks on gradients are not called: an optimizer may step in them."""
     held: list[tuple[dict[int, Any], int, Any]] = []
     with torch._C.DisableTorchFunctionSubclass():
-        for hooks in filter(None, [each._post_accumulate_grad_hooks for each in parameters]):
+        every = [of for each in parameters for of in (each._backward_hooks, each._post_accumulate_grad_hooks)]
+        for hooks in filter(None, every):
             users = {key: each for key, each in hooks.items() if isinstance(each, Postponed) or not is_own(each)}
             held += [(hooks, key, each) for key, each in users.items()]
-            hooks.update(dict.fromkeys(users, expects_none(lambda parameter: None)))
+            hooks.update(dict.fromkeys(users, expects_none(lambda given: None)))
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.asked import Postponed, can_be_reached, is_asked, is_captured, postpone
+from atorch.runtime.asked import can_be_reached, is_asked, is_captured, postpone, postponed
 from atorch.runtime.first_order import refuse_second_order
 from atorch.runtime.losses import value_of, with_value
 from atorch.runtime.nested import map_leaves
@@ -181,9 +181,11 @@ class _Deposit(torch.autograd.Function):
             if each in taken:
                 returned[each] = gradient
             else:
+                hooks = postponed(parameter)
+                for hook in [each for each in hooks if each.takes_gradient]:
+                    gradient = hook.changed(gradient)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-                for hook in [each for each in hooks if isinstance(each, Postponed)]:
+                for hook in [each for each in hooks if not each.takes_gradient]:
                     hook.hook(parameter)
         if len(ctx.gone) == len(ctx.gradients):
             ctx.gradients = ()

@@ -7,7 +7,7 @@ the classes below, and on what is computed of them element by element, which is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from atorch.errors import ArgumentError
-from atorch.runtime.asked import expects_none
+from atorch.runtime.asked import expects_none, is_own
 from atorch.runtime.outside_forward import READING, Outside, as_outside, run, writes
 
 _ORDINARY = frozenset(("__set__", "as_subclass", "to_local"))
@@ -35,6 +35,7 @@ class Guard(NamedTuple):
     name: str  # of the parameter
     why: str
     is_whole: bool = False  # numbers of it alone are right, and those of several gradients are not
+    in_hook: bool = False  # a user's hook has it, within backward
 
     def refuse(self, func: Any) -> None:
         """Say that `func` is not of what plain training has.
@@ -64,7 +65,8 @@ class _Guarded:
         with torch._C.DisableTorchFunctionSubclass():
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded)]
             is_known = func.__name__.startswith("_fused")  # what an optimizer computes
-            if not given or is_known or torch._C._current_graph_task_id() != -1:  # backward's own
+            in_backward = torch._C._current_graph_task_id() != -1 and not any(each.guard.in_hook for each in given)
+            if not given or is_known or in_backward:
                 return func(*args, **kwargs)
             _check(func, given)
             is_sharded = any(isinstance(each, Outside) for each in given)
@@ -149,6 +151,26 @@ def _mark(func: Any, given: list[Any], result: Any) -> None:
     guarded(result, guard)
 
 
+class _Hook:
+    """A user's hook on a gradient, in which the gradient is guarded although backward runs."""
+
+    expects_none = True
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: Any) -> Any:
+        if not isinstance(gradient, _Guarded):
+            return None if gradient is None else self._hook(gradient)
+        own = gradient.guard
+        gradient.guard = own._replace(in_hook=True)
+        try:
+            made = self._hook(gradient)  # type: ignore[arg-type]
+        finally:
+            gradient.guard = own
+        return guarded(made.as_subclass(Tensor), own) if isinstance(made, _Guarded) else made
+
+
 class _Guards:
     """Guards gradients at the end of each backward pass."""
 
@@ -174,6 +196,13 @@ class _Guards:
         for parameter, guard in self._of.items():
             guarded(as_outside(parameter, parameter.grad), guard)
 
+    def watch_hooks(self, *_: Any) -> None:
+        """Guard the gradients of hooks that were registered since the last forward."""
+        for parameter in self._of:
+            hooks = parameter._backward_hooks or {}
+            for key in [key for key, hook in hooks.items() if not is_own(hook)]:
+                hooks[key] = _Hook(hooks[key])
+
     def before_step(self, *_: Any) -> None:
         self._taken = unguard([each.grad for each in self._of])
 
@@ -182,13 +211,17 @@ class _Guards:
             guarded(*self._taken.pop())
 
 
-def guard_gradients(why: str, parameters: Mapping[str, nn.Parameter], optim: Any, is_whole: bool = False) -> None:
-    """Let gradients that backward passes will make refuse numbers, except in steps of `optim`."""
+def guard_gradients(
+    why: str, parameters: Mapping[str, nn.Parameter], model: nn.Module, optim: Any, is_whole: bool = False
+) -> None:
+    """Let gradients that backward passes of `model` will make refuse numbers, except in steps of `optim`."""
     for each in parameters.values():
         if hasattr(each, "guard_gradient"):  # that keeps its gradient elsewhere
             each.guard_gradient(why)
     kept = {name: each for name, each in parameters.items() if not hasattr(each, "guard_gradient")}
     guards = _Guards({each: Guard(name, why, is_whole) for name, each in kept.items()})
+    if not is_whole:  # else hooks are called behind the pass
+        model.register_forward_hook(guards.watch_hooks)
     if hasattr(optim, "_optimizer_step_pre_hooks"):
         optim.register_step_pre_hook(guards.before_step)
         optim.register_step_post_hook(guards.after_step)

@@ -30,7 +30,8 @@ from atorch.distributed.collectives import agreed
 from atorch.distributed.dense_parts import dense_parts, is_dense
 from atorch.distributed.description import described_call
 from atorch.errors import StrategyError
-from atorch.runtime.asked import Postponed, expects_none, is_captured, postpone
+from atorch.logs import logger
+from atorch.runtime.asked import Postponed, expects_none, is_captured, postpone, postponed
 from atorch.runtime.buckets import average, broadcast
 from atorch.runtime.parameter_groups import TakesParameters
 from atorch.runtime.weak_method import weakly
@@ -95,7 +96,8 @@ class _Averaging:
         self._is_none = False  # the gradient that has arrived last
         self._task = -1  # the last pass that was asked whose it is
         self._tasks: set[int] = set()  # passes that run, with those inside of them: reentrant checkpoints run their own
-        self._postponed: dict[tuple[Postponed, torch.Tensor], None] = {}
+        self._postponed: dict[tuple[Postponed, torch.Tensor], torch.Tensor | None] = {}  # to the gradient before
+        self._is_told_of_hooks = False
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = [each for each in replicas.module.parameters() if each.requires_grad]
         self._frozen: list[torch.Tensor] = [each for each in replicas.module.parameters() if not each.requires_grad]
@@ -200,14 +202,34 @@ class _Averaging:
             candidates = self._unfrozen if is_reduced else [*self._known, *self._unfrozen]
             average_gradients(candidates, self._replicas.process_group, self._missed)
             self._missed.clear()
-        postponed, self._postponed = self._postponed, {}
-        for hook, parameter in postponed:
-            if parameter.grad is not None:
-                hook.hook(parameter)
+        self._run_hooks()
 
     def _postpone(self, hook: Postponed, parameter: torch.Tensor) -> None:
-        if not self._completes:
-            self._postponed[hook, parameter] = None
+        if self._completes or (hook, parameter) in self._postponed:
+            return
+        if not self._replicas.require_backward_grad_sync and not self._is_told_of_hooks:
+            self._is_told_of_hooks = True
+            logger.warning(
+                "hooks on gradients run once for all passes within no_sync and the one after them, on what these give "
+                "together: only then is it averaged"
+            )
+        before = parameter.grad if hook.takes_gradient else None
+        self._postponed[hook, parameter] = None if before is None else before.clone()
+
+    @torch.no_grad()
+    def _run_hooks(self) -> None:
+        """Call users' hooks on averages, on every rank on those that another's pass has given, too."""
+        hooks, self._postponed = self._postponed, {}
+        for hook, parameter in sorted(hooks, key=lambda each: not each[0].takes_gradient):
+            before, gradient = hooks[hook, parameter], parameter.grad
+            if gradient is None:
+                continue
+            if not hook.takes_gradient:
+                hook.hook(parameter)
+            elif before is None:
+                gradient.copy_(hook.changed(gradient))
+            else:
+                gradient.copy_(before + hook.changed(gradient - before))
 
     def _complete(self) -> None:
         """Let torch's reduction end where the pass has left parameters out; what no rank has used gets no gradient."""
@@ -218,6 +240,7 @@ class _Averaging:
             return
         used = [self._arrived.get(each, each.grad is not None) for each in self._known]
         lacking = [each for each in self._known if each not in self._arrived]
+        elsewhere = [(hook, each) for each in lacking if each.grad is None for hook in postponed(each)]
         if lacking:
             self._give_zeros(lacking)
         group = self._replicas.process_group
@@ -232,6 +255,7 @@ class _Averaging:
             for parameter, anywhere in zip(self._known, flags.tolist(), strict=True):
                 if not anywhere:
                     parameter.grad = None
+        self._postponed.update(dict.fromkeys(elsewhere))
 
     def _give_zeros(self, parameters: Sequence[torch.Tensor]) -> None:
         """Add nothing to gradients, for which torch waits."""

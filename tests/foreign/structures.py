@@ -642,6 +642,38 @@ def steps_in_backward(job: Training) -> list[Step]:
     return done
 
 
+def steps_in_hooks(job: Training) -> list[Step]:
+    """Gradients that are clipped by their own norms and stepped on as they come, as LOMO does (arXiv 2306.09782)."""
+    for parameter in job.model.parameters():
+
+        def hook(gradient: Tensor, parameter: Tensor = parameter) -> None:
+            parameter.data.add_(gradient / (gradient.norm() + 0.1), alpha=-0.05)
+
+        parameter.register_hook(hook)
+    done = []
+    for batch in islice(job.batches(), STEPS):
+        loss = job.loss_func(batch, job.model(*batch))
+        loss.backward()
+        job.model.zero_grad()
+        done.append(Step(loss.item()))
+    return done
+
+
+def clamps_in_hooks(job: Training) -> list[Step]:
+    """Gradients clamped by hooks, added up over two passes."""
+    for parameter in job.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    done = []
+    for number, batch in enumerate(islice(job.batches(), STEPS)):
+        loss = job.loss_func(batch, job.model(*batch))
+        loss.backward()
+        if number % 2:
+            job.optim.step()
+            job.optim.zero_grad()
+        done.append(Step(loss.item()))
+    return done
+
+
 # What a loss is a mean over.
 
 
@@ -748,6 +780,9 @@ STRUCTURES: Mapping[str, Structure] = {
     "experts": Structure(_of(Mixture), _plain_loop),
     "ema": Structure(_of(Teaching, _follows), follows),
     "optimizer_in_backward": Structure(_of(Net, optim_args={"lr": 0.1}), steps_in_backward),
+    "experts_in_backward": Structure(_of(Mixture, optim_args={"lr": 0.1}), steps_in_backward),
+    "steps_in_hooks": Structure(_of(Net), steps_in_hooks),
+    "clamps_in_hooks": Structure(_of(Net), clamps_in_hooks),
     "num_items": Structure(_counting, counts_items),
     "python_random": Structure(_of(Chances), draws),
 }  # fmt: skip

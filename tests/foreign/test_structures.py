@@ -54,6 +54,7 @@ ORDERS = "create_graph=True was given"
 COMPARES = "micro_batch finds no weights"
 NOTHING = "can be split over tensor"
 NUMBER = "does not give plain training's number"
+HOOK = "has a hook on its gradient"
 
 REFUSED: Mapping[tuple[str, str, int], str] = {
     **{("pcgrad", strategy, n): ITEM for strategy, n in (("micro_batch", 1), ("micro_batch", 2), ("pipeline", 2))},
@@ -63,7 +64,13 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
     **{("dp_sgd", *case): TRANSFORMS
        for case in (("fsdp", 1), ("fsdp", 2), ("zero2", 2), ("tensor", 2), ("pipeline", 2))},
     **{("forces", *case): ORDERS for case in (("fsdp", 1), ("fsdp", 2), ("zero2", 2), ("tensor", 2))},
-    **{(name, strategy, 2): WAYS for name in ("act", "experts") for strategy in ("zero2", "fsdp")},
+    **{(name, strategy, 2): WAYS
+       for name in ("act", "experts", "experts_in_backward") for strategy in ("zero2", "fsdp")},
+    **{(name, *case): HOOK
+       for name in ("steps_in_hooks", "clamps_in_hooks")
+       for case in (("zero2", 2), ("fsdp", 1), ("fsdp", 2), ("chunk", 2))},
+    **{(name, "chunk", 2): HOOK for name in ("optimizer_in_backward", "experts_in_backward")},
+    ("steps_in_hooks", "tensor", 2): NUMBER,
     **{(name, "chunk", 2): SPREAD for name in ("swav", "dp_sgd", "relora", "ema")},
     **{(name, strategy, 2): NUMBER
        for name, strategy in (("sam", "tensor"), ("sam", "pipeline"), ("sam", "chunk"), ("pcgrad", "tensor"),
@@ -71,7 +78,7 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
     **{("pcgrad", strategy, 2): "its shards cannot be laid out" for strategy in ("zero2", "fsdp")},
     ("pcgrad", "fsdp", 1): "would remove or reshape sharded dimension",
     ("relora", "chunk", 1): "is kept for a copy or parts of it",
-    **{(name, "tensor", 2): NOTHING for name in ("vq", "qat", "experts")},
+    **{(name, "tensor", 2): NOTHING for name in ("vq", "qat", "experts", "experts_in_backward")},
     # The processes of a tensor axis have the same samples, which are gathered twice.
     ("clip", "tensor", 2): FIRST_PASS,
     # Each micro-batch, and each stage, draws numbers of its own.
@@ -132,7 +139,8 @@ def check(pool: Pool, name: str, strategy: str, processes: int) -> None:
     [
         ("dpo", "zero2"),
         ("experts", "zero1"),
-        ("optimizer_in_backward", "ddp"),
+        ("experts_in_backward", "ddp"),
+        ("steps_in_hooks", "zero1"),
         ("vq", "checkpoint"),
         ("packing", "fsdp"),
         ("clip", "pipeline"),

@@ -321,6 +321,10 @@ class ChunkSet:
         """Where a parameter lies; None for one that is not managed."""
         return self._places.get(parameter)
 
+    def parameters(self) -> Iterator[tuple[Tensor, Slot]]:
+        """The managed parameters, and where they lie in their chunks."""
+        return ((parameter, slot) for parameter, (_, slot) in self._places.items())
+
     def clear_gradients(self) -> None:
         """Forget all gradients; their memory stays."""
         for chunk in self.chunks:

@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
+from atorch.runtime.asked import is_own
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Course, HeldViews, Nodes, Pass
 from atorch.runtime.chunk.gradients import Gradients
@@ -91,6 +92,8 @@ class Operations:
     def forward(self) -> Iterator[None]:
         """A forward pass of the whole model. Its backward pass goes on until the next one begins."""
         if self._passes == 0:
+            if self.chunks.group is not None and torch.is_grad_enabled():
+                self._refuse_hooks()
             self._compiled.begin()
             self._rounds.come_to(PASS_BEGINS if torch.is_grad_enabled() else FORWARD_BEGINS)
             if self.course_for is not None and torch.is_grad_enabled():
@@ -113,6 +116,19 @@ class Operations:
             self._rounds.come_to(FORWARD_ENDS)
         elif self._passes == 0:
             self._rounds.drain()  # a loss may communicate
+
+    def _refuse_hooks(self) -> None:
+        """Raise for users' hooks on gradients, which processes would call with their own."""
+        for parameter, slot in self.chunks.parameters():
+            with torch._C.DisableTorchFunctionSubclass():
+                hooks = [*(parameter._backward_hooks or {}).values()]
+                hooks += (parameter._post_accumulate_grad_hooks or {}).values()
+            if not all(map(is_own, hooks)):
+                raise ArgumentError(
+                    f"{slot.name} has a hook on its gradient, which chunk on several processes would call before the "
+                    "gradient is averaged. Change gradients between backward() and step(), or use ddp, zero1, or a "
+                    "single process"
+                )
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
         """Manage a parameter whose values the chunks have taken."""
