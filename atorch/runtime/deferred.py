@@ -95,6 +95,7 @@ class Apart:
     def __init__(self, parameters: Sequence[torch.Tensor], reductions: Sequence[Reduction]) -> None:
         self._parameters, self._reductions = parameters, reductions
         self._waiting: weakref.ref[Gradients] = weakref.ref(Gradients())  # of the last call, while its loss lives
+        self.is_open = False  # a call makes gradients
 
     @contextmanager
     def gradients(self) -> Iterator[Gradients]:
@@ -104,12 +105,13 @@ class Apart:
         waiting = self._waiting()
         if reused and waiting is not None:
             waiting.detach_from_buckets()
-        done = False
+        done, self.is_open = False, True
         try:
             with gradients_apart(self._parameters, reused=reused) as gradients:
                 yield gradients
             done = True
         finally:
+            self.is_open = False
             if not done:
                 for reduction in self._reductions:
                     reduction.recover()

@@ -27,6 +27,8 @@ _PRODUCTS = "dot vdot inner matmul __matmul__ __rmatmul__ mm mv bmm addmm baddbm
 _NORMS = "norm vector_norm linalg_norm linalg_vector_norm _foreach_norm normalize renorm layer_norm rms_norm"
 _MIXING = frozenset(f"{_PRODUCTS} {_NORMS} sum mean cumsum sort argsort topk softmax log_softmax".split())
 """These take several elements together; what else does so is known by its result, which is smaller."""
+_TENSOR: Any = Tensor
+_SHAPES = (_TENSOR.shape.__get__, _TENSOR.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride)
 
 
 class Guard(NamedTuple):
@@ -36,6 +38,7 @@ class Guard(NamedTuple):
     why: str
     is_whole: bool = False  # numbers of it alone are right, and those of several gradients are not
     in_hook: bool = False  # a user's hook has it, within backward
+    is_piece: bool = False  # of another shape than its parameter
 
     def refuse(self, func: Any) -> None:
         """Say that `func` is not of what plain training has.
@@ -70,7 +73,13 @@ class _Guarded:
                 return func(*args, **kwargs)
             _check(func, given)
             is_sharded = any(isinstance(each, Outside) for each in given)
-            result = run(func, args, kwargs) if is_sharded else func(*args, **kwargs)
+            try:
+                result = run(func, args, kwargs) if is_sharded else func(*args, **kwargs)
+            except (RuntimeError, IndexError):  # of a shape that the parameter has
+                for each in given:
+                    if each.guard.is_piece:
+                        each.guard.refuse(func)
+                raise
             return _marked(func, given, result, args)
 
 
@@ -115,6 +124,7 @@ def _check(func: Any, given: list[Any]) -> None:
     """Refuse what would read a number, or mix what is not to be mixed."""
     name, first = func.__name__, given[0].guard
     reads = name in READING and (name != "__format__" or not given[0].dim())  # a tensor is shown
+    reads |= func in _SHAPES and any(each.guard.is_piece for each in given)
     if first.is_whole:
         mixes = not name.startswith("_foreach") and len({each.guard.name for each in given}) > 1
     else:

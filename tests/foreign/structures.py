@@ -467,6 +467,20 @@ class Chances(Net):
     block = Chance
 
 
+class CountedLayers(Net):
+    """Every other block is left out, by a count of passes."""
+
+    count = 0
+
+    def features(self, x: Tensor) -> Tensor:
+        self.count += self.training
+        x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            if (self.count + number) % 2:
+                x = block(x)
+        return x
+
+
 def draws(job: Training) -> list[Step]:
     random.seed(5)
     return _plain_loop(job)
@@ -674,6 +688,21 @@ def clamps_in_hooks(job: Training) -> list[Step]:
     return done
 
 
+def centralizes(job: Training) -> list[Step]:
+    """Gradients less their means over all but the first dimension (arXiv 2004.01461)."""
+    done = []
+    for batch in islice(job.batches(), STEPS):
+        loss = job.loss_func(batch, job.model(*batch))
+        loss.backward()
+        for parameter in job.model.parameters():
+            if parameter.grad is not None and parameter.grad.dim() > 1:
+                parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
+        job.optim.step()
+        job.optim.zero_grad()
+        done.append(Step(loss.item()))
+    return done
+
+
 # What a loss is a mean over.
 
 
@@ -783,6 +812,8 @@ STRUCTURES: Mapping[str, Structure] = {
     "experts_in_backward": Structure(_of(Mixture, optim_args={"lr": 0.1}), steps_in_backward),
     "steps_in_hooks": Structure(_of(Net), steps_in_hooks),
     "clamps_in_hooks": Structure(_of(Net), clamps_in_hooks),
+    "centralizes": Structure(_of(Net), centralizes),
+    "counted_layers": Structure(_of(CountedLayers), _plain_loop),
     "num_items": Structure(_counting, counts_items),
     "python_random": Structure(_of(Chances), draws),
 }  # fmt: skip

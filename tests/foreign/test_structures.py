@@ -58,7 +58,7 @@ HOOK = "has a hook on its gradient"
 
 REFUSED: Mapping[tuple[str, str, int], str] = {
     **{("pcgrad", strategy, n): ITEM for strategy, n in (("micro_batch", 1), ("micro_batch", 2), ("pipeline", 2))},
-    **{(name, "micro_batch", n): COMPARES for name in ("clip", "swav") for n in (1, 2)},
+    **{(name, "micro_batch", n): COMPARES for name in ("clip", "swav", "counted_layers") for n in (1, 2)},
     **{(name, "pipeline", 2): COLLECTIVES for name in ("clip", "vq", "swav")},
     **{("dp_sgd", "micro_batch", n): "it can only be given to loss_func" for n in (1, 2)},
     **{("dp_sgd", *case): TRANSFORMS
@@ -70,7 +70,9 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
        for name in ("steps_in_hooks", "clamps_in_hooks")
        for case in (("zero2", 2), ("fsdp", 1), ("fsdp", 2), ("chunk", 2))},
     **{(name, "chunk", 2): HOOK for name in ("optimizer_in_backward", "experts_in_backward")},
-    ("steps_in_hooks", "tensor", 2): NUMBER,
+    **{case: NUMBER
+       for case in (("steps_in_hooks", "tensor", 2), ("centralizes", "tensor", 2), ("centralizes", "chunk", 2))},
+    ("counted_layers", "pipeline", 2): "the same modules in the same order for every batch",
     **{(name, "chunk", 2): SPREAD for name in ("swav", "dp_sgd", "relora", "ema")},
     **{(name, strategy, 2): NUMBER
        for name, strategy in (("sam", "tensor"), ("sam", "pipeline"), ("sam", "chunk"), ("pcgrad", "tensor"),
@@ -78,7 +80,7 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
     **{("pcgrad", strategy, 2): "its shards cannot be laid out" for strategy in ("zero2", "fsdp")},
     ("pcgrad", "fsdp", 1): "would remove or reshape sharded dimension",
     ("relora", "chunk", 1): "is kept for a copy or parts of it",
-    **{(name, "tensor", 2): NOTHING for name in ("vq", "qat", "experts", "experts_in_backward")},
+    **{(name, "tensor", 2): NOTHING for name in ("vq", "qat", "experts", "experts_in_backward", "counted_layers")},
     # The processes of a tensor axis have the same samples, which are gathered twice.
     ("clip", "tensor", 2): FIRST_PASS,
     # Each micro-batch, and each stage, draws numbers of its own.
@@ -145,6 +147,7 @@ def check(pool: Pool, name: str, strategy: str, processes: int) -> None:
         ("packing", "fsdp"),
         ("clip", "pipeline"),
         ("pcgrad", "micro_batch"),
+        ("counted_layers", "pipeline"),
     ],
 )
 def test_sample_trains_as_plainly(pool: Pool, name: str, strategy: str) -> None:

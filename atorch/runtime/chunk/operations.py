@@ -341,7 +341,8 @@ class Operations:
         part = self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
         shares = self.chunks.num_shares
         why = f"is spread over {shares} processes" if shares > 1 else self.norms_differ
-        return guarded(part, Guard(home.name, why)) if why else part
+        is_piece = part is not None and part.shape != parameter.shape
+        return guarded(part, Guard(home.name, why, is_piece=is_piece)) if why else part
 
     def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
         memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]

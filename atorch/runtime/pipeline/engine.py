@@ -104,6 +104,7 @@ class _Job:
 
     work: Work
     shapes: Sequence[Sequence[Shape]]
+    failures: list[Exception] | None = None  # of a pass that all processes end before one of them raises
 
 
 class Engine:
@@ -160,13 +161,25 @@ class Engine:
         numbers = torch.arange(work.count)
         first = [numbers] if self.stages[0].is_first else []
         with self.working_on(work) as shapes:
-            schedule = self._schedules.pop(key, None) or self._make(name, shapes, work.count, train)
-            try:
-                schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
-            except RuntimeError as error:  # torch puts what a pass raised behind one of its own
-                if error.__cause__ is not None:
-                    raise error.__cause__ from None
-                raise
+            known = self._schedules.pop(key, None)
+            schedule = known or self._make(name, shapes, work.count, train)
+
+            def step() -> None:
+                try:
+                    schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
+                except RuntimeError as error:  # torch puts what a pass raised behind one of its own
+                    if error.__cause__ is not None:
+                        raise error.__cause__ from None
+                    raise
+                for failure in self.job.failures or () if self.job is not None else ():
+                    raise failure
+
+            # What fails on one process alone mostly does so at first, or in evaluation.
+            if self.understudy is None and (known is None or not train):
+                self.job = _Job(work, shapes, [])
+                together(step, self.group)
+            else:
+                step()
         self._schedules[key] = schedule  # only now: one that failed is in no state to go on
         if len(self._schedules) > KEPT:
             del self._schedules[next(iter(self._schedules))]
@@ -253,8 +266,14 @@ class Piece(nn.Module):
         """What the next stage takes, or what the last one concludes."""
         stage, job = self.stage, self._engine.job
         assert job is not None, "only the engine runs schedules"
-        with stage.visit(() if stage.is_first else wires, job.shapes):
-            output = job.work.run(int(number), self.part)
+        try:
+            with stage.visit(() if stage.is_first else wires, job.shapes):
+                output = job.work.run(int(number), self.part)
+        except Exception as error:
+            if job.failures is None:
+                raise
+            job.failures.append(error)  # raised when other stages do not wait for what this one sends any more
+            return self._nothing(wires, job)
         if stage.is_last:
             return output
         for value, tensor in zip(stage.outgoing, output, strict=True):
@@ -266,3 +285,12 @@ class Piece(nn.Module):
                     "from those of the first one. Give batches of one length, or set split_points elsewhere"
                 )
         return tuple(tensor.contiguous() for tensor in output)
+
+    def _nothing(self, wires: Sequence[Tensor], job: _Job) -> Any:
+        """Zeros in the place of what a failed stage would have made, by which zeros come back in backward."""
+        zero = torch.zeros((), device=self._engine.device, requires_grad=torch.is_grad_enabled())
+        zero = sum((wire.sum() * 0 for wire in wires if wire.requires_grad), zero)
+        if self.stage.is_last:
+            return zero
+        made = [job.shapes[value.call][value.number].stand_in(self._engine.device) for value in self.stage.outgoing]
+        return tuple(each + zero.to(each.dtype) if each.is_floating_point() else each.contiguous() for each in made)

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
+from atorch.runtime.asked import expects_none, is_captured
 from atorch.runtime.deferred import Apart, Deferred, deposit_loss
 from atorch.runtime.loss_look import Look, Sample
 from atorch.runtime.loss_weight import LossWeight, Rule
@@ -35,6 +38,7 @@ from atorch.runtime.rank_weight import RankWeight, without_gradient
 from atorch.runtime.reduction import Reduction
 from atorch.runtime.split import merge, num_rows, take
 from atorch.runtime.still import still
+from atorch.runtime.weak_method import weakly
 from atorch.runtime.wrapper import Wrapper
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
@@ -132,6 +136,11 @@ class PipelinedLoss:
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
         parameters = list(dict.fromkeys(model.parameters()))  # now: FSDP2 shows others while it is unsharded
         self._apart = Apart(parameters, [Reduction(part) for part in self._engine.parts])
+        for name, each in model.named_parameters():
+            if each.requires_grad:
+                each.register_hook(
+                    expects_none(partial(weakly(self._refuse_direct), name, get_gradient_edge(each).node))
+                )
         self._plain: torch.dtype | None = None  # the type of a loss that is nothing but a scalar
         self._foretold: Any = None  # by an understudy
 
@@ -149,6 +158,14 @@ class PipelinedLoss:
             pieces, size = self._cut(call)
             weights = self._weights(call, pieces, size)
             return self._run(batch, pieces, weights, self._factor(call, weights is None))
+
+    def _refuse_direct(self, name: str, accumulator: Node, gradient: Tensor | None) -> None:
+        if gradient is not None and not self._apart.is_open and not is_captured(accumulator):
+            raise ArgumentError(
+                f"backward came to {name} by another way than the loss of loss_func, such as a penalty that the loop "
+                "computes of model.parameters(): a process has those of its stages alone. Compute it in loss_func, "
+                "which is given all that it takes from the model, or use the optimizer's weight_decay"
+            )
 
     def _factor(self, call: _Call, is_gathered: bool) -> float:
         """What gradients are multiplied by: here, as they are reduced before the loss hands them over."""
