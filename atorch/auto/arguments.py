@@ -168,7 +168,6 @@ class Call:
 
     @property
     def searches(self) -> bool:
-        """Whether a strategy is searched for, in whole or in part."""
         return self.strategy is None or self.finetune
 
 

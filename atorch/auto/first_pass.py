@@ -277,7 +277,6 @@ def _tell_of_counters(applied: Context, plain: Mapping[str, int], found: Mapping
 
 
 def _values(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Those of some parameters, as they are spread over processes."""
     return {name: each for name, each in own_state(model).items() if name in names} if names else {}
 
 

@@ -333,7 +333,6 @@ def coarser(one: str, other: str) -> str:
 
 
 def _norm(model: nn.Module) -> float | None:
-    """The norm of all gradients of a plain model."""
     is_sparse = any(each.grad is not None and each.grad.layout != torch.strided for each in model.parameters())
     return None if is_sparse else float(norm_of_grads(model.parameters()))
 

@@ -21,7 +21,6 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What computes, by name."""
     import atorch
 
     return {"atorch": atorch.__version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -72,7 +72,6 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
 
 
 def searched(call: Call) -> Plan:
-    """What `plan` does."""
     began = time.monotonic()
     return _searched(_context(call), None, call, began)
 

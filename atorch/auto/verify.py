@@ -35,7 +35,6 @@ class Allowance:
     real_bytes: float = math.inf  # of the copy with values that methods watch at work
 
     def why_not(self, profile: ModelProfile, strategy: Strategy) -> str | None:
-        """Why a strategy of a model is not simulated, or None."""
         if time.monotonic() > self.until:
             return self.out_of_time
         watching = [each.name for each in strategy if each.needs_sample]

@@ -85,8 +85,6 @@ def _extended(job: _Job, stack: Stack) -> Pass | None:
 
 
 class _Job(NamedTuple):
-    """What is to be foreseen."""
-
     model: nn.Module
     batch: Any
     loss: Callable[[nn.Module, Any], Any]
@@ -169,8 +167,6 @@ class _Job(NamedTuple):
 
 
 class _Passing(NamedTuple):
-    """What a pass runs on."""
-
     convert: Callable[[Tensor], Tensor]
     """Of the model's tensors."""
     convert_input: Callable[[Tensor], Tensor]
@@ -243,11 +239,9 @@ class _Beside(LiveBytes):
 
     @property
     def other_bytes(self) -> list[int]:
-        """The most of each moment."""
         return [int(each.total_bytes - each.memory.get(PARAMETERS, 0.0)) for each in self.moments]
 
     def mark(self, name: str, index: int | None = None) -> None:
-        """End a moment."""
         super().mark(name, index)
         self.instants.append([self._beside])
 

@@ -46,7 +46,6 @@ class Compile(Method):
         return super().of(config)
 
     def unfit(self, cost: Cost) -> str | None:
-        """The pipeline's schedule takes compiled blocks."""
         return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
@@ -74,7 +73,6 @@ class Compile(Method):
             self.chosen(part)
 
     def apply(self, ctx: Context) -> Context:
-        """Compile the chosen modules of every part in place."""
         for part in ctx.parts:
             compile_in_place(
                 self.chosen(part).values(),

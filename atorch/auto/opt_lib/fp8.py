@@ -72,7 +72,6 @@ class Fp8(Method):
 
     @property
     def numbers(self) -> str:
-        """Where 8 bits are."""
         return "the products of the converted Linear layers are of numbers rounded to 8 bits, under scales"
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
@@ -123,7 +122,6 @@ class Fp8(Method):
                 yield name
 
     def apply(self, ctx: Context) -> Context:
-        """Convert the Linear layers of every part in place."""
         mesh = ctx.mesh
         pipelined = mesh is not None and mesh.size("pipeline") > 1
         group = mesh.group(*(axis for axis in AXES if axis != "pipeline")) if mesh is not None and pipelined else None

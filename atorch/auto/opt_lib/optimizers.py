@@ -28,7 +28,6 @@ _WHAT: Mapping[Split, str] = {
 
 
 def replicas(ctx: Context) -> int:
-    """How many processes will hold the same parameters."""
     return size_of(ctx, *REPLICA_AXES)
 
 

@@ -71,11 +71,9 @@ class PipelineParallel(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis pipeline."""
         return ("pipeline",)
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Nothing: it runs everywhere, where its backend is installed."""
         if self.backend == "deepspeed":
             from atorch.runtime.zero_deepspeed import need_deepspeed
 

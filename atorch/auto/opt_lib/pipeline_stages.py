@@ -175,7 +175,6 @@ class Batches:
 
     @classmethod
     def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
-        """For the strategy that is being applied."""
         other: Any = next((each for each in ctx.strategy or () if each.name == "micro_batch"), None)
         batches = cls(method, other, size_of(ctx, "pipeline"))
         batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight

@@ -83,7 +83,6 @@ class Precision(Method):
         return None
 
     def check(self, ctx: Context) -> None:
-        """All parameters are real."""
         need_real_parameters(ctx, self.name, "for which there is no type of 16 bits")
 
     def make_scale(self) -> LossScale:

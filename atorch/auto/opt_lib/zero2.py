@@ -49,7 +49,6 @@ class Zero2(Fsdp):
         return self
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Nothing: it runs everywhere, where its backend is installed."""
         need(self.backend)
         return None
 
@@ -68,7 +67,6 @@ class Zero2(Fsdp):
             need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 
     def check(self, ctx: Context) -> None:
-        """What fsdp's knobs ask for, or its backend."""
         if self.backend == "fsdp":
             super().check(ctx)
         else:

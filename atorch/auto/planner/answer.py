@@ -114,7 +114,6 @@ class _Question:
     reserve: float
 
     def fits(self) -> bool:
-        """Whether anything fits."""
         try:
             return bool(self.found(self.space(), nearest=False, most=1).columns.fits.any())
         except StrategyError:
@@ -193,7 +192,6 @@ def _searched(question: _Question, host_memory: bool | None, objective: str, **w
 
 
 def _without_host(question: _Question, objective: str, wanted: Mapping[str, Any]) -> _Search | None:
-    """What was found without host memory; None where nothing fits then."""
     try:
         plain = _searched(question, False, objective, **{**wanted, "nearest": False})
     except StrategyError:

@@ -175,7 +175,6 @@ class _Search:
                 self._push(node, self._bounds.cut(part), short=short)
 
     def _is_over(self) -> bool:
-        """Whether as much was done as may be."""
         if not self._fitting:
             return self._looks >= PATIENCE * self._most_looks
         return len(self.columns) >= self._most or self._looks >= self._most_looks

@@ -158,7 +158,6 @@ class Bounds:
         return lambda cost: cost.but(**most, **least)
 
     def _compiled(self, cost: Cost) -> Cost:
-        """A cost compiled, where it can be."""
         return next((choice.method.cost(cost) for choice in self._legal(Compile, cost)), cost)
 
     def _settled(self, part: Part, least_s: float | None = None) -> Iterator[Part]:

@@ -50,12 +50,10 @@ class Columns:
 
     @property
     def step_s(self) -> Floats:
-        """Seconds of a step."""
         return np.frombuffer(self._step_s) if self.methods else np.zeros(0)
 
     @property
     def peak_bytes(self) -> Floats:
-        """Bytes of a device at the peak."""
         return np.frombuffer(self._peak) if self.methods else np.zeros(0)
 
     @property
@@ -80,7 +78,6 @@ class Columns:
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Whether it fits on device and host."""
         return np.equal(self.binds, FITS)
 
     @property
@@ -97,7 +94,6 @@ class Columns:
         return [names[int(binds)][column] for binds, column in zip(self.binds, largest, strict=True)]
 
     def labels(self) -> list[str]:
-        """Each composition as text."""
         return list(_labels(self.methods))
 
     def fastest(self, number: int | None = None) -> list[int]:

@@ -31,7 +31,6 @@ class Verdict:
 
     @classmethod
     def of(cls, seconds: Sequence[float], baseline: Sequence[float]) -> Verdict:
-        """From the seconds of the same turns."""
         logs = [math.log(mine / theirs) for mine, theirs in zip(seconds, baseline, strict=True)]
         middle = statistics.median(logs)
         spread = 1.4826 * statistics.median(abs(each - middle) for each in logs)  # σ, of normal ones

@@ -27,13 +27,10 @@ Methods = tuple[Method, ...]
 
 @dataclass(frozen=True)
 class Room:
-    """What a composition may take."""
-
     device_bytes: float
     host_bytes: float
 
     def short(self, estimate: Estimate) -> str | None:
-        """Why an estimate does not fit, or None."""
         if estimate.needed_bytes > self.device_bytes:
             return needs(estimate, self.device_bytes)
         if estimate.on_host_bytes > self.host_bytes:

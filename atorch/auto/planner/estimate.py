@@ -30,12 +30,10 @@ def score(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
 
 
 def scored(leaves: Iterable[Node], cluster: ClusterSpec) -> list[Scored]:
-    """Whole compositions with their estimates, the fastest first."""
     return fastest_first(Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves)
 
 
 def fastest_first(found: Iterable[Scored]) -> list[Scored]:
-    """Compositions in the order of their estimates."""
     return sorted(found, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
 
 
@@ -72,7 +70,6 @@ def _by_category(spent: StepTime) -> dict[str, float]:
 
 
 def usable_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
-    """What a strategy may take of a device's memory."""
     return cluster.device.memory_bytes * (1 - reserve)
 
 

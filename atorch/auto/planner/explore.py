@@ -42,8 +42,6 @@ TRAINING_S = 600.0  # how long training lasts at least, and at least an epoch: w
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search is."""
-
     done: int
     total: int  # at most
     strategy: str
@@ -123,7 +121,6 @@ class Explorer:
                 self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
 
     def observations(self, search: str) -> list[Observation]:
-        """All that was measured."""
         return [
             Observation(
                 job=self._job.past.job,
@@ -371,7 +368,6 @@ class Explorer:
 
 
 def _why_not(check: Callable[[Context], None], ctx: Context) -> str | None:
-    """What a check of a strategy raises, or None."""
     try:
         check(ctx)
     except Exception as error:  # users' methods, models and optimizers may raise anything

@@ -39,7 +39,6 @@ class Crew:
         self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's plain value."""
         return gather_objects(value, self._group)
 
     def hear(self, value: Any) -> Any:
@@ -72,7 +71,6 @@ class Crew:
         return heard
 
     def close(self) -> None:
-        """End the group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -119,7 +117,6 @@ class Guard:
             self._group = dist.new_group(timeout=timedelta(seconds=max(timeout_s, 1.0)))
 
     def connect(self) -> None:
-        """The first phase."""
         # Over nccl the first collective connects, and nothing can wake who waits in that for a rank that failed before.
         if self._group is not None and self._device.type == "cuda":
             dist.all_reduce(torch.zeros((), device=self._device), group=self._group)
@@ -195,7 +192,6 @@ class Guard:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """All that this process has."""
     return list(dist.distributed_c10d._world.pg_map)
 
 

@@ -80,12 +80,10 @@ class Guide:
         return np.asarray(MACHINE**2 + METHOD**2 * held + PAIR**2 * held * (held - 1) / 2 + REST**2)
 
     def tell(self, index: int, seconds: float) -> None:
-        """A candidate's measured step."""
         self._measured[index] = seconds
         self._known.clear()
 
     def tell_failed(self, index: int) -> None:
-        """A candidate that does not run."""
         self._measured.pop(index, None)
         self._failed.append(index)
         self._known.clear()
@@ -174,5 +172,4 @@ def tokens_of(strategy: Strategy) -> frozenset[str]:
 
 
 def has(strategy: Strategy, token: str) -> bool:
-    """Whether the strategy has a method in these settings."""
     return token in tokens_of(strategy)

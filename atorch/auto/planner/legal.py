@@ -21,7 +21,6 @@ _ROUNDS = frozenset(("interleaved", "zero_bubble"))  # schedules that take micro
 
 
 def num_legal(space: Space, start: Cost) -> int:
-    """Whole compositions of a space, for a plain cost to begin with."""
     return _Counter(space).below(space.root(start))
 
 

@@ -17,8 +17,6 @@ from atorch.distributed.mesh import BATCH_AXES
 
 
 class Turn(IntEnum):
-    """What is run before what."""
-
     AUTOCAST = 0  # with the baseline, and nothing else
     SINGLE = 1  # one change of the baseline or of the best so far, or several that ran one by one
     COMBINED = 2
@@ -83,7 +81,6 @@ class Order:
 
 
 def compiles(strategy: Strategy) -> bool:
-    """Whether something of it is compiled at the first step."""
     return any(each.phase == Phase.COMPILE for each in strategy)
 
 

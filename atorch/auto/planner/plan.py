@@ -37,7 +37,6 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> float:
-        """Of a device: what fits, or not."""
         return self.peak_bytes + self.reserve_bytes
 
 
@@ -63,7 +62,6 @@ class Rejected:
     measured: Measurement | None = None
 
     def to_json_data(self) -> dict[str, Any]:
-        """What was rejected and why, as plain JSON data."""
         return {
             "strategy": strategy_data(self.strategy),
             "why": self.why,
@@ -82,7 +80,6 @@ class Baseline:
     gain: float = 0.0  # of its step, what the choice takes less
 
     def to_json_data(self) -> dict[str, Any]:
-        """As plain JSON data."""
         measured = estimate_data(self.measured)
         return {"strategy": strategy_data(self.strategy), "measured": measured, "gain": self.gain}
 
@@ -143,10 +140,8 @@ class Plan:
 
 
 def estimate_data(value: Estimate | Measurement | None) -> dict[str, Any] | None:
-    """Figures as plain JSON data."""
     return None if value is None else asdict(value)
 
 
 def strategy_data(strategy: Strategy) -> list[str]:
-    """The methods as text."""
     return [str(each) for each in strategy]

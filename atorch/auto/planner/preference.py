@@ -21,7 +21,6 @@ Intricacy = tuple[bool, int, int]  # whether something waits on the host, method
 
 
 def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
-    """How far from simple a composition is."""
     return on_host, len(methods), _num_axes(methods)
 
 
@@ -53,7 +52,6 @@ def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> 
 
 
 def is_simpler(columns: Columns, one: int, other: int) -> bool:
-    """Whether one row is simpler than another."""
     mine, yours = (intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)) for row in (one, other))
     return mine < yours
 

@@ -69,7 +69,6 @@ class Wanted:
         return EXACTNESS[EXACTNESS.index("autocast") :] if self.precision is None else (self.precision,)
 
     def space(self, profile: ModelProfile, cluster: ClusterSpec, precision: Exactness) -> Space:
-        """What may be tried in such numbers."""
         return compositions(
             profile, cluster, excluded=self.excluded, included=self.included, fixed=self.fixed, precision=precision
         )

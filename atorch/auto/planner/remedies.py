@@ -18,8 +18,6 @@ Fits = Callable[["Job"], bool]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to fit."""
-
     profile: ModelProfile
     cluster: ClusterSpec
     global_batch: int

@@ -78,7 +78,6 @@ class Simulated:
 
     @property
     def peak(self) -> Moment:
-        """The moment that holds most."""
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
     @property
@@ -88,7 +87,6 @@ class Simulated:
 
     @property
     def on_host_bytes(self) -> float:
-        """The most that is in host memory."""
         return max(moment.memory.get(HOST, 0.0) for moment in self.moments)
 
     @property
@@ -97,7 +95,6 @@ class Simulated:
         return self.peak.memory
 
     def to_json_data(self) -> dict[str, Any]:
-        """As plain data."""
         peak = self.peak
         return {
             "peak_bytes": peak.total_bytes,

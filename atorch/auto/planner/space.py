@@ -97,7 +97,6 @@ class Space:
         return max((depth for depth, is_party in enumerate(parties, start=1) if is_party), default=0)
 
     def root(self, cost: Cost) -> Node:
-        """No method yet."""
         return Node(0, (), cost)
 
     def leaves(self, node: Node, only: Only | None = None) -> Iterator[Node]:
