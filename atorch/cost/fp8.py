@@ -51,7 +51,6 @@ def takes_fp8(cost: Cost, segment: Segment, product: Matmul) -> bool:
 
 
 def gradient_dtype(cost: Cost) -> str:
-    """The dtype of the products that make weights' gradients."""
     return cost.dtype if cost.fp8 == "rowwise_gw_hp" else "float8"
 
 

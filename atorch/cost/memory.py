@@ -87,7 +87,6 @@ class Held(NamedTuple):
 
     @property
     def total(self) -> float:
-        """What tensors hold on the device."""
         kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
         return kept + self.activations + self.transient + self.working
 
@@ -126,7 +125,6 @@ def peak_bytes(cost: Cost) -> float:
 
 
 def stage_memory(cost: Cost, stage: Stage) -> Memory:
-    """The bytes at the peak of one stage."""
     ((_, held),) = _peaks(cost, (stage,))
     return _memory(stage, held, on_host=held.on_host)
 
@@ -166,7 +164,6 @@ def least_on_host(cost: Cost) -> float:
 
 
 def uses_host(cost: Cost) -> bool:
-    """Whether anything may wait in host memory."""
     return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
 
 

@@ -37,7 +37,6 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
         return self.gradients + self.activations + self.transient + self.working
 
 
@@ -70,7 +69,6 @@ class Course:
 
     @property
     def gradients(self) -> float:
-        """All of them, as they are when the optimizer steps."""
         return self.step.gradients
 
     @property

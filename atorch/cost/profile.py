@@ -145,7 +145,6 @@ class ModelProfile:
 
     @property
     def blocks(self) -> tuple[Segment, ...]:
-        """The runs of repeated blocks."""
         return tuple(each for each in self.segments if each.is_block)
 
     @property

@@ -191,7 +191,6 @@ class Cost:
 
     @property
     def num_blocks(self) -> int:
-        """Repeated blocks of the whole model."""
         return sum(each.count for each in self.segments if each.is_block)
 
     @property

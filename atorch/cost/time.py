@@ -300,7 +300,6 @@ def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
 
 
 def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
-    """The total of `step_time`."""
     return step_time(cost, cluster).total_s
 
 
