@@ -43,8 +43,6 @@ def are_alike(one: Any, other: Any, step: int) -> bool:
 
 
 class _Comparison:
-    """Of two blocks that are `step` apart among their siblings."""
-
     def __init__(self, step: int) -> None:
         self.step = step
         self._begun: set[tuple[int, int]] = set()  # pairs being compared, so that cycles end

@@ -55,7 +55,6 @@ class Fakes:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Operations inside make fakes."""
         with self._mode, _Known():  # type: ignore[no-untyped-call]
             yield
 

@@ -47,8 +47,6 @@ class Moment:
 
 
 class _Held:
-    """One storage that is alive."""
-
     __slots__ = ("label", "num_bytes", "storage")
 
     def __init__(self, storage: weakref.ref[torch.UntypedStorage], num_bytes: int, label: str) -> None:

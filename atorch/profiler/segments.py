@@ -38,7 +38,6 @@ class Ownership:
         )
 
     def elements(self, numbers: AbstractSet[int]) -> float:
-        """Of all these parameters."""
         return float(sum(self.parameters[number].numel() for number in numbers))
 
     def sizes(self, numbers: AbstractSet[int]) -> tuple[float, ...]:
@@ -46,7 +45,6 @@ class Ownership:
         return tuple(float(self.parameters[number].numel()) for number in sorted(numbers, reverse=True))
 
     def trainable(self, numbers: AbstractSet[int]) -> frozenset[int]:
-        """Those that get gradients."""
         return frozenset(number for number in numbers if self.parameters[number].requires_grad)
 
 
@@ -96,7 +94,6 @@ class _Assembly:
         self.vocabulary = max(tables, default=0)
 
     def segments(self) -> Iterator[Segment]:
-        """One for each stretch."""
         counted: set[int] = set()
         used = {number for each in self.stretches for number in each.params} | self.in_blocks
         unused = set(range(len(self.ownership.parameters))) - used

@@ -9,7 +9,6 @@ import torch
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 

@@ -50,8 +50,6 @@ _UNFUSED = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passe
 
 @dataclass(frozen=True)
 class _Job:
-    """What is traced."""
-
     model: nn.Module
     batch: Any
     call_model: CallModel

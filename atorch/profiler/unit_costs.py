@@ -73,7 +73,6 @@ def unit_costs(
 
 
 def _with(unit: UnitCost, other: UnitCost | None) -> UnitCost:
-    """A unit with what lies beside it."""
     if other is None:
         return unit
     return UnitCost(
