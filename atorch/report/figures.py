@@ -18,7 +18,6 @@ ALIKE = 0.0005  # of a step's seconds: nearer ones are told apart by nothing tha
 
 
 def composition(strategy: Sequence[str]) -> str:
-    """A strategy's methods in one line."""
     return " + ".join(strategy) or "plain training"
 
 
@@ -133,7 +132,6 @@ def _paces(estimate: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _on_host(plan: PlanData) -> str:
-    """What waits in host memory."""
     held = plan["estimate"].get("on_host_bytes")
     if not held:
         return "nothing waits in its memory"

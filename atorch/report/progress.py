@@ -74,7 +74,6 @@ class State(Protocol):
 
 
 def line(state: State) -> str:
-    """One dry run in one line."""
     found = "rejected" if state.step_s is None else format_seconds(state.step_s)
     best = "" if state.best_s is None else f", best {format_seconds(state.best_s)}"
     left = f", at most {format_seconds(state.left_s)} left" if state.done < state.total else ""

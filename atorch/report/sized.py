@@ -19,7 +19,6 @@ class Sized:
     made: Callable[[int], RenderableType]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What rich asks a renderable for."""
         yield self.made(options.max_width)
 
 

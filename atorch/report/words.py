@@ -41,12 +41,10 @@ _WHY: Mapping[str, str] = {
 
 
 def shown_name(category: str) -> str:
-    """A category as people read it."""
     return category.replace("_", " ")
 
 
 def shown_work(kind: str) -> str:
-    """A kind of work as people read it."""
     return WORK.get(kind, kind)
 
 
