@@ -96,7 +96,6 @@ class LossScale:
         return self.value
 
     def update(self, skipped: bool) -> None:
-        """The scale after a step."""
         if skipped:
             self.good_steps = 0
             if self.patience > 1:
@@ -126,7 +125,6 @@ class LossScale:
         return {"scale": self.value, "good_steps": self.good_steps, "patience": self.patience}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved scale."""
         self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])
         self.patience = int(state.get("patience", self.hysteresis))
 

@@ -151,7 +151,6 @@ class Passes:
         return True
 
     def begin(self, what: Step) -> None:
-        """A pass begins."""
         if not torch.compiler.is_compiling():
             self._order.come_to(what._replace(in_backward=_is_in_backward()))
 

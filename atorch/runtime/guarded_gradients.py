@@ -59,7 +59,6 @@ class _Guarded:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` on the gradient."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded)]

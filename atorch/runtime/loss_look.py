@@ -115,8 +115,6 @@ def losses_of(model: nn.Module, loss_func: LossFunc) -> Run:
 
 
 class _Way(NamedTuple):
-    """How losses of parts are had."""
-
     runs_model: bool
     tolerance: float | None
     masks: bool = False  # labels, where no rows can be cut off or joined

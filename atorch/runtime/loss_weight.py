@@ -90,7 +90,6 @@ class LossWeight:
         return not math.isfinite(losses[2]) or min(errors) <= tolerance
 
     def keep(self, rules: tuple[Rule, ...]) -> None:
-        """Go on with these alone."""
         self.rules = rules
 
     @property

@@ -11,7 +11,6 @@ LossFunc = Callable[[Any, Any], Any]  # (batch, output) → loss
 
 
 def value_of(loss: Any) -> torch.Tensor:
-    """The scalar of a loss."""
     value: torch.Tensor = loss[0] if isinstance(loss, (list, tuple)) else loss
     return value
 

@@ -19,7 +19,6 @@ MAX_NAMED = 3  # in an error
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Whether it has neither memory nor a device."""
     return tensor.device.type == "meta"  # of a fake tensor it is the device that it stands for
 
 

@@ -205,7 +205,6 @@ class _Memory:
         self._copy(self._kept, whole, "down")
 
     def fetch(self) -> None:
-        """Begin to bring it up."""
         if self._back is None:
             self._back = torch.empty(self._kept.shape, dtype=self._kept.dtype, device=self._device)
             self._copy(self._back, self._kept, "up")

@@ -14,7 +14,6 @@ from atorch.errors import ArgumentError
 
 
 def is_group(entry: object) -> bool:
-    """Whether it is a group, and no parameter."""
     return isinstance(entry, Mapping) and "params" in entry
 
 

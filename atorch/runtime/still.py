@@ -69,7 +69,6 @@ class Attributes:
         return found
 
     def restore(self) -> None:
-        """Put everything back."""
         for held, before in self._attributes:
             for name in [*held, *(name for name in before if name not in held)]:
                 now, then = held.get(name), before.get(name)
@@ -191,7 +190,6 @@ class Writes(TorchDispatchMode):
         return found
 
     def restore(self) -> None:
-        """Put back what parameters held."""
         for name, before in self._before.items():
             self._given[name][1].copy_(before)
 

@@ -74,7 +74,6 @@ class WrappedOptimizer(Optimizer):
             self.inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
         self.inner.zero_grad(set_to_none)
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -87,7 +86,6 @@ class WrappedOptimizer(Optimizer):
                 yield gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state."""
         return self.inner.state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:

@@ -35,7 +35,6 @@ class CompiledModules:
         return cls([known[each] for each in model.get_submodule(name).parameters()] for name in names)
 
     def begin(self) -> None:
-        """A pass begins."""
         self._running = None
 
     def needs(self, names: frozenset[str]) -> frozenset[str] | None:

@@ -168,7 +168,6 @@ class HeldViews:
         self._of: dict[Any, set[int]] = {}  # nothing whose views are gone: most are, and all are asked for often
 
     def add(self, owner: Any, view: torch.Tensor) -> None:
-        """Somebody is given `view`."""
         self._of.setdefault(owner, set()).add(id(view))
         weakref.finalize(view, self._gone, owner, id(view))
 
@@ -203,7 +202,6 @@ class Course:
         self.begin()
 
     def begin(self) -> None:
-        """A pass begins."""
         self.seen: list[tuple[str, frozenset[int]]] = []
         self.on_course = self.schedule is not None
 

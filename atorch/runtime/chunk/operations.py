@@ -171,7 +171,6 @@ class Operations:
 
     @property
     def in_a_pass(self) -> bool:
-        """Whether a forward pass is under way."""
         return self._passes > 0
 
     def place_of(self, tensor: Tensor) -> str | None:

@@ -49,7 +49,6 @@ class ChunkedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` where the values are."""
         return _run(func, args, {} if kwargs is None else kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -74,7 +73,6 @@ class ChunkedView(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` where the values are."""
         return _run(func, args, {} if kwargs is None else kwargs)
 
 

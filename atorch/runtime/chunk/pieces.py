@@ -49,7 +49,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return int(self.where.stop - self.where.start)
 
     def of(self, flat: Tensor) -> Tensor:
@@ -85,7 +84,6 @@ class WideGradients:
         return gradients
 
     def widens(self, piece: Piece) -> bool:
-        """Whether a piece's gradient is copied."""
         return self._factor != 1.0 or piece.chunk.dtype != piece.view.dtype
 
     def free(self) -> None:

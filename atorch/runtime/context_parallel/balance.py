@@ -23,12 +23,10 @@ class Deal:
 
     @property
     def pieces_each(self) -> int:
-        """The pieces that a rank has."""
         return 2 if self.balanced else 1
 
     @property
     def num_pieces(self) -> int:
-        """The equal pieces that a sequence is cut into."""
         return self.size * self.pieces_each
 
     def pieces(self, rank: int) -> tuple[int, ...]:
@@ -59,7 +57,6 @@ class Meeting:
 
     @property
     def num_scores(self) -> float:
-        """The scores to compute."""
         square = (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
         return square / 2 if self.is_causal else float(square)
 

@@ -30,8 +30,6 @@ class UlyssesRing:
         return self._ulysses.unfit(call) or self._ring.unfit(call)
 
     def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
-        """This rank's tokens."""
-
         def around(joint: AttentionCall) -> Tensor:
             query, key, value = (self._in_order(each) for each in joint[:3])
             return self._as_dealt(self._ring(joint._replace(query=query, key=key, value=value), attend))

@@ -57,7 +57,6 @@ class FusedRMSNorm(nn.Module):
         return _RMSNorm.apply(hidden_states, weight, self.eps, self.variant.cast_first)  # type: ignore[no-any-return, no-untyped-call]
 
     def extra_repr(self) -> str:
-        """The hidden size and what was recognised."""
         return f"{tuple(self.weight.shape)}, eps={self.eps}, {self.variant}"
 
 

@@ -78,7 +78,6 @@ class Calls:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches."""
         return len(self.calls)
 
     @property
@@ -87,12 +86,10 @@ class Calls:
         return sizes_of(self.calls[0])
 
     def look(self, part: nn.Module) -> None:
-        """Call the model on the first micro-batch."""
         args, kwargs = self.calls[0]
         part(*args, **kwargs)
 
     def run(self, number: int, part: nn.Module) -> Any:
-        """Call the model, and conclude."""
         args, kwargs = self.calls[number]
         output = part(*args, **kwargs)
         return self.conclude(number, output) if stage_of(part).is_last else output
@@ -100,8 +97,6 @@ class Calls:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is being run."""
-
     work: Work
     shapes: Sequence[Sequence[Shape]]
 

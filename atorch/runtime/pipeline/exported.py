@@ -50,7 +50,6 @@ class Piece(NamedTuple):
     gives: tuple[str, ...]
 
     def add_to(self, values: dict[str, Any], run: Callable[..., Any]) -> None:
-        """`run` this, and note what it gives."""
         values.update(zip(self.gives, run(*(values[name] for name in self.takes)), strict=True))
 
 
@@ -73,7 +72,6 @@ class Segment(nn.Module):
     """A place in the sequence of stages; what it runs is given with its inputs."""
 
     def forward(self, run: fx.GraphModule, *values: Any) -> tuple[Tensor, ...]:
-        """What the operations give."""
         given: tuple[Tensor, ...] = run(*values)
         return given
 
@@ -195,8 +193,6 @@ def _kind(leaf: Any) -> Any:
 
 
 class _Graph:
-    """An exported program, looked at."""
-
     def __init__(self, program: Any, model: nn.Module) -> None:
         self._program, self._module = program, program.graph_module
         self._learnt = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
@@ -271,7 +267,6 @@ class _Graph:
         return sum(map(_num_bytes, (*self.crossing(boundary), *weights)))
 
     def program(self, boundaries: Sequence[int]) -> Program:
-        """The program that is parted there."""
         ends = (*boundaries[1:], len(self._learning))
         pieces = []
         for start, end in zip(boundaries, ends, strict=True):

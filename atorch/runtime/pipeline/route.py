@@ -149,14 +149,12 @@ class _Watch(TorchDispatchMode):
         self._own = {name: set(map(id, unit.parameters())) for name, unit in units.items()}
 
     def enter(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        """A unit is called."""
         call = Call(name)
         call.needs.update(self.sources(_tensors((args, kwargs)), name))
         self.calls.append(call)
         self._running, self._given = call, _lists((args, kwargs))
 
     def leave(self, name: str, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A unit returns."""
         call, self._running = self.calls[-1], None
         left, returned = _lists((args, kwargs)), _lists(output)
         if any(left.get(each, held) != held and each not in returned for each, held in self._given.items()):

@@ -90,7 +90,6 @@ class TorchStage(PipelineStage):
         self._comes_apart: bool | None = None  # known from the first micro-batch on
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass of one micro-batch."""
         with self._reduction.forward():
             return self.submod(*args, **kwargs)
 
@@ -122,7 +121,6 @@ class TorchStage(PipelineStage):
         return self._comes_apart
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the last backward pass."""
         if self._splits_backward and self.has_backward:
             self._reduction.afterwards()
 

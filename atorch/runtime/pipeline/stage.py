@@ -46,12 +46,10 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing comes in."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is made here."""
         return self.index == self.num_stages - 1
 
     @functools.cached_property
@@ -70,7 +68,6 @@ class Stage:
 
     @property
     def current(self) -> _Visit | None:
-        """The forward pass that runs."""
         return self._visit
 
     @contextmanager
@@ -118,7 +115,6 @@ class _Visit:
         return output
 
     def handed_over(self) -> tuple[Tensor, ...]:
-        """The outgoing wires."""
         return tuple(self.values[value] for value in self.stage.outgoing)
 
     def _sent(self, number: int) -> Any:

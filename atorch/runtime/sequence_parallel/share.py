@@ -40,12 +40,10 @@ class Share:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
         return self.group.rank()
 
     @property

@@ -25,25 +25,20 @@ class Columns:
 
     @property
     def total(self) -> int:
-        """How many there are."""
         return sum(self.counts)
 
     @property
     def count(self) -> int:
-        """How many this rank has."""
         return self.counts[self.rank]
 
     @property
     def start(self) -> int:
-        """This rank's first."""
         return sum(self.counts[: self.rank])
 
     def length(self, part: int) -> int:
-        """How many all ranks together have."""
         return self.total
 
     def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
-        """Of the whole's gradient that of this rank's columns."""
         return self.take(grad, dim)
 
     def of_gradients(self) -> Columns:
@@ -51,7 +46,6 @@ class Columns:
         return self
 
     def named(self) -> str:
-        """Which this rank has."""
         return f"columns {self.start} to {self.start + self.count} of {self.total}"
 
     def take(self, whole: Tensor, dim: int) -> Tensor:

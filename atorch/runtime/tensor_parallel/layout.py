@@ -40,7 +40,6 @@ class Rows:
         return torch.cat([torch.arange(start, stop) for start, stop in self.by_rank[rank]])
 
     def count(self, rank: int) -> int:
-        """How many rows the rank works with."""
         return sum(stop - start for start, stop in self.by_rank[rank])
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:

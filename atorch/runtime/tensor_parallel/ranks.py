@@ -36,7 +36,6 @@ class Ranks:
         return cls(degree, range(degree))
 
     def gather(self, value: T) -> list[T]:
-        """What each process has found."""
         if self.mesh is None:
             return [value]
         values = [value] * self.degree
