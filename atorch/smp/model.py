@@ -150,7 +150,6 @@ class DistributedModel(LocalParts):
 
     @property
     def in_a_step(self) -> bool:
-        """Whether the function of a step runs."""
         return self._body is not None
 
     @property
@@ -234,7 +233,6 @@ class DistributedModel(LocalParts):
 
     @property
     def comm_hook(self) -> tuple[Any, CommHook] | None:
-        """What was registered."""
         return self._comm_hook
 
     @contextmanager

@@ -56,7 +56,6 @@ class Faults:
         self.first: Exception | None = None
 
     def note(self, error: Exception) -> None:
-        """Something went wrong."""
         self.first = self.first or error
 
 
@@ -104,7 +103,6 @@ class Runner:
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
         return self._owner.device
 
     def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
@@ -254,7 +252,6 @@ class _Work:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches."""
         return len(self.pieces)
 
     @property
@@ -263,7 +260,6 @@ class _Work:
         return self.kind, sizes_of(self.pieces[0])
 
     def look(self, part: nn.Module) -> None:
-        """Run the function on the first micro-batch."""
         with tracing():
             self.looked = self._body(0, part).has_backward
 

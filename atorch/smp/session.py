@@ -59,7 +59,6 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
         return self.here.device
 
 
@@ -131,7 +130,6 @@ def is_tracing() -> bool:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Inside, `is_tracing` says so."""
     current = session()
     before, current.is_tracing = current.is_tracing, True
     try:

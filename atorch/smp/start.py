@@ -89,7 +89,6 @@ def has_begun_none(owner: Session) -> bool:
 
 
 def raise_it(fault: Exception | None) -> None:
-    """Raise what went wrong, where something did."""
     if fault is not None:
         raise fault
 
