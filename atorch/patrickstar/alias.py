@@ -77,7 +77,6 @@ def _made(name: str, **members: Any) -> ModuleType:
 
 
 def _named() -> dict[str, ModuleType]:
-    """The submodules by their names."""
     tools = (get_rank, get_world_size, get_local_world_size, log_dist, print_rank, see_memory_usage, getsizeof)
     return {
         "runtime": runtime,

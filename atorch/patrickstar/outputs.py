@@ -61,7 +61,6 @@ class ScaledBackward:
             self._tell("other")
 
     def cleared(self) -> None:
-        """There are no gradients any more."""
         self._wrong.clear()
 
     def check(self, device: torch.device) -> None:
@@ -139,7 +138,6 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def passes_of(tensor: Any) -> tuple[ScaledBackward, ...]:
-    """Of the engines that a tensor came from."""
     return tensor.passes if isinstance(tensor, EngineOutput) else ()
 
 

@@ -138,7 +138,6 @@ class Profile(BaseModel):
         )
 
     def spans(self) -> list[Span]:
-        """The phases with their ends."""
         ends = [*(each.time_s for each in self.phases[1:]), self.end_s]
         return [Span(each.name, each.time_s, end) for each, end in zip(self.phases, ends, strict=False)]
 

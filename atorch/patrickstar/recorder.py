@@ -26,12 +26,10 @@ class Recorder:
         self._residency.observer = self
 
     def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
-        """A chunk came to the device, or left it."""
         profiler.holds("PARAM_FP16", chunk, "GPU", num_bytes if on_device else 0)
         profiler.moment(self._device_bytes())
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
         profiler.moment(self._device_bytes())
         profiler.phase(name)
 
