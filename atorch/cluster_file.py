@@ -28,8 +28,6 @@ FORMAT = Format("cluster file", ArgumentError)
 
 @dataclass(frozen=True)
 class _Range:
-    """What a figure may be."""
-
     least: float
     most: float
     unit: str
@@ -100,7 +98,6 @@ class _Part:
         return _Part(self.data[name], self.where, known, self.at(name))
 
     def figure(self, name: str, range_: _Range, default: Any = MISSING) -> float:
-        """The figure called `name`, or its default where there is one and it is not given."""
         if name not in self.data and default is not MISSING:
             return float(default)
         value = self.data.get(name)

@@ -27,7 +27,6 @@ class Found:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Both as plain JSON data."""
         return self.plan.to_json_data() | ({"fit": self.fit} if self.fit else {})
 
 

@@ -43,7 +43,6 @@ def load(named: str) -> Any:
 
 
 def takes_seq(job: Any) -> bool:
-    """Whether the job is a function of the length of a sample."""
     return callable(job) and "seq" in inspect.signature(job).parameters
 
 

@@ -26,7 +26,6 @@ def alone() -> AbstractContextManager[Any]:
 
 
 def is_alone() -> bool:
-    """Whether this is inside of `alone`."""
     return any(isinstance(mode, _Alone) for mode in _get_current_dispatch_mode_stack())
 
 

@@ -32,7 +32,6 @@ class Arrivals:
         return [rank for rank in self.ranks if self.store.add(f"{self.place}/{rank}", 0) < self.number]
 
     def told(self) -> str:
-        """Who is missing."""
         missing, own = self.missing(), f"{self._call} is called on rank {dist.get_rank()}"
         return f"{own} but not on {listed(missing)}; call it on all together" if missing else own
 
@@ -76,5 +75,4 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """The first few of some ranks."""
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

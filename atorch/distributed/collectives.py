@@ -42,7 +42,6 @@ def nobody_else() -> bool:
 
 
 def everyone() -> dist.ProcessGroup | None:
-    """The group of all processes; None where none is made yet."""
     return dist.group.WORLD
 
 

@@ -27,8 +27,6 @@ from atorch.errors import shown
 
 
 class Fact(NamedTuple):
-    """What one thing is."""
-
     kind: str
     value: str = ""
 
@@ -80,7 +78,6 @@ def described_model(model: nn.Module) -> Mapping[str, Facts]:
 
 
 def described_call(model: nn.Module, **arguments: Any) -> Mapping[str, Facts]:
-    """A call that is given a model and `arguments`."""
     facts = {place: fact for name, value in arguments.items() for place, fact in described(name, value).items()}
     return {"arguments": facts, **described_model(model)}
 
@@ -177,7 +174,6 @@ def _key(key: Any) -> str:
 
 
 def _single(value: Any) -> Fact:
-    """What a thing without parts is."""
     if value is None or isinstance(value, (bool, np.bool_)):
         return Fact(str(value))
     if isinstance(value, enum.Enum):
