@@ -1,4 +1,4 @@
-"""What a front door was given, read and checked on each process, and described so that processes can compare it.
+"""The arguments of a front door: read and checked on each process, and described for comparison across processes.
 
 Equal on all processes must be: the model's class, modes, parameters and buffers; the dataset's class and length; the
 strategy's methods, wherever each process reads them from; and every other argument by kind and value, as
@@ -286,7 +286,7 @@ def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _given(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
-    """What must be equal of the arguments before they are read."""
+    """Facts of the unread arguments that must be equal."""
     plain: dict[str, Fact] = {}
     for name, value in arguments.items():
         if name not in OWN:
@@ -299,7 +299,7 @@ def _given(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
 
 
 def _found(call: Call) -> Mapping[str, Facts]:
-    """What must be equal of what was read."""
+    """Facts of what was read that must be equal."""
     strategy = Fact("None" if call.strategy is None else f"[{call.strategy}]")
     return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job["model"])}
 

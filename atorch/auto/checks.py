@@ -236,7 +236,7 @@ def _instead_of(dataset: object) -> str:
 
 
 def _are_columns(dataset: Sequence[Any]) -> bool:
-    """Whether tensors are inputs, labels, … rather than samples, which a loader would stack."""
+    """True if tensors are inputs, labels, … rather than samples, which a loader would stack."""
     if not 2 <= len(dataset) <= 8 or not all(isinstance(each, torch.Tensor) and each.dim() for each in dataset):
         return False
     return len({each.shape for each in dataset}) > 1 and len({len(each) for each in dataset}) == 1

@@ -118,7 +118,7 @@ def told_of(strategy: Strategy) -> Iterator[None]:
 
 
 def cannot_evaluate(applied: Context, result: AccelerateResult, expected: PlainPass) -> str | None:
-    """What of a plain model's evaluation fails under the strategy: the forward pass in evaluation mode, `generate`."""
+    """The part of a plain model's evaluation that fails under the strategy: the forward pass, or `generate`."""
     if _why_not(applied, result, expected) is not None:
         return None
     model = result.model
@@ -223,7 +223,7 @@ def _pass(
 
 
 def _is_explained(applied: Context) -> bool:
-    """Whether the losses of processes are known to make that of all; a named rule may hold for what the loop gives."""
+    """True if the losses of processes are known to make that of all; a named rule may hold for what the loop gives."""
     is_named = applied.need_mesh().size(*BATCH_AXES) > 1 and applied.loss_weight != "auto"
     return not is_named and all(each.is_explained for each in applied.rank_weights)
 

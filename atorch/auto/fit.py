@@ -1,4 +1,4 @@
-"""How small a cluster, how large a batch, how long a sequence fits: plans are asked for until the border is found.
+"""The smallest cluster, largest batch or longest sequence that fits, found by asking for plans.
 
 Sizes are doubled until one changes the answer, then the step between the last two is halved, as far as an eighth of it:
 what lies between is neither likely to divide well nor worth the search. What fits at one size is taken to fit at every

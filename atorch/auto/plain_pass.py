@@ -63,7 +63,7 @@ many layers of rounding turn a gradient by nearly as much as it is long (measure
 
 @dataclass(frozen=True)
 class Figures:
-    """What a pass comes to over all samples."""
+    """Figures of a pass over all samples."""
 
     loss: float
     grad_norm: float | None  # None where it cannot be taken: sparse gradients, fp16 ones that overflowed
@@ -179,7 +179,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
 
 
 class _Lone:
-    """What plain training runs inside of: no collective waits, and those who ask are told of one process alone.
+    """A context for plain training: no collective waits, and those who ask are told of one process alone.
 
     They are told so once a first pass has called collectives. Else it was what it is on one process.
     """
@@ -195,7 +195,7 @@ class _Lone:
             yield
 
     def first(self, work: Callable[[], T]) -> T:
-        """What `work` returns, done again where it communicates."""
+        """The result of `work`, done again where it communicates."""
         value, failed = tried(work)
         if getattr(self._calls, "num_seen", 0):
             self.communicates, self._calls.num_seen = True, 0  # type: ignore[attr-defined]
@@ -213,7 +213,7 @@ class _Lone:
 
 
 def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[Any, bool]:
-    """What plain training runs first, and whether every process will run it whole."""
+    """The first batch of plain training, and whether every process will run it whole."""
 
     def first() -> tuple[Any, int]:
         if ctx.world.rank != 0:
@@ -246,7 +246,7 @@ def _need_room(ctx: Context) -> None:
 
 
 def _on_every_process(work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0; every process does it, since models may communicate.
+    """The result of `work` on rank 0; every process does it, since models may communicate.
 
     Raises:
         _Incomparable: it failed on some process.
@@ -260,7 +260,7 @@ def _on_every_process(work: Callable[[], T]) -> T:
 
 
 def tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What `work` returns, or how it failed."""
+    """The result of `work`, or how it failed."""
     try:
         return work(), None
     except _Incomparable as reason:
@@ -310,7 +310,7 @@ def _run_plainly(
 
 
 def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
-    """Whether the loss of a batch that is there twice is twice its loss, and not the same."""
+    """True if the loss of a batch that is there twice is twice its loss, and not the same."""
     once = _run_plainly(ctx, batch, within, in_evaluation_mode=True).figures.loss
     twice = _run_plainly(ctx, repeated(batch, 2), within, in_evaluation_mode=True).figures.loss
     for factor in (1, 2):
@@ -338,7 +338,7 @@ def _norm(model: nn.Module) -> float | None:
 
 
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:
-    """Whether the plain model runs in evaluation mode, and a prompt from which it generates, where it does."""
+    """True if the plain model runs in evaluation mode; and a prompt from which it generates, where it does."""
     model = ctx.root
     with put_back(model, ctx.device) as writes, writes, preserved_rng(), evaluation_mode(model), torch.no_grad():
         inputs = ctx.prepare_input(batch, ctx.device)

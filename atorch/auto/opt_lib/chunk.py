@@ -88,7 +88,7 @@ class Chunk(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Where the mesh has zero and data, the chunks are shared over zero."""
+        """The axis zero, over which the chunks are shared where the mesh has data, too."""
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:
@@ -228,7 +228,7 @@ def _axes(mesh: Cost | Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What a tensor without values has until its chunk has them: a parameter no memory, a buffer its own."""
+    """A tensor without values until its chunk has them: a parameter has no memory, a buffer its own."""
     if isinstance(tensor, nn.Parameter):
         return stand_in(tensor.shape, tensor.dtype, device)
     return unfilled(tensor, device)
@@ -251,7 +251,7 @@ def _state_bytes(ctx: Context) -> float:
 
 
 def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:
-    """What the first pass comes to, for whoever reads the strategy."""
+    """Figures of the first pass, for whoever reads the strategy."""
     assert first.schedule is not None
     sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
     return {

@@ -43,7 +43,7 @@ def foreseen(
     for_real: bool = False,
     whole: bool = False,
 ) -> Pass:
-    """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
+    """The pass of forward, loss and backward of `model` on `batch`, by operation. The model is not touched.
 
     Args:
         batch: what `loss(model, batch)` takes; its tensors may be anywhere.
@@ -133,7 +133,7 @@ class _Job(NamedTuple):
             return found, live.instants[1:]
 
     def called(self, stack: Stack) -> Calls:
-        """How the model calls all blocks of a list in a forward pass, for which but the first few run."""
+        """The model's calls of all blocks of a list in a forward pass, for which but the first few run."""
         depth, calls = stack.depths[-1], Calls(self.device_type)
         with self._copied(stack.blocks[depth:]) as (duplicate, loss, batch, passing):
             calls.stand_in(stack, duplicate, depth)

@@ -66,7 +66,7 @@ class Ddp(Method):
 
 
 def looks_for_unused(ctx: Context, is_asked: bool = False) -> bool:
-    """Whether torch is to look; not where losses hand gradients over later, which it would take for those of a pass."""
+    """True if torch is to look; False where losses hand gradients over later, which it would take for a pass's."""
     names = () if ctx.strategy is None else ctx.strategy.names()
     return (is_asked or ctx.find_unused_parameters) and {"micro_batch", "pipeline_parallel"}.isdisjoint(names)
 

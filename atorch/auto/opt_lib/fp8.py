@@ -96,7 +96,7 @@ class Fp8(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Where the hardware multiplies in fp8: the Linear layers of the repeated blocks; the head stands it badly."""
+        """The Linear layers of the repeated blocks, where the hardware multiplies in fp8; the head stands it badly."""
         if "Linear" in (profile.block_classes if profile.blocks else profile.module_classes):
             lists = sorted({block.name.rpartition(".")[0] for block in profile.blocks} - {""})
             by_shape = bool(profile.blocks) and not lists  # of a shape, modules have no names

@@ -145,7 +145,7 @@ class Fsdp(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Where the mesh has zero and data, the shards stay in zero."""
+        """The axis zero, in which the shards stay where the mesh has data, too."""
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:

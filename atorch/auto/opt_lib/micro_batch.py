@@ -153,5 +153,5 @@ def _in_pipeline(ctx: Context) -> bool:
 
 
 def is_ample(cost: Cost) -> bool:
-    """Whether memory is no concern at all; not where nothing is known of the device."""
+    """True if memory is no concern at all; not where nothing is known of the device."""
     return cost.device_bytes < math.inf and AMPLE * peak_memory(cost).total < cost.device_bytes

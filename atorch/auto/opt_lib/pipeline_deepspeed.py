@@ -1,4 +1,4 @@
-"""What pipeline_parallel does with DeepSpeed's engine in place of torch's schedules."""
+"""pipeline_parallel on DeepSpeed's engine in place of torch's schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the best of all compositions below a node of the tree can at most reach: least seconds, and least bytes.
+"""Lower bounds on the seconds and bytes of all compositions below a node of the tree.
 
 A node's cost is relaxed to one that is no worse than that of any composition below it, and then estimated by the same
 functions. What is below is told apart by what is recomputed, and then by the number of micro-batches, so that seconds
@@ -79,7 +79,7 @@ class Bounds:
         return self._seconds_of_any(self._compiled(node.cost.but(cast_traffic_bytes=0.0)))
 
     def parts(self, node: Node) -> Iterator[Part]:
-        """What is below a node at the depth of bounds, apart by what is recomputed."""
+        """Parts below a node at the depth of bounds, by what is recomputed."""
         shard = self._sharing(node.cost)
         for only, cost in self._each(Checkpoint, node.cost):
             part = Part(0.0, 0.0, only, cost, shard)

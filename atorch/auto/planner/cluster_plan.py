@@ -29,7 +29,7 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """What one measurement is worth before the choice is believed."""
+    """The value of one measurement before the choice is believed."""
 
     saves: float  # of a step, on average: as often as it tells that another composition is faster, and by how much
     strategy: Strategy | None = None  # five steps of it and of the chosen one
@@ -42,7 +42,7 @@ class Measuring:
 
 @dataclass(frozen=True, kw_only=True)
 class Counterfactual:
-    """What one other choice would have done."""
+    """The effect of one other choice."""
 
     change: str  # "tensor 4", "zero1 instead of fsdp", "without checkpoint"
     what: str  # the axis that has another size, or the method that comes or goes
@@ -55,7 +55,7 @@ class Counterfactual:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan(Plan):
-    """What arithmetic alone answers. Nothing was run; `simulated` is for who simulates the best of the ranking."""
+    """A plan by arithmetic alone. Nothing was run; `simulated` is for who simulates the best of the ranking."""
 
     estimate: Estimate
     cluster: ClusterSpec
@@ -75,7 +75,7 @@ class ClusterPlan(Plan):
 
     @property
     def fits_narrowly(self) -> bool:
-        """Whether the choice fits by less than its memory may be off: some such runs go out of memory."""
+        """True if the choice fits by less than its memory may be off: some such runs go out of memory."""
         return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
 
     def to_json_data(self) -> dict[str, Any]:

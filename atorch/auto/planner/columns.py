@@ -63,7 +63,7 @@ class Columns:
 
     @property
     def on_host(self) -> Floats:
-        """Bytes on the host for a device."""
+        """Bytes in host memory for each device."""
         return np.frombuffer(self._on_host) if self.methods else np.zeros(0)
 
     @property
@@ -73,7 +73,7 @@ class Columns:
 
     @property
     def binds(self) -> npt.NDArray[np.int8]:
-        """Whether it fits, or what is short."""
+        """Codes of what is short, or of a fit."""
         return np.frombuffer(self._binds, dtype=np.int8) if self.methods else np.zeros(0, np.int8)
 
     @property
@@ -87,7 +87,7 @@ class Columns:
         return np.where(self.binds == HOST, self.on_host - self.host_bytes, device)
 
     def why(self) -> list[str]:
-        """What binds each composition: "" where it fits, else the memory that is short, and what takes most of it."""
+        """The limit of each composition: "" where it fits, else the memory that is short, and what takes most of it."""
         largest = self.memory.argmax(axis=1) if self.methods else []
         names = {HOST: ["host memory"] * len(CATEGORIES), FITS: [""] * len(CATEGORIES)}
         names[DEVICE] = [f"memory: {category}" for category in CATEGORIES]

@@ -74,12 +74,12 @@ def usable_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
 
 
 def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
-    """What a strategy may take of host memory for each device."""
+    """Bytes of host memory that a strategy may take for each device."""
     return cluster.host_memory_bytes / cluster.devices_per_node * (1 - reserve)
 
 
 def split_by_memory(candidates: Sequence[Scored], cluster: ClusterSpec) -> tuple[list[Scored], list[Rejected]]:
-    """What fits, and what cannot, with the bytes by category."""
+    """Candidates that fit, and those that cannot, with bytes by category."""
     limit = usable_bytes(cluster)
     fitting = [each for each in candidates if each.estimate.needed_bytes <= limit]
     rejected = [

@@ -46,7 +46,7 @@ class Crew:
         return from_rank_zero(value, self._group)
 
     def led(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, which alone does it, on every rank.
+        """The result of `work` on rank 0, which alone does it, on every rank.
 
         Raises:
             Exception: on rank 0 whatever `work` raises, on the others an error of that kind if it is one of atorch's,
@@ -122,7 +122,7 @@ class Guard:
             dist.all_reduce(torch.zeros((), device=self._device), group=self._group)
 
     def together(self, work: Callable[[], Any]) -> list[Any] | None:
-        """What `work` returns on each rank; None, and everything closed, where it raised on any."""
+        """The results of `work` on each rank; None, and everything closed, where it raised on any."""
         value, failed, left_s = None, None, self._limit_s - (time.monotonic() - self._began)
         watch = self._watch(left_s)
         try:

@@ -1,4 +1,4 @@
-"""What measurements say of compositions that were not run: a correction of the estimates, learnt as they come in.
+"""Predictions for compositions that were not run: a correction of the estimates, learnt from measurements.
 
 What a method does to a step's time is close to a factor: compiling, a lower precision or recomputation each multiply
 it by about the same number whatever they are combined with. So the logarithm of measured over estimated is modelled as
@@ -95,7 +95,7 @@ class Guide:
         return sorted(token for token, count in counts.items() if count > 1)
 
     def _suspects(self, index: int) -> frozenset[str]:
-        """What a failed candidate has that no measured one has, and not all have."""
+        """Methods of a failed candidate that no measured one has, and not all have."""
         return self._tokens[index].difference(self._everywhere, *(self._tokens[i] for i in self._measured))
 
     def predictions(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -145,7 +145,7 @@ class Guide:
 
 
 def _features(tokens: Sequence[frozenset[str]]) -> npt.NDArray[np.float64]:
-    """What each has: a row a composition, a column a method in its settings."""
+    """Features: a row a composition, a column a method in its settings."""
     vocabulary = {token: column for column, token in enumerate(sorted(set().union(*tokens)))}
     features = np.zeros((len(tokens), len(vocabulary)))
     for row, held in enumerate(tokens):
@@ -167,7 +167,7 @@ def _expected_gain(margin: float, deviation: float) -> float:
 
 
 def tokens_of(strategy: Strategy) -> frozenset[str]:
-    """What sets a composition apart: each method in its settings."""
+    """Tokens of a composition: each method in its settings."""
     return frozenset(repr(each) for each in strategy)
 
 

@@ -1,4 +1,4 @@
-"""How many legal compositions a space has: what a proof that one of them is the best is about.
+"""The number of legal compositions of a space, over which optimality is proved.
 
 Nodes of the tree that may be followed by the same choices are counted once. That is known of methods which `bounds`
 covers: of what is recomputed, compiled, shared out, kept on the host, and cut into micro-batches. What these refuse
@@ -46,7 +46,7 @@ class _Counter:
         return found
 
     def _alike(self, node: Node) -> Hashable | None:
-        """What tells what may follow a node; None where that is more than is worth to be told apart."""
+        """A key that tells what may follow a node; None where that is more than is worth to be told apart."""
         cost = node.cost
         if node.depth < self._covered or (cost.stages == 1 and node.depth < self._last):
             return None

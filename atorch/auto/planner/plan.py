@@ -1,4 +1,4 @@
-"""What a search found: the strategy, what was expected and measured of it, and why each of the others was not taken."""
+"""The result of a search: the strategy, its estimate and measurement, and why each of the others was not taken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Why = Literal["hardware", "memory", "refused", "failed", "time", "slower", "not 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What arithmetic says of a strategy, on one device."""
+    """The estimate of a strategy by arithmetic, on one device."""
 
     step_s: float
     peak_bytes: float
@@ -42,7 +42,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What real steps of a strategy took, on the slowest rank."""
+    """Measurements of real steps of a strategy, on the slowest rank."""
 
     step_s: float  # the median
     num_steps: int
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def numbers(self) -> str:
-        """What the choice does to the numbers that are trained with."""
+        """The effect of the choice on the numbers that are trained with."""
         said = [each.numbers for each in self.strategy if each.numbers]
         return "; ".join(said) or "as in plain training, but that sums may be taken in another order"
 

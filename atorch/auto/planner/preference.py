@@ -1,4 +1,4 @@
-"""Which of the compositions that the estimate cannot tell apart is preferred: the simplest.
+"""The preference among compositions that the estimate cannot tell apart: the simplest.
 
 What waits on the host is less simple than what does not, and a method more than one less; then what splits the model
 along fewer axes of the mesh is simpler.
@@ -25,7 +25,7 @@ def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
 
 
 def least_intricacy(node: Node, only: Only) -> Intricacy:
-    """How simple at most what is below a node can be, of these alone."""
+    """The least intricacy that is possible below a node, of these alone."""
     slots = {choice.method.slot for choices in only.values() if None not in choices for choice in choices if choice}
     if not node.large.isdisjoint(REPLICA_AXES):
         slots.add(DATA_PARALLEL)  # for something keeps parameters equal that several processes hold

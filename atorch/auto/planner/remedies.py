@@ -1,4 +1,4 @@
-"""Where nothing fits: what would make the job fit, each remedy really tried."""
+"""Changes that would make a job fit where nothing does, each really tried."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What may be chosen of one method, or in a slot that is closed."""
+    """Choices of one method, or of a slot that is closed."""
 
     kind: type[Method]
     choices: tuple[Choice, ...]
@@ -129,7 +129,7 @@ class Space:
         return node
 
     def children(self, node: Node, only: Only | None = None) -> Iterator[Node]:
-        """What the next level makes of a node: with each of its choices, and without; or of these `only` some."""
+        """The children of a node at the next level: with each of its choices, and without; or of these `only` some."""
         level = self.levels[node.depth]
         among = level.options if only is None else only.get(node.depth, level.options)
         for choice in among if level.kind.slot not in node.slots else (None,) if None in among else ():
@@ -168,7 +168,7 @@ class Space:
         return Node(node.depth + 1, methods, folded, node.slots | {kind.slot}, large, split, lacks)
 
     def _is_open(self, node: Node) -> bool:
-        """Whether something legal may be below."""
+        """True if something legal may be below."""
         if not self.is_checked:
             return True
         names, axes = self._coming[node.depth]
@@ -196,7 +196,7 @@ def compositions(
     fixed: Strategy | None = None,
     precision: Exactness = EXACTNESS[-1],
 ) -> Space:
-    """What may be tried on devices: of methods that can be applied.
+    """The space to try on devices: of methods that can be applied.
 
     Args:
         excluded: methods that no composition has.
@@ -236,7 +236,7 @@ def plannable(
     precision: Exactness = EXACTNESS[-1],
     host_memory: bool = True,
 ) -> Space:
-    """What may be planned for a cluster.
+    """The space to plan for a cluster.
 
     Args:
         excluded, included: as for `compositions`.

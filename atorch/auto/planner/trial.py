@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether that was that it took longer than `limit_s`."""
+        """True if the failure was that it took longer than `limit_s`."""
         return self._guard.is_overdue
 
     @property
@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def memory_kind(self) -> str:
-        """How peak bytes are measured on this device."""
+        """The kind of measurement of peak bytes on this device."""
         return self._memory.kind
 
     def close(self) -> None:

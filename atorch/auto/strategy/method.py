@@ -134,7 +134,7 @@ class Method(BaseModel):
 
     @property
     def numbers(self) -> str:
-        """What it does to the numbers that are trained with, as a clause; nothing where they stay the model's own."""
+        """The effect on the numbers that are trained with, as a clause; nothing where they stay the model's own."""
         return ""
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
@@ -182,7 +182,7 @@ class Method(BaseModel):
         raise NotImplementedError(f"{type(self).__name__} does not define apply")
 
     def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
-        """What `apply` would learn by watching the model, for a mesh that is not there: metadata of the strategy.
+        """Foresee what `apply` would learn by watching the model, for a mesh that is not there: a strategy's metadata.
 
         With it, `apply` does without values. The model of `ctx`, which methods before this one were applied to, is real
         and stays as it is. axes: sizes by name.
