@@ -1,4 +1,4 @@
-"""What becomes of answers: shown on the terminal, written where a command line asks for it, and what was written."""
+"""Output of answers: on the terminal, in the files that a command line asks for, and a note of what was written."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def takes_seq(job: Any) -> bool:
 
 
 def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
-    """What the job gives `atorch.plan`.
+    """The arguments of the job for `atorch.plan`.
 
     Raises:
         ArgumentError: it is no job, or takes no `seq` and one is given.
