@@ -1,4 +1,4 @@
-"""How many calls it takes to exchange parameters that lie in buckets, from the shapes that a profile has.
+"""The number of calls that exchange parameters in buckets, from the shapes that a profile has.
 
 A bucket is closed by the parameter that fills it (Li et al. 2020, arXiv 2006.15704, section 3.2.3), and a parameter is
 in one of them, so that the number of calls is not bytes over the size of a bucket where weights are as large as one.

@@ -28,7 +28,7 @@ from make it 4.5 MB."""
 
 
 class Link(NamedTuple):
-    """What a rank has to reach some of the others."""
+    """A rank's link to some of the others."""
 
     ranks: int
     bandwidth: float  # bytes/s
@@ -96,7 +96,7 @@ class Group:
 
 
 def rounds_of(kind: Collective) -> float:
-    """How often a ring of ranks is gone round."""
+    """The number of rounds of a ring."""
     return 2.0 if kind == "all_reduce" else 1.0
 
 

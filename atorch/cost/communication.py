@@ -1,4 +1,4 @@
-"""What splits of a model send in every micro-batch, derived from the cost's fields and a segment's products.
+"""Communication of model splits in every micro-batch, derived from the cost's fields and a segment's products.
 
 Tensor parallelism sums what a product split by rows gives, and in backward the gradient of what a product split by
 columns was given (Shoeybi et al. 2019, arXiv 1909.08053, section 3); with norms split along the sequence, the sums are
@@ -31,7 +31,7 @@ EXPERT_AXIS = "expert"  # no axis of the mesh: neighbours among the ranks that s
 
 
 def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
-    """What one copy sends for a micro-batch: forward, backward, and forward again where it is recomputed."""
+    """Messages of one copy for a micro-batch: forward, backward, and forward again where it is recomputed."""
     again = cost.recompute if segment.is_block else 0.0
     sent: list[Comm] = []
     if cost.tensor > 1:
@@ -61,7 +61,7 @@ def boundary_bytes(cost: Cost) -> float:
 
 
 def is_whole(cost: Cost, segment: Segment) -> bool:
-    """Whether every rank of tensor splits has all of a segment's tokens and results."""
+    """True if every rank of tensor splits has all of a segment's tokens and results."""
     return cost.whole_outside and not segment.is_block
 
 
@@ -105,7 +105,7 @@ def _of_losses(cost: Cost, segment: Segment, axes: tuple[str, ...]) -> list[Comm
 
 
 def _of_all_tokens(cost: Cost, segment: Segment, axes: tuple[str, ...]) -> list[Comm]:
-    """What is not token by token is given the stream whole, and the gradient of what it gives on."""
+    """Messages of what is not token by token: it gets the stream whole, and the gradient of what it gives on."""
     if segment.is_block or not segment.needs_all_tokens:
         return []
     given = segment.input_bytes
@@ -171,7 +171,7 @@ def beside_share(cost: Cost, segment: Segment, overlap: float) -> float:
 
 
 def _of_logits(cost: Cost, segment: Segment) -> list[Comm]:
-    """What a head split by columns gives is gathered, or for each loss two numbers a row, from every rank."""
+    """Messages of a head split by columns: its logits gathered, or for each loss two numbers a row, from every rank."""
     axis, share = ("tensor",), tokens_share(cost, segment)
     heads = [each for each in segment.matmuls if each.split == "columns"]
     if is_gathered(cost, segment):

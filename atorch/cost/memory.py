@@ -34,7 +34,7 @@ ROUNDING = 1e-9  # of the bytes of moments that fill a budget alike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one device holds at the peak of a step, in bytes."""
+    """Bytes held by one device at the peak of a step."""
 
     stage: int = 0
     parameters: float
@@ -50,18 +50,18 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """What tensors hold on the device, all categories but slack: CUDA's `max_memory_allocated`."""
+        """Bytes of tensors on the device, all categories but slack: CUDA's `max_memory_allocated`."""
         kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
         return kept + self.activations + self.transient + self.working
 
     @property
     def reserved(self) -> float:
-        """What the allocator holds where there is room: CUDA's `max_memory_reserved`."""
+        """Bytes that the allocator holds where there is room: CUDA's `max_memory_reserved`."""
         return self.total + self.slack
 
     @property
     def needed(self) -> float:
-        """What the allocator must have: what tensors hold, and of slack what it cannot give back."""
+        """Bytes that the allocator must have: those of tensors, and of slack what it cannot give back."""
         return self.total + STUCK * self.slack
 
     def by_category(self) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Memory:
 
 
 class Held(NamedTuple):
-    """What lives at one moment, by category, and what waits on the host: a `Memory` that is quick to make."""
+    """Live bytes of one moment, by category, and those on the host: a `Memory` that is quick to make."""
 
     parameters: float
     gradients: float
@@ -92,7 +92,7 @@ class Held(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """Of a cost, what decides what waits on the host."""
+    """Fields of a cost that decide what waits on the host."""
 
     param_offload: float
     optim_offload: float
@@ -130,13 +130,13 @@ def stage_memory(cost: Cost, stage: Stage) -> Memory:
 
 
 def beside_host(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Course, Held]]:
-    """What would live on each of some stages were nothing to wait on the host, and what does at the peak."""
+    """Live bytes on each of some stages were nothing to wait on the host, and those held at the peak."""
     courses = courses_of(cost, stages)
     return [(course, held) for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)]
 
 
 def host_bytes(cost: Cost) -> float:
-    """What waits in host memory for one device, on the stage that has the most there."""
+    """Bytes in host memory for one device, on the stage that has the most there."""
     return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
 
 
@@ -225,7 +225,7 @@ def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
 
 
 def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting) -> Held:
-    """What is left when shares made way to the host, or what is beyond a budget."""
+    """Bytes left when shares, or what is beyond a budget, made way to the host."""
     saved = _saved_away(course, moment, shares)
     if shares.budget_bytes < math.inf:
         return _under_budget(course, moment, buffer_bytes, shares, saved)

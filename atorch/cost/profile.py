@@ -1,4 +1,4 @@
-"""What tracing a model once tells, or its shape alone: the numbers every cost starts from. Imports no torch.
+"""Profiles of models, by tracing or from a shape: the numbers every cost starts from. Imports no torch.
 
 A model is a sequence of segments: what comes before its repeated blocks, each run of equal blocks, what comes between
 and after, the loss included. One copy of a block stands for all of its run, so that a model of 126 layers is three

@@ -1,4 +1,4 @@
-"""What a strategy makes of a training step: the state that the methods' costs fold over. Imports no torch.
+"""The state of a training step that the methods' costs fold over. Imports no torch.
 
 Methods say what they change in the words of this state: bytes an element, shards, splits, what is recomputed, what is
 sent. `memory` and `time` alone know what that comes to, stage by stage. What frameworks do differently, such as
