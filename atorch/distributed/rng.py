@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where Python's, numpy's and torch's generators (CPU, CUDA) stand."""
+    """States of Python's, numpy's and torch's generators (CPU, CUDA)."""
 
     python: Any
     numpy: Any

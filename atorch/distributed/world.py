@@ -29,7 +29,7 @@ LONGEST_LEAVE = timedelta(seconds=2)
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the processes of the job."""
+    """The place of this process among the processes of the job."""
 
     rank: int
     size: int
@@ -100,7 +100,7 @@ def ensure_group(device_type: str) -> None:
 
 
 def local_world_size() -> int:
-    """How many processes the launcher started on this machine."""
+    """The number of processes that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
