@@ -130,7 +130,7 @@ class Recorder:
             self._is_on = True
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """What stands for the tensor's storage."""
+        """The value that stands for the tensor's storage."""
         storage = _storage(tensor)
         value = int(storage._cdata)
         if value not in self._known:
@@ -315,7 +315,7 @@ def _kernel_call() -> FrameType | None:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """What an operation has to read or write of a tensor; what is expanded is there once."""
+    """Bytes that an operation has to read or write of a tensor; what is expanded is there once."""
     return min(tensor_bytes(tensor), _storage(tensor).nbytes())
 
 

@@ -50,7 +50,7 @@ class Ownership:
 
 @dataclass
 class _Figures:
-    """What one stretch that ran comes to, apart from what it is given and which parameters are counted elsewhere."""
+    """Figures of one stretch that ran, apart from what it is given and which parameters are counted elsewhere."""
 
     segment: Segment
     split: frozenset[int]
