@@ -126,7 +126,7 @@ def _shares(title: str, values: Mapping[str, float], whole: float, form: Any, wi
 
 
 def _legend(plan: PlanData) -> RenderableType:
-    """What the categories are, and what the allocator takes beside them."""
+    """A legend of the categories, and what the allocator takes beside them."""
     from rich.text import Text
 
     estimate = plan["estimate"]

@@ -147,7 +147,7 @@ def _ranking(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Element:
 
 
 def _legend(bars: Bars) -> str:
-    """What the bars' categories are, as a sentence."""
+    """The meaning of the bars' categories, as a sentence."""
     told = legend(bars.names)
     return f"{told[:1].upper()}{told[1:]}." if told else ""
 

@@ -1,4 +1,4 @@
-"""How far a search is, by a bar with the time left or a line for every dry run; and what takes more than a moment."""
+"""Progress of a search: a bar with the time left or a line for every dry run; and of other long work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _tell(what: str, is_over: threading.Event, began: float, after_s: float) -> 
 
 
 class State(Protocol):
-    """What a search says of itself after a dry run."""
+    """The state of a search after a dry run."""
 
     @property
     def done(self) -> int: ...

@@ -1,4 +1,4 @@
-"""What is drawn for the columns that there are: tables that hold on a narrow terminal, and parts side by side."""
+"""Layouts for the columns that there are: tables that hold on a narrow terminal, and parts side by side."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Timeline:
         return sorted({each.stage for each in self.processes[process]})
 
     def most_held(self, process: int) -> float:
-        """Of how many micro-batches a process holds activations at once, counted in all of its stages."""
+        """The most micro-batches whose activations a process holds at once, counted in all of its stages."""
         placed = self.processes[process]
         begun = [(each.start, 1) for each in placed if each.kind == "forward"]
         done = [(each.end, -1) for each in placed if each.kind in ("backward", "weight")]
