@@ -38,7 +38,7 @@ class CompiledModules:
         self._running = None
 
     def needs(self, names: frozenset[str]) -> frozenset[str] | None:
-        """What must be there for an operation on these parameters; None where it is part of the one that runs."""
+        """Parameters that an operation on these needs; None where it is part of the one that runs."""
         whole = next((self._of[name] for name in names if name in self._of), None)
         if whole is None or not names <= whole:
             self._running = None
@@ -49,7 +49,7 @@ class CompiledModules:
         return whole
 
     def __contains__(self, name: str) -> bool:
-        """Whether compiled code takes a parameter of this name."""
+        """True if compiled code takes a parameter of this name."""
         return name in self._of
 
 

@@ -140,7 +140,7 @@ def _said(access: Access) -> str:
 
 
 class Nodes:
-    """What the node of the backward pass that runs was given already, which stays until it is done.
+    """Things given to the node of the backward pass that runs, which stay until it is done.
 
     A node asks for what it saved one by one, and a checkpoint computes again inside of one of these requests.
     """
@@ -150,7 +150,7 @@ class Nodes:
         self._given: frozenset[Any] = frozenset()
 
     def given(self) -> frozenset[Any]:
-        """What the node that runs has; nothing outside of a backward pass."""
+        """Things that the running node has; none outside of a backward pass."""
         running = _running_node()
         if running != self._running:
             self._running, self._given = running, frozenset()
@@ -206,7 +206,7 @@ class Course:
         self.on_course = self.schedule is not None
 
     def next(self, operation: str, needs: frozenset[int]) -> Step | None:
-        """What to do before an operation that needs these chunks; None off course."""
+        """The step before an operation that needs these chunks; None off course."""
         position = len(self.seen)
         self.seen.append((operation, needs))
         if position >= len(self.moments):
@@ -220,7 +220,7 @@ class Course:
 
     @property
     def other_bytes(self) -> int:
-        """What else lives at the operation under way: as foreseen there, or anywhere."""
+        """Bytes of all else at the operation under way: as foreseen there, or anywhere."""
         if self.on_course and 0 < len(self.seen) <= len(self.moments):
             return self.moments[len(self.seen) - 1].other_bytes
         return max((each.other_bytes for each in self.moments), default=0)

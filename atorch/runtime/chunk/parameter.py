@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Home(NamedTuple):
-    """Where a parameter's values are kept."""
+    """The home of a parameter's values."""
 
     operations: Operations
     name: str
@@ -122,7 +122,7 @@ _DESCRIPTIVE = frozenset(
 
 
 def is_descriptive(func: Any) -> bool:
-    """Whether an operation looks at no values."""
+    """True if an operation looks at no values."""
     return func in _DESCRIPTIVE
 
 

@@ -28,7 +28,7 @@ class LiveCount(Protocol):
 
     @property
     def other_bytes(self) -> Sequence[int]:
-        """The most of each moment."""
+        """The most bytes of each moment."""
         ...
 
     def __enter__(self) -> Any: ...

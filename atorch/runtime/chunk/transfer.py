@@ -1,4 +1,4 @@
-"""How bytes get from the host to the compute device and back: at once, beside computation, or over a given link."""
+"""Copies between host and compute device: at once, beside computation, or over a given link."""
 
 from __future__ import annotations
 
