@@ -138,7 +138,7 @@ class _Layer(nn.Module):
         self.number = 0
 
     def forward(self, given: Any) -> Any:
-        """What the next stage takes, or the loss."""
+        """The input of the next stage, or the loss."""
         number, self.number = self.number, self.number + 1
         return self.piece(*(given if isinstance(given, tuple) else (given,)), number=torch.tensor(number))
 

@@ -48,7 +48,7 @@ Conclude = Callable[[int, Any], Tensor]
 
 
 class Work(Protocol):
-    """What a pass does: something around each micro-batch's call of the model."""
+    """The work of a pass: something around each micro-batch's call of the model."""
 
     @property
     def count(self) -> int:
@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def has_last(self) -> bool:
-        """Whether the model's output is made on this process."""
+        """True if the model's output is made on this process."""
         return self.group.rank() == self.last_place
 
     def run(self, calls: Sequence[Arguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
@@ -225,7 +225,7 @@ class Engine:
         return table
 
     def _seen_by(self, index: int, work: Work, table: Sequence[Sequence[Shape]]) -> list[list[Shape]]:
-        """What the calls of stage `index` return, where it is on this process."""
+        """Shapes that the calls of stage `index` return, where it is on this process."""
         place = next((place for place, stage in enumerate(self.stages) if stage.index == index), None)
         if place is None:
             return []
@@ -245,7 +245,7 @@ class Piece(nn.Module):
         self._engine, self.stage = engine, stage_of(part)
 
     def forward(self, *wires: Tensor, number: Tensor) -> Any:
-        """What the next stage takes, or what the last one concludes."""
+        """The input of the next stage, or the last one's result."""
         stage, job = self.stage, self._engine.job
         assert job is not None, "only the engine runs schedules"
         with stage.visit(() if stage.is_first else wires, job.shapes):

@@ -36,7 +36,7 @@ _WINDOW = 0.25
 
 
 class Speeds(NamedTuple):
-    """What a device reaches, or what stands to each other as that does."""
+    """Speeds of a device, or figures in the same proportion."""
 
     flops: float  # a second
     num_bytes: float
@@ -241,7 +241,7 @@ class _Graph:
         return [node for node in self._learning[:boundary] if self._last_use.get(node, -1) >= boundary]
 
     def boundaries(self, count: int, speeds: Speeds) -> tuple[int, ...]:
-        """Where `count` segments part, so that they take as long, and few bytes cross."""
+        """The boundaries of `count` segments, so that they take as long, and few bytes cross."""
         passed = [0.0]
         for node in self._learning:
             passed.append(passed[-1] + _seconds(node, speeds))

@@ -99,7 +99,7 @@ def _separable(count: int, joined: Iterable[tuple[int, int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What can be cut where. Tables are by stage and by the place in `starts` of the stage's first unit."""
+    """Tables of possible cuts, by stage and by the place in `starts` of the stage's first unit."""
 
     starts: Sequence[int]  # units that can begin a stage, and the end
     stages: int
@@ -147,7 +147,7 @@ class _Cut:
         return best[0][2]
 
     def _firsts(self, stage: int) -> Iterable[int]:
-        """Where a stage can begin, so that those before and from it on have a unit each."""
+        """Places where a stage can begin, so that those before and from it on have a unit each."""
         if stage == 0:
             return (0,)
         return range(stage, len(self.starts) - (self.stages - stage))
@@ -162,7 +162,7 @@ class _Cut:
 
 
 def _too_large(cut: _Cut, names: Sequence[str]) -> str:
-    """By how much the cut that needs the least is too large, and where."""
+    """The excess of the cut that needs the least, and its place, in words."""
     least, starts = _Cut(cut.starts, cut.stages, cut.cost, cut.bytes, math.inf).least_largest(cut.bytes)
     ends = (*starts[1:], cut.starts[-1])
     spans = list(enumerate(zip(starts, ends, strict=True)))

@@ -151,7 +151,7 @@ class PipelinedLoss:
             return self._run(batch, pieces, weights, self._factor(call, weights is None))
 
     def _factor(self, call: _Call, is_gathered: bool) -> float:
-        """What gradients are multiplied by: here, as they are reduced before the loss hands them over."""
+        """The factor of gradients: applied here, as they are reduced before the loss hands them over."""
         batch, args, kwargs = call
         if self._ranks is None:
             return 1.0
@@ -205,7 +205,7 @@ class PipelinedLoss:
         return deposit_loss(loss, gradients)
 
     def _told(self, piece: _Call) -> Any:
-        """What this process knows of a loss that the last stage takes: nothing, but in a world of fakes."""
+        """This process's knowledge of a loss that the last stage takes: nothing, but in a world of fakes."""
         understudy = self._engine.understudy
         if understudy is not None and self._foretold is None:
             with torch.no_grad():

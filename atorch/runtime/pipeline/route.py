@@ -1,4 +1,4 @@
-"""What a model's units hand to one another: one forward pass, watched operation by operation.
+"""The values that a model's units hand to one another: one forward pass, watched operation by operation.
 
 A unit (`blocks.units`) is called and returns; what happens between calls (masks, positions, residuals, slicing) is the
 model's own code, which every stage of a pipeline runs. Each tensor is marked with what it was computed from there:
@@ -198,7 +198,7 @@ class _Watch(TorchDispatchMode):
         return output
 
     def sources(self, tensors: Iterable[Tensor], user: str) -> set[Source]:
-        """What tensors are computed from that `user` takes.
+        """Sources of tensors that `user` takes.
 
         Raises:
             StrategyError: one was made inside a unit that did not return it.
@@ -221,7 +221,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _lists(data: Any) -> dict[int, list[int]]:
-    """What the lists in `data` hold, by identity."""
+    """The ids of what the lists in `data` hold, by the list's id."""
     inner = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     found = {id(data): list(map(id, inner))} if isinstance(data, list) else {}
     for each in inner:
@@ -240,7 +240,7 @@ def _written(func: Any, args: Any) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """What a tensor that is made of others computes with."""
+    """The inner tensors that a tensor made of others computes with."""
     if not is_traceable_wrapper_subclass(tensor):
         return []
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

@@ -1,4 +1,4 @@
-"""Which process has which stages, and torch's schedules of their passes.
+"""The assignment of stages to processes, and torch's schedules of their passes.
 
     gpipe         all forward passes, then all backward passes (Huang et al. 2018, arXiv 1811.06965)
     1f1b          backward as soon as it can be, so that a stage holds fewer micro-batches (Narayanan et al. 2021,
@@ -52,7 +52,7 @@ class StageReduction(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a forward pass gathers parameters from other processes."""
+        """True if a forward pass gathers parameters from other processes."""
         ...
 
     def forward(self) -> AbstractContextManager[None]:
@@ -72,7 +72,7 @@ class StageReduction(Protocol):
         ...
 
     def takes(self, error: Exception) -> bool:
-        """Whether somebody tells what a backward pass raised later, and the schedule is to go on without gradients."""
+        """True if somebody tells what a backward pass raised later, and the schedule is to go on without gradients."""
         ...
 
 

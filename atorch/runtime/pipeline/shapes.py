@@ -1,4 +1,4 @@
-"""What calls return: a later stage must know what arrives before it arrives.
+"""Shapes of what calls return: a later stage must know what arrives before it arrives.
 
 The first micro-batch of every size is run once stage by stage, without gradients, to see shapes and dtypes as they are
 under all that was done to the stages.

@@ -54,16 +54,16 @@ class Stage:
 
     @functools.cached_property
     def incoming(self) -> tuple[Value, ...]:
-        """What earlier stages hand over."""
+        """Values that earlier stages hand over."""
         return self.route.wires(self.start)
 
     @functools.cached_property
     def outgoing(self) -> tuple[Value, ...]:
-        """What this stage hands over, the next one's `incoming`."""
+        """Values that this stage hands over, the next one's `incoming`."""
         return () if self.is_last else self.route.wires(self.stop)
 
     def passes_by(self) -> bool:
-        """Whether the model's code between units runs, of which a stage needs part."""
+        """True if the model's code between units runs, of which a stage needs part."""
         return self._visit is not None and self._visit.passes_by
 
     @property
@@ -93,7 +93,7 @@ class _Visit:
     passes_by: bool = False  # the model's code between units runs
 
     def call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What unit `name` returns to this stage."""
+        """The output of unit `name` for this stage."""
         stage, number = self.stage, self.count
         calls = stage.route.calls
         self.count += 1
