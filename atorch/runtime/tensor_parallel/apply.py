@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Cut:
-    """What has been cut of one model so far: a parameter that several modules hold is cut once and stays tied."""
+    """The cuts of one model so far: a parameter that several modules hold is cut once and stays tied."""
 
     def __init__(self, mesh: DeviceMesh, *, as_dtensors: bool = True) -> None:
         self.mesh, self.as_dtensors = mesh, as_dtensors

@@ -57,13 +57,13 @@ class Columns:
         return join(part.movedim(dim, -1), self.counts, self.group).movedim(-1, dim)
 
     def meet(self, values: Tensor) -> Tensor:
-        """What every rank found, stacked along a new first dim. Without gradients."""
+        """The values of every rank, stacked along a new first dim. Without gradients."""
         met = [torch.empty_like(values) for _ in self.counts]
         dist.all_gather(met, values.contiguous(), group=self.group)
         return torch.stack(met)
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Where tokens are among this rank's columns, 0 for those of other ranks; and which those are.
+        """Places of tokens among this rank's columns, 0 for those of other ranks; and which those are.
 
         Raises:
             RuntimeError: a token is no column of any rank (on CUDA, the device's assertion).

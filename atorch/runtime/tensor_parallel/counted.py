@@ -1,4 +1,4 @@
-"""What each group of a block spares a rank, and what it makes all of them send: counted while the whole block computes.
+"""Work that each group of a block spares a rank, and what all send for it: counted while the whole block computes.
 
 Sent are the sum after a row split, in forward, and the sum of gradients at each fork, in backward. Sums of gradients of
 parameters that ranks share are left out: they do not grow with the batch, and watched batches are small.
@@ -53,7 +53,7 @@ def counted(block: nn.Module, layout: BlockLayout, call: Call) -> dict[str, Coun
 
 
 def spared_share(rows: Rows, size: int) -> float:
-    """What part of `size` rows no rank works with more than."""
+    """The share of `size` rows that every rank is spared at least."""
     return 1 - max(rows.count(rank) for rank in range(len(rows.by_rank))) / size
 
 

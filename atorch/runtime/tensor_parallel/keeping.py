@@ -43,7 +43,7 @@ def apart(function: Callable[..., Any], parted: Parted, args: tuple[Any, ...], k
 
 
 def has_parameters(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a rule is made for such arguments: torch's functions take some by other names and numbers."""
+    """True if a rule is made for such arguments: torch's functions take some by other names and numbers."""
     try:
         inspect.signature(rule).bind(*args, **kwargs)
     except TypeError:
@@ -121,7 +121,7 @@ def _indexed(parted: Parted, index: Any) -> Call | None:
 
 
 def _is_index(each: Any) -> bool:
-    """Whether an item of an index is one whose meaning is plain."""
+    """True if an item of an index is one whose meaning is plain."""
     if _is_tensor(each):
         return each.dtype in (torch.bool, torch.int64)
     return each is None or each is ... or isinstance(each, slice) or type(each) is int

@@ -1,4 +1,4 @@
-"""Which rows of which parameter each rank of the tensor axis works with: plain data, with no tensors and no modules.
+"""Rows of each parameter that each rank of the tensor axis works with: plain data, with no tensors and no modules.
 
 A *group* is what lies between one fork and one sum: parameters split by columns, whose results meet in one parameter
 split by rows (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every name is relative to the block.
@@ -51,22 +51,22 @@ class Rows:
 
     @property
     def is_shared(self) -> bool:
-        """Whether some row is worked with by several ranks, as where ranks outnumber the heads of keys and values."""
+        """True if some row is worked with by several ranks, as where ranks outnumber the heads of keys and values."""
         return bool((self._met > 1).any())
 
     @property
     def has_own(self) -> bool:
-        """Whether some row is worked with by one rank alone."""
+        """True if some row is worked with by one rank alone."""
         return bool((self._met == 1).any())
 
     @property
     def num_met(self) -> int:
-        """How many rows are worked with."""
+        """The number of rows that are worked with."""
         return int((self._met > 0).sum())
 
     @property
     def _met(self) -> Tensor:
-        """For each row, how many ranks work with it."""
+        """The number of ranks that work with each row."""
         met = torch.zeros(max(stop for runs in self.by_rank for _, stop in runs), dtype=torch.int32)
         for runs in self.by_rank:
             for start, stop in runs:
@@ -75,14 +75,14 @@ class Rows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the ranks' rows, one after the other, are the rows as they stand in the whole."""
+        """True if the ranks' rows, one after the other, are the rows as they stand in the whole."""
         runs = [run for runs in self.by_rank for run in runs]
         return all(stop == start for (_, stop), (start, _) in zip(runs, runs[1:], strict=False))
 
 
 @dataclass(frozen=True)
 class Group:
-    """What lies between one fork and one sum."""
+    """The region between one fork and one sum."""
 
     row: str
     """The parameter whose products are summed over ranks."""
@@ -108,7 +108,7 @@ class Group:
 
     @property
     def rows(self) -> Mapping[str, Rows]:
-        """What each rank works with of every parameter that is split or shared out."""
+        """Each rank's rows of every parameter that is split or shared out."""
         return {**self.columns, **self.tied, self.row: self.row_part}
 
     @property
@@ -129,7 +129,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How one block is split, and what of it is not."""
+    """The split of one block, and what of it is not split."""
 
     groups: tuple[Group, ...]
     kept: tuple[Kept, ...] = ()

@@ -1,4 +1,4 @@
-"""Who tries a layout: every rank of a mesh as itself, or one process as each of the ranks in turn.
+"""The ranks that try a layout: every rank of a mesh as itself, or one process as each of the ranks in turn.
 
 The second has no group, for plans for processes that are not there: what only real collectives could show is not tried.
 """

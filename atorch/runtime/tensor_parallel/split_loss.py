@@ -148,7 +148,7 @@ def gather(part: Tensor, columns: Columns, axis: int, dim: int, index: Tensor) -
 
 
 def are_classes_of(part: Tensor, axis: int, target: Tensor, weight: Tensor | None) -> bool:
-    """Whether targets are one class for each row of logits, and nothing else is to be learnt from the loss."""
+    """True if targets are one class for each row of logits, and nothing else is to be learnt from the loss."""
     rows = (*part.shape[:axis], *part.shape[axis + 1 :])
     is_constant = weight is None or not weight.requires_grad
     return axis == min(part.dim() - 1, 1) and target.dtype == torch.int64 and target.shape == rows and is_constant
