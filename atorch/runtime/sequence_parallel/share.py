@@ -27,7 +27,7 @@ from atorch.runtime.first_order import first_order
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Which tokens of a sequence each rank of a group has."""
+    """The tokens of a sequence that each rank of a group has."""
 
     group: dist.ProcessGroup
     balanced: bool = False
@@ -48,7 +48,7 @@ class Share:
 
     @property
     def pieces(self) -> int:
-        """Into how many equal pieces a sequence is cut."""
+        """The number of equal pieces that a sequence is cut into."""
         return self.size * (2 if self.balanced else 1)
 
     def part(self, x: Tensor, dim: int, rank: int | None = None) -> Tensor:

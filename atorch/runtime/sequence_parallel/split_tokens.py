@@ -29,7 +29,7 @@ class SplitTokens(SplitTensor):
 
     @classmethod
     def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is known to work token by token."""
+        """Run what is known to work token by token."""
         result = _by_token(func, split, args, kwargs)
         if result is NotImplemented:
             _tell(func, split)

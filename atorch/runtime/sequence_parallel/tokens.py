@@ -1,4 +1,4 @@
-"""Which tokens of a dim each rank has, where the dim may be a window of the sequence, and samples and tokens one dim.
+"""The tokens of a dim that each rank has; the dim may be a window of the sequence, or samples and tokens in one.
 
 Causal language models take their loss of all tokens but the last: `logits[:, :-1]`. A rank then keeps the logits of all
 of its tokens, and what lies outside of the window is nobody's: labels are cut to match, not logits.
