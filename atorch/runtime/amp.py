@@ -68,7 +68,7 @@ def casting_anew() -> Iterator[None]:
 
 
 class LossScale:
-    """What gradients are multiplied by: `scale()`. Dynamic, or constant where growth and backoff are 1.
+    """The factor of gradients: `scale()`. Dynamic, or constant where growth and backoff are 1.
 
     init: the first scale. growth: factor after `interval` good steps in a row. backoff: factor after a skipped step.
     hysteresis: skipped steps after which it backs off; they are counted anew once it has grown.
@@ -191,7 +191,7 @@ class ScaledOptimizer(WrappedOptimizer):
         return result
 
     def overflows(self) -> bool:
-        """Whether a gradient of any process is infinite or no number, which skips the next step; all processes ask."""
+        """True if a gradient of any process is infinite or no number, which skips the next step; all processes ask."""
         return self._unscaled_overflow(unscales=False)
 
     @torch.no_grad()
@@ -210,7 +210,7 @@ class ScaledOptimizer(WrappedOptimizer):
         return {**super().state_dict(), "loss_scale": self.scale.state_dict()}
 
     def local_state_dict(self) -> dict[str, Any]:
-        """What this process has of the inner optimizer's state."""
+        """This process's part of the inner optimizer's state."""
         return local_state_dict(self.inner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

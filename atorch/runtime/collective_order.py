@@ -35,7 +35,7 @@ Work = Callable[[], "list[dist.Work | None]"]
 
 
 class Step(NamedTuple):
-    """What a rank is about to do: a collective of one group's parameters, or the begin or end of a pass."""
+    """A rank's next step: a collective of one group's parameters, or the begin or end of a pass."""
 
     action: str
     name: str = ""
@@ -138,7 +138,7 @@ class CollectiveOrder:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether nothing has happened since a pass ended."""
+        """True if nothing has happened since a pass ended."""
         return self._last in ENDS
 
     def _stand_in_until_compared(self, wanted: Step) -> None:
@@ -158,7 +158,7 @@ class CollectiveOrder:
             self._passed.add(step)
 
     def _compare(self, what: str, where: str, flag: bool, why: str = "") -> bool:
-        """Whether any rank has set `flag`; raise where one fails, does something else, or strays from somewhere else.
+        """True if any rank has set `flag`; raise where one fails, does something else, or strays from somewhere else.
 
         why: this rank fails.
         """

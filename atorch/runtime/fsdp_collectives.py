@@ -45,7 +45,7 @@ def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: boo
 
 
 def passes_of(root: nn.Module) -> Passes | None:
-    """What `keep_order` made for this model, if anything."""
+    """The passes that `keep_order` made for this model, if any."""
     found: Passes | None = vars(root).get(PASSES)
     return found
 

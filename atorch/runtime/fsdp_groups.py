@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered together under FSDP: by block, by size, by what is frozen, by what is tied."""
+"""Groups of modules gathered together under FSDP: by block, by size, by what is frozen, by what is tied."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _MIXING = frozenset(f"{_PRODUCTS} {_NORMS} sum mean cumsum sort argsort topk sof
 
 
 class Guard(NamedTuple):
-    """What is known of a gradient that is not plain training's, or not all of it."""
+    """Facts of a gradient that is not plain training's, or not all of it."""
 
     name: str  # of the parameter
     why: str
@@ -50,7 +50,7 @@ class Guard(NamedTuple):
 
 
 class _Guarded:
-    """What is the same of the classes below, which are a gradient's own with nothing added."""
+    """The base of the classes below, which are a gradient's own with nothing added."""
 
     __slots__ = ()
     guard: Guard
@@ -121,7 +121,7 @@ def _check(func: Any, given: list[Any]) -> None:
 
 
 def _marked(func: Any, given: list[Any], result: Any, args: tuple[Any, ...]) -> Any:
-    """What was computed, which refuses numbers, too."""
+    """The result, which refuses numbers, too."""
     name = func.__name__
     if name in _ORDINARY or name.endswith("_like") or name.startswith("new_"):
         return result

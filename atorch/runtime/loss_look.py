@@ -40,7 +40,7 @@ Run = Callable[[Sequence[Sample], bool], Sequence[float]]  # (samples, whether t
 
 
 class Calls:
-    """What a model was called with of late, but for calls of the kinds that nobody asks about any more."""
+    """The latest calls of a model, but for those of the kinds that nobody asks about any more."""
 
     def __init__(self) -> None:
         self.kind: Any = None
@@ -87,7 +87,7 @@ def _detached(leaf: Any, place: str) -> Any:
 
 
 def kind_of(data: Any) -> Any:
-    """What a batch is made of: the same on every rank, whatever it holds and however long its lists are."""
+    """The kind of a batch: the same on every rank, whatever it holds and however long its lists are."""
     if isinstance(data, Tensor):
         return data.dtype, data.dim()
     if isinstance(data, Mapping):
@@ -98,7 +98,7 @@ def kind_of(data: Any) -> Any:
 
 
 def losses_of(model: nn.Module, loss_func: LossFunc) -> Run:
-    """What tells a `Look` the losses of samples: of their outputs, or by running the model."""
+    """A function that gives a `Look` the losses of samples: of their outputs, or by running the model."""
 
     def run(samples: Sequence[Sample], runs_model: bool) -> list[float]:
         is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
@@ -179,7 +179,7 @@ class Look:
             )
 
     def holds(self) -> bool:
-        """Whether the rules explain this loss, too, as far as this rank can tell from the output alone."""
+        """True if the rules explain this loss, too, as far as this rank can tell from the output alone."""
         rows = shared_rows(self._batch) or 1
         if rows == 1 or not _follows(self._output, rows):
             return True
@@ -263,7 +263,7 @@ class Look:
         return [one[0], two[0]], [1, 1], lambda place: self._losses(way, one, two, lambda: whole, tells=cut > 0)
 
     def _spread(self, cut: int) -> float:
-        """How much the rules differ on the two parts of a batch that is cut there."""
+        """The difference of the rules on the two parts of a batch that is cut there."""
         rows = shared_rows(self._batch) or 1
         one, two = (
             self._rule.counts(portion(self._batch, start, stop, rows), stop - start)
@@ -290,7 +290,7 @@ class Look:
         return self._seen
 
     def failure(self, why: str) -> StrategyError:
-        """What to tell the user who is not told a rule."""
+        """The error for a user who is not told a rule."""
         return StrategyError(
             f"the loss is averaged over the processes, but {why}. Where it is a mean over rows, of which every process "
             "has as many, that is what it is on one process; where it compares samples with one another (in-batch "
@@ -314,7 +314,7 @@ def _short(output: Any) -> torch.dtype | None:
 
 
 def _follows(output: Any, rows: int) -> bool:
-    """Whether all that the loss could reach the model by has the batch's rows, or a multiple."""
+    """True if all that the loss could reach the model by has the batch's rows, or a multiple."""
     dims: list[bool] = []
 
     def note(leaf: Any, place: str) -> Any:
@@ -332,13 +332,13 @@ def _cuts(rows: int) -> list[int]:
 
 
 def _spread(one: Sequence[float], two: Sequence[float]) -> float:
-    """How far what rules count in two parts is from being in one proportion."""
+    """The deviation of the rules' counts in two parts from one proportion."""
     shares = [a / (a + b) if a + b else 0.5 for a, b in zip(one, two, strict=True)]
     return max(shares) - min(shares)
 
 
 def _sums(batch: Any) -> list[float]:
-    """What tells batches apart: ranks that share a sample have the same."""
+    """Sums that tell batches apart: ranks that share a sample have the same."""
     found: list[float] = []
 
     def note(leaf: Any, place: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a loss function returns: a scalar tensor, or a list or tuple with one first."""
+"""Results of a loss function: a scalar tensor, or a list or tuple with one first."""
 
 from __future__ import annotations
 

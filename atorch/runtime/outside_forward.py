@@ -68,7 +68,7 @@ class Outside(DTensor):
 
 
 class _Stands:
-    """What a gathered parameter has that stands for its sharded one."""
+    """The base of a gathered parameter that stands for its sharded one."""
 
     __slots__ = ()
     sharded: Callable[[], Any]
@@ -133,7 +133,7 @@ def stand_for_sharded(root: nn.Module) -> None:
 
 
 class _Between:
-    """What stands for sharded parameters, freed or not: an optimizer may hold it since it was gathered."""
+    """Stand-ins for sharded parameters, freed or not: an optimizer may hold one since it was gathered."""
 
     def __init__(self, root: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -237,7 +237,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes what it is given: `add_`, `__iadd__`, `__setitem__`, `out=`."""
+    """True if a function changes what it is given: `add_`, `__iadd__`, `__setitem__`, `out=`."""
     is_operator = name.startswith("__") and name.endswith("__")
     return name[2:5] in ("set", "del") or name[2] == "i" if is_operator else name.endswith("_") or "out" in kwargs
 
@@ -306,7 +306,7 @@ class _AtOnce(torch.autograd.Function):
 
 
 def as_outside(of: Any, value: Any) -> Any:
-    """What was computed of a parameter meets plain tensors no more than it does."""
+    """Mark what was computed of a parameter: it meets plain tensors no more than that does."""
     if type(value) is DTensor:
         of = _sharded(of)
         value.path, value.meet = of.path, of.meet  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ def is_group(entry: object) -> bool:
 
 
 def in_group(group: Any) -> list[Any]:
-    """What is in a group, or stands without one, without the names that may stand beside parameters."""
+    """Entries of a group, or one that stands without one, without the names that may stand beside parameters."""
     entries = group["params"] if is_group(group) else [group]
     entries = [entries] if isinstance(entries, torch.Tensor) else entries
     return [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in entries]

@@ -20,7 +20,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _Memory:
-    """What one storage holds. In host memory it stays where it is, so that views that others have show it, too."""
+    """The contents of one storage. In host memory it stays where it is, so that views that others have show it, too."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._device = storage.device
@@ -121,7 +121,7 @@ class Snapshot:
 
 
 def _dicts_in(modules: list[tuple[nn.Module, type, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """What modules hold of dicts, those of hooks and members among them, and the attributes of configurations."""
+    """Dicts that modules hold, those of hooks and members among them, and the attributes of configurations."""
     seen: set[int] = set()
     for _, _, attributes in modules:
         for value in attributes.values():

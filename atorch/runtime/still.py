@@ -46,7 +46,7 @@ def _own(model: nn.Module) -> nn.Module:
 
 
 class Attributes:
-    """What modules hold beside parameters and hooks, to which they can be put back: counters, flags, lists, buffers.
+    """State of modules beside parameters and hooks, to restore: counters, flags, lists, buffers.
 
     Modules and functions stay, since a method of training may have put them there meanwhile.
     """
@@ -129,7 +129,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Change:
-    """What a forward pass made of a parameter, where that is most."""
+    """The largest changes of a parameter by a forward pass."""
 
     places: Tensor
     before: Tensor
@@ -143,7 +143,7 @@ class Change:
         return cls(places.cpu(), before[places].cpu(), after[places].cpu())
 
     def is_in(self, values: Tensor) -> bool:
-        """Whether the change is in these values, too, up to how they are rounded."""
+        """True if the change is in these values, too, up to how they are rounded."""
         found = values.detach().reshape(-1)[self.places.to(values.device)].float().cpu()
         rounding = 4 * torch.finfo(values.dtype).eps * self.after.abs()
         return bool(((found - self.after).abs() <= 0.5 * (self.after - self.before).abs() + rounding).all())

@@ -1,4 +1,4 @@
-"""How long steps take on each process, what for, and who keeps the others waiting.
+"""Measures step times on each process by kind of work, and names who keeps the others waiting.
 
     detector = StragglerDetector(model, optim, every=50)
     for batch in loader: ...                    # the loop stays as it is
@@ -37,7 +37,7 @@ IN_A_PASS = ("tensor", "sequence", "context")  # axes along which processes wait
 
 
 class Clock(Protocol):
-    """What says when something was: in the order of the work that it is about."""
+    """A clock in the order of the work that it is about."""
 
     def now(self) -> Any: ...
 
@@ -300,7 +300,7 @@ def _roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether a module's forward begins with waiting for its parameters."""
+    """True if a module's forward begins with waiting for its parameters."""
     return hasattr(module, "unshard") and hasattr(module, "reshard")  # FSDP2's, which is not imported for this
 
 

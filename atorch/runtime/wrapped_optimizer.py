@@ -41,7 +41,7 @@ class WrappedOptimizer(Optimizer):
         self.inner.state = state
 
     def __getattr__(self, name: str) -> Any:
-        """What the inner optimizer has of its own. Its methods may work on parameters and states, not on gradients."""
+        """Attributes of the inner optimizer. Its methods may work on parameters and states, not on gradients."""
         if name == "inner" or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.inner, name)
@@ -89,7 +89,7 @@ class WrappedOptimizer(Optimizer):
         return self.inner.state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:
-        """What this process has of the state. No communication."""
+        """This process's part of the state. No communication."""
         return self.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ def before_steps(optimizer: Optimizer | None, work: Callable[..., Any]) -> None:
 
 
 def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """What this process has of an optimizer's state. No communication."""
+    """This process's part of an optimizer's state. No communication."""
     return optimizer.local_state_dict() if isinstance(optimizer, WrappedOptimizer) else optimizer.state_dict()
 
 

@@ -76,7 +76,7 @@ class ShardedOptimizer(WrappedOptimizer):
         super().__init__(made() if is_agreed else agreed("ShardedOptimizer", dict, made, self._facts, group))
 
     def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
-        """What must be equal on all ranks."""
+        """Facts that must be equal on all ranks."""
         settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
         return {"settings": settings, "parameters": params}
 
@@ -103,7 +103,7 @@ class ShardedOptimizer(WrappedOptimizer):
         return inner
 
     def _deal_out(self, is_elementwise: bool) -> None:
-        """Which parameters are cut, and which of them this rank has; who has which of the others."""
+        """Choose the parameters that are cut, and deal out all of them over the ranks."""
         num_ranks, mine = self._group.size(), self._group.rank()
         params = dict.fromkeys(self._params)
         self._trained = {param for param in params if param.requires_grad}
@@ -318,7 +318,7 @@ def _show(optimizer: Optimizer, parts: Sequence[dict[str, Any]]) -> None:
 
 
 def _held(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says of its parameters."""
+    """A group's parameters, and their names."""
     return {key: list(group[key]) for key in ("params", "param_names") if key in group}
 
 

@@ -113,7 +113,7 @@ def plan_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """What one attention has to do on this rank."""
+    """The work of one attention on this rank."""
 
     ring: Ring
     meetings: Schedule
@@ -123,7 +123,7 @@ class Plan:
     seed: int = 0
 
     def parts(self, hop: int, query: Tensor, held: _Held) -> Iterator[tuple[Meeting, Part]]:
-        """What is to be computed of the rank's queries and the keys that are there at a hop."""
+        """Parts to compute of the rank's queries and the keys that are there at a hop."""
         before = sum(map(len, self.meetings[:hop]))
         for number, each in enumerate(self.meetings[hop]):
             key, value = held.part(each.columns)

@@ -44,7 +44,7 @@ class UlyssesRing:
         return torch.cat([fronts.flatten(-3, -2), backs.flip(-3).flatten(-3, -2)], -2)
 
     def _as_dealt(self, x: Tensor) -> Tensor:
-        """The way back."""
+        """The inverse of `_in_order`."""
         if self._pieces == 1:
             return x
         fronts, backs = x.unflatten(-2, (2, self._pieces, -1)).unbind(-4)
