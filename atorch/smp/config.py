@@ -41,7 +41,7 @@ _SHARDS = "parameters are sharded module by module, as FSDP2 does"
 
 
 class Config(Section):
-    """What `smp.init` takes. Sizes are numbers of processes or of micro-batches."""
+    """The configuration of `smp.init`. Sizes are numbers of processes or of micro-batches."""
 
     pipeline_parallel_degree: int = Field(1, ge=1, description="stages of the pipeline; also called `partitions`")
     microbatches: int = Field(1, ge=1, description="parts that a batch is split into")

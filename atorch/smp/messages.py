@@ -35,7 +35,7 @@ class Message:
 
 
 class Messages:
-    """What this process has sent and nobody has taken yet. Ranks are those of the whole job.
+    """Messages sent by this process that nobody has taken yet. Ranks are those of the whole job.
 
     gloo says that a transfer has ended only to who waits for it, and one who waits too short breaks all connections. So
     each receiver counts in the job's store what it has taken.
@@ -124,7 +124,7 @@ class Messages:
         ]
 
     def _told(self, messages: Sequence[Message]) -> str:
-        """Who has not received `messages`."""
+        """Ranks that have not received `messages`."""
         ranks = sorted({message.dest for message in self.untaken(messages)})
         some = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
         return f"rank {_rank()} has sent an object that {some} did not take; call smp.recv_from there"

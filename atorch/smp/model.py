@@ -154,12 +154,12 @@ class DistributedModel(LocalParts):
 
     @property
     def runner(self) -> Runner | None:
-        """What runs steps, once the model is partitioned."""
+        """The runner of steps, once the model is partitioned."""
         return self._runner[0] if self._runner else None
 
     @property
     def partitioned(self) -> bool:
-        """Whether the model has been partitioned, which the first step does."""
+        """True if the model has been partitioned, which the first step does."""
         return bool(self._runner)
 
     def get_module(self) -> nn.Module:
@@ -263,7 +263,7 @@ class DistributedModel(LocalParts):
 
     @property
     def joins(self) -> bool:
-        """Whether replicas may take different numbers of steps."""
+        """True if replicas may take different numbers of steps."""
         return self._joins
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -387,7 +387,7 @@ def _check_module(module: Any, owner: Session) -> None:
 
 
 def _num_arguments(hook: Callable[..., Any]) -> int:
-    """How many of (model, optimizer) a hook takes."""
+    """The number of (model, optimizer) that a hook takes."""
     try:
         parameters = inspect.signature(hook).parameters.values()
     except ValueError:  # a builtin that does not say

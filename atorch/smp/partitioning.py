@@ -1,4 +1,4 @@
-"""Which partition each module is on: by the contexts in which modules were made, or by what they cost.
+"""Partitions of modules: by the contexts in which modules were made, or by what they cost.
 
 A model is cut between calls of its *units*. By hand a unit is the outermost module whose parameters are all on one
 partition; automatically it is a repeated block, or outside of them the outermost module with parameters. Units that
@@ -94,7 +94,7 @@ def _check_index(index: Any, call: str) -> None:
 
 @dataclass(frozen=True)
 class Division:
-    """What is on which partition."""
+    """The partition of each module."""
 
     partition_of: Mapping[str, int]
     """By the name of the unit."""

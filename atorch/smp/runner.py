@@ -60,7 +60,7 @@ class Faults:
 
 
 class Runner:
-    """What runs steps on the parts of this process.
+    """Runs steps on the parts of this process.
 
     Args:
         parts: the stages of this process, or the whole model.
@@ -98,7 +98,7 @@ class Runner:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before they go backward."""
+        """The factor of losses before they go backward."""
         return 1.0 if self._owner.optimizer is None else float(self._owner.optimizer.loss_scale)
 
     @property
@@ -106,7 +106,7 @@ class Runner:
         return self._owner.device
 
     def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
-        """What the function returned for each micro-batch, on every process of the pipeline.
+        """Results of the function for each micro-batch, on every process of the pipeline.
 
         Raises:
             ArgumentError, StrategyError: what any process raised; there what it raised itself.
@@ -161,7 +161,7 @@ class Runner:
         return zlib.crc32(repr((self.seed, self.num_steps, place, number)).encode())
 
     def _goes_back(self, work: _Work, is_alike: bool) -> bool:
-        """Whether a step of this kind goes backward, which its first one shows before it runs."""
+        """True if a step of this kind goes backward, which its first one shows before it runs."""
         if self.engine is None:
             return torch.is_grad_enabled()
         group = self.engine.group
@@ -226,7 +226,7 @@ class Runner:
                 each.grad = gradient if each.grad is None else each.grad + gradient
 
     def _ends_together(self, is_new: bool) -> bool:
-        """Whether any process gives something of a new form. Raises what any raised: the exchange at the end."""
+        """True if any process gives something of a new form. Raises what any raised: the exchange at the end."""
         failed, some_new = largest([self.faults.first is not None, is_new])
         if failed:
             together(partial(raise_it, self.faults.first))
@@ -325,7 +325,7 @@ class _Work:
         return total
 
     def _nothing(self, part: nn.Module) -> Any:
-        """What stands for a stage's result after something went wrong: zeros, with a gradient of zeros."""
+        """A stand-in for a stage's result after something went wrong: zeros, with a gradient of zeros."""
         stage, engine = stage_of(part), self._runner.engine
         assert engine is not None
         assert engine.job is not None

@@ -35,7 +35,7 @@ def whole_over_shards(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shards_like(parameter: Tensor, held: Mapping[str, Any]) -> dict[str, Any]:
-    """What this process has of tensors that are as large as the whole parameter, and all others as they are."""
+    """This process's part of tensors that are as large as the whole parameter, and all others as they are."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return dict(held)

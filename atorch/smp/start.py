@@ -17,7 +17,7 @@ from atorch.smp.slicing import Arguments
 
 
 class Start(NamedTuple):
-    """How a step begins."""
+    """The start of a step."""
 
     pieces: Sequence[Arguments]
     told: Hashable
@@ -83,7 +83,7 @@ def _filled(arguments: Arguments, values: Sequence[Tensor], device: torch.device
 
 
 def has_begun_none(owner: Session) -> bool:
-    """Whether no process begins a step: what one without a batch asks while others begin theirs."""
+    """True if no process begins a step: what one without a batch asks while others begin theirs."""
     begun, _, _ = largest([NOBODY, NOBODY, 0])  # as `agreed` has it
     return begun == NOBODY
 

@@ -47,7 +47,7 @@ def merged_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_all(state: Mapping[str, Any]) -> list[Any]:
-    """What all processes of a replica have given."""
+    """States given by all processes of a replica."""
     mesh = session().mesh
     if mesh.size("pipeline", "tensor") == 1:
         return [dict(state)]
