@@ -31,12 +31,12 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return world.init().size
 
 
 def get_local_world_size() -> int:
-    """How many of them are on this machine."""
+    """The number of processes on this machine."""
     return world.local_world_size()
 
 
