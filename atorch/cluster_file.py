@@ -253,7 +253,7 @@ def _attention_data(device: DeviceSpec) -> dict[str, Any]:
 
 
 def data_of(cluster: ClusterSpec) -> dict[str, Any]:
-    """What a cluster file says of `cluster`."""
+    """The contents of a cluster file for `cluster`."""
     device = cluster.device
     data: dict[str, Any] = {
         "device": {

@@ -154,7 +154,7 @@ class Copier:
     def _rebuilt(
         self, x: Any, make: Any, args: Any, state: Any = None, items: Any = None, pairs: Any = None, *_: Any
     ) -> Any:
-        """What the pickle protocol makes of copies of the parts."""
+        """The object that the pickle protocol makes of copies of the parts."""
         made = make(*(self.copy(each) for each in args))
         self._remember(x, made)
         if state is not None:
@@ -270,7 +270,7 @@ class Copier:
 
 
 def _reduced(x: Any) -> Any:
-    """How the pickle protocol makes `x` again."""
+    """The pickle protocol's recipe for `x`."""
     if is_parametrized(x):  # its class refuses to be pickled, as a file would be; it is no file
         return object.__new__, (type(x),), vars(x)
     reduce = copyreg.dispatch_table.get(type(x))
