@@ -69,7 +69,7 @@ _CLUSTER: Set[str] = frozenset(
     | {"tree_efficiency", "host_link", "host_memory_gib", "host", "uncertainty", "sources"}
 )
 SHIPPED: Set[str] = frozenset({"matches", "aliases", "machine"})
-"""How a device is recognised, what else a cluster is called, and which cloud's machine it is: no base passes it on."""
+"""Keys for recognising a device, other names of a cluster, and its cloud's machine: no base passes them on."""
 
 
 class _Part:

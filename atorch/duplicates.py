@@ -29,7 +29,7 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 Memo = dict[int, Any]
 
 UNCOPYABLE = (TypeError, RuntimeError, NotImplementedError, copy.Error)
-"""What copying raises on locks, files, generators and their like."""
+"""Errors that copying raises on locks, files, generators and their like."""
 SMALL = 4096  # elements
 _MISSING = object()
 _FUNCTION_FIELDS = ("__module__", "__qualname__", "__doc__", "__annotations__")

@@ -20,7 +20,7 @@ ATOMIC = frozenset(
         *(types.CodeType, types.ModuleType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     }
 )
-"""What is its own copy."""
+"""Types that are their own copy."""
 
 _CONTAINERS = (list, dict, set, frozenset, tuple, bytearray, deque, OrderedDict, defaultdict)
 _MUTABLE = tuple({*_CONTAINERS} - {frozenset, tuple})

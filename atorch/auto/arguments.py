@@ -64,7 +64,7 @@ INSTEAD: Mapping[str, str] = {
     r"dry_?run": "ignore_dryrun_on_load_strategy=False",
     r"search_time|max_time|(time|search)_budget": "time_limit, in seconds",
 }
-"""What to give in place of arguments that there are not, by how these are often called."""
+"""Replacements for arguments that there are not, by how these are often called."""
 
 ELSEWHERE: Mapping[str, str] = {
     r"(eval|test|val(id(ation)?)?)_(data_?)?(set|loader)": "what is not trained on is yours to load",
@@ -74,7 +74,7 @@ ELSEWHERE: Mapping[str, str] = {
         "call atorch.clip_grad_norm(result.model, 1.0) before result.optim.step()"
     ),
 }
-"""Who does what no argument asks for."""
+"""Those that do what no argument asks for."""
 
 OPTIONAL = ("optim_args", "dataloader_args", "lr_scheduler_args", "excluded", "included")
 """Arguments of which None means none."""

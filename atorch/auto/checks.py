@@ -17,7 +17,7 @@ SYMMETRIC = (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss)
 """torch's losses that are the same whichever of the two comes first."""
 SYMMETRIC_FUNCTIONS = ("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss")
 SAMPLING: Mapping[str, Any] = dict.fromkeys(("num_replicas", "rank", "shuffle", "seed"))
-"""What a sampler's class is called with beside the dataset."""
+"""Arguments of a sampler's class beside the dataset."""
 
 
 def check_job(

@@ -53,7 +53,7 @@ BANDS: Mapping[str, tuple[float, float, float]] = {
     "bf16": (3e-2, 0.25, 0.4),
     "fp8": (0.1, 0.4, 0.7),
 }
-"""How far rounding may bring the loss, the norm of all gradients, and the large elements of the gradient of any one
+"""Bands for rounding of the loss, the norm of all gradients, and the large elements of the gradient of any one
 parameter, from plain training's, as fractions of them."""
 
 NOISE: Mapping[str, float] = {"fp16": 4.0, "bf16": 4.0, "fp8": 4.0}

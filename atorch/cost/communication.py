@@ -24,9 +24,9 @@ BESIDE_OTHERS = 0.75
 """Of a collective, what a product hides that has nothing to do with it: 64 MiB gathered from each of 8 H100s and 8192³
 take 2.02 ms beside each other, 2.96 after each other, of which 1.27 are the gathering's (pytorch/pytorch #172714)."""
 IN_CHUNKS = 0.5
-"""What a product hides of a collective that it waits for, chunk by chunk: 4096 × 6656 × 16384 on 8 H100s with its
-operand gathered takes 1.63 ms for 1.81, × 8192 0.84 for 0.91, of which a ring takes 0.32 and 0.16 (meta-pytorch/kraken
-#2)."""
+"""The share that a product hides of a collective that it waits for, chunk by chunk: 4096 × 6656 × 16384 on 8 H100s with
+its operand gathered takes 1.63 ms for 1.81, × 8192 0.84 for 0.91, of which a ring takes 0.32 and 0.16
+(meta-pytorch/kraken #2)."""
 EXPERT_AXIS = "expert"  # no axis of the mesh: neighbours among the ranks that see different samples
 
 

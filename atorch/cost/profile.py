@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionKind = Literal["fused", "replaceable", "written"]
-"""How blocks attend: by `scaled_dot_product_attention`; so once a module is replaced; or by operations of their own."""
+"""Attention of blocks: by `scaled_dot_product_attention`; so once a module is replaced; or by their own operations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,16 +17,17 @@ from atorch.cost.profile import AttentionKind, Segment
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
 Kept = Literal["inputs", "selective", "results", "every second", "scores", "nothing"]
-"""What recomputation keeps of a block: its inputs; besides, results of products and attention, as they stand in memory
-or of every product; of every second product alone; all but attention's scores; or its inputs on the host."""
+"""The part of a block that recomputation keeps: its inputs; besides, results of products and attention, as they stand
+in memory or of every product; of every second product alone; all but attention's scores; or its inputs on the host."""
 
 Fp8Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise"]
-"""How operands come to 8 bits: scaled by earlier steps' largest values, by the tensor's, by those of every row, so but
-for the product that makes the weight's gradient, or in blocks, as of 32 numbers in the microscaling formats."""
+"""Scaling of operands to 8 bits: scaled by earlier steps' largest values, by the tensor's, by those of every row, so
+but for the product that makes the weight's gradient, or in blocks, as of 32 numbers in the microscaling formats."""
 
 Beside = Literal["nothing", "weights", "chunks", "both"]
-"""What of a tensor split's sends runs beside products: the sums of backward, beside the products that make weights'
-gradients; what products take and give, chunk by chunk beside those very products; or the first so, the rest thus."""
+"""The part of a tensor split's sends that runs beside products: the sums of backward, beside the products that make
+weights' gradients; what products take and give, chunk by chunk beside those very products; or the first so, the rest
+thus."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ _read_by_copies = attrgetter(
     "sequence", "context", "expert", "expert_capacity", "expert_skew",
     "attention_kernel", "attention_load", "activation_scale", "traffic_scale", "ops_scale",
 )  # fmt: skip
-"""What copies' seconds follow from, beside the cluster and what `StepTimes._copies_of` adds."""
+"""Fields that decide copies' seconds, beside the cluster and what `StepTimes._copies_of` adds."""
 _read_by_blocks = attrgetter("recompute", "recompute_keeps")  # besides
 
 _Mesh = tuple[tuple[str, int], ...]

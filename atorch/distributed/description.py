@@ -37,7 +37,7 @@ class Fact(NamedTuple):
 
 NUMBER, TEXT = "a number", "a text"
 Facts = Mapping[str, Fact]
-"""What the parts of a value are, by where they are in it, such as `optim_args['lr']`."""
+"""Facts of the parts of a value, by where they are in it, such as `optim_args['lr']`."""
 
 MAX_ITEMS = 1000  # of a container that are looked at
 MAX_DEPTH = 8

@@ -22,9 +22,9 @@ from atorch.errors import ArgumentError
 from atorch.logs import name_rank
 
 TIMEOUT = timedelta(minutes=10)
-"""How long processes wait for one another, where nobody says otherwise."""
+"""The longest wait of processes for one another, where nobody says otherwise."""
 LONGEST_LEAVE = timedelta(seconds=2)
-"""How long the end of a process waits for gloo's threads."""
+"""The longest wait of the end of a process for gloo's threads."""
 
 
 @dataclass(frozen=True)

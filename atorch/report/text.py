@@ -22,7 +22,7 @@ Rejections = Sequence[Mapping[str, Any]]
 
 MAX_ROWS = 12
 _ORDER = ("slower", "failed", "time", "memory", "refused", "hardware", "not run")
-"""What was learnt comes before what was not."""
+"""Reasons: what was learnt comes before what was not."""
 
 
 def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableType:

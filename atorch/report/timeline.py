@@ -15,7 +15,7 @@ from atorch.errors import StrategyError
 Pass = tuple[str, int, int]
 """(kind, stage, micro-batch); the kinds are those of `TICKS`."""
 TICKS: Mapping[str, int] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
-"""What a pass takes. `input` and `weight` are a backward pass in two parts."""
+"""The ticks of a pass. `input` and `weight` are a backward pass in two parts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Step(NamedTuple):
     numel: int = 0
     in_backward: bool = False
     is_compared: bool = False
-    """Whether ranks always compare it, also where it is known to come."""
+    """True if ranks always compare it, also where it is known to come."""
 
     def __str__(self) -> str:
         size = f" of {self.numel:,} elements" if self.numel else ""

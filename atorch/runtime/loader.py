@@ -32,9 +32,9 @@ class Loader(DataLoader[Any]):
     """A DataLoader with `set_epoch`, which reshuffles whatever sampler draws its indices."""
 
     was_read = False
-    """Whether somebody began to."""
+    """True once somebody began to."""
     is_part = False
-    """Whether it reads a part of a stream, which may end before others' do."""
+    """True if it reads a part of a stream, which may end before others' do."""
     group: dist.ProcessGroup | None = None
     """Processes that stop together with this one; all of them must iterate."""
 

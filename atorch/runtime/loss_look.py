@@ -26,7 +26,7 @@ from atorch.runtime.still import still, untouched
 from atorch.runtime.wrapper import Wrapper
 
 SAME_OUTPUT = 2e-5
-"""How far, relatively, losses of rows of one output may be from that of all of it, in fp32."""
+"""The relative tolerance of losses of rows of one output to that of all of it, in fp32."""
 KEPT_CALLS = 4
 """Calls of the model before the first loss whose arguments are kept."""
 
@@ -44,7 +44,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.kind: Any = None
-        """What the arguments of the last call were made of."""
+        """The kind of the arguments of the last call."""
         self.known: Collection[Any] = ()
         """Kinds whose arguments are not kept."""
         self._kept: list[tuple[int, Any]] = []

@@ -51,7 +51,7 @@ class LossWeight:
 
     def __init__(self, rule: Rule = "auto", tolerance: float = 1e-4, group: dist.ProcessGroup | None = None) -> None:
         self.rules: tuple[Rule, ...] | None = None if rule == "auto" else (rule,)
-        """What may hold, the best first; None before a batch was seen."""
+        """Rules that may hold, the best first; None before a batch was seen."""
         self.is_checked = self.is_named = rule != "auto"
         self._tolerance, self._group = tolerance, group
         self._errors: dict[Rule, float] = {}

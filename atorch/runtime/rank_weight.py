@@ -75,9 +75,9 @@ class RankWeight:
         self._constant: float | None = None
         self._is_settled, self._wanted, self._closed = False, 0, 0
         self.last = 1.0
-        """What gradients of the last loss were multiplied by, once backward ran."""
+        """The factor of the last loss's gradients, once backward ran."""
         self.is_explained = True
-        """Whether a rule explains the loss, as far as it was looked at."""
+        """True if a rule explains the loss, as far as it was looked at."""
 
     def share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
         """This rank's share of a batch, of which it has `rows` rows. All ranks must ask together.

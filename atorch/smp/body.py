@@ -46,13 +46,13 @@ class Body:
         self._losses: list[Tensor] = []
         self._checks: list[RemovableHandle] = []
         self.call: Arguments | None = None
-        """With what the model was called."""
+        """Arguments of the call of the model."""
         self.output: Any = None
-        """What the call gave."""
+        """The result of the call."""
         self.returned: Any = None
-        """What the function returned, where it ran whole."""
+        """The result of the function, where it ran whole."""
         self.wires: Any = None
-        """What the next stage takes, where it did not."""
+        """The next stage's input, where it did not."""
 
     @property
     def has_backward(self) -> bool:

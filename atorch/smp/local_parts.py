@@ -17,7 +17,7 @@ class LocalParts(Wrapper):
 
     _others: tuple[nn.Module, ...]
     split: TensorSplit
-    """Which parameters tensor ranks have parts of."""
+    """The parameters that tensor ranks have parts of."""
 
     @property
     def partitioned(self) -> bool:

@@ -83,15 +83,15 @@ class DistributedModel(LocalParts):
         ).checked()
         self.module = module
         self.division: Division | None = None
-        """What is on which partition, once that is known."""
+        """The modules on each partition, once known."""
         self.split = TensorSplit()
-        """Which parameters tensor ranks have parts of."""
+        """The parameters that tensor ranks have parts of."""
         self._runner: tuple[Runner, ...] = ()  # in a tuple, or the parts would be found a second time
         self._others: tuple[nn.Module, ...] = ()
         self._body: Body | None = None
         self._joins = False
         self.divides_by_all = True
-        """Whether gradients of replicas that may run out of batches are averaged over all of them."""
+        """True if gradients of replicas that may run out of batches are averaged over all of them."""
         self.names = tuple(module.state_dict())
         """Of the whole model's state."""
         self._waiting: list[Callable[[], None]] = []

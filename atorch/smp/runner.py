@@ -242,9 +242,9 @@ class _Work:
         self.kind, self.pieces, self.train = kind, pieces, False
         self.returned: list[Any] = [None] * len(pieces)
         self.looked = False
-        """Whether the function has called `model.backward`, where it was looked at."""
+        """True if the function has called `model.backward`, where it was looked at."""
         self.went_back = False
-        """Whether gradients were computed."""
+        """True if gradients were computed."""
         self._runner, self._function, self._detach = runner, function, detach
         self._owners: Owners = {}
         options = runner.model.options

@@ -23,7 +23,7 @@ class Start(NamedTuple):
     told: Hashable
     """Of its kind."""
     is_alike: bool
-    """Whether all processes of this pipeline have batches of the same sizes."""
+    """True if all processes of this pipeline have batches of the same sizes."""
 
 
 NOBODY = -(2**62)  # what a process without a batch says of its step

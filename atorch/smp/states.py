@@ -16,7 +16,7 @@ from atorch.smp.partial_states import MARKS, PARTIAL, merged
 from atorch.smp.session import session
 
 PATIENCE = timedelta(seconds=10)
-"""How long a process waits, after it has said so, for others that must call together what it calls."""
+"""The wait of a process, after it has said so, for others that must call together what it calls."""
 
 Whole = Callable[[str, Tensor], Tensor]
 """A tensor that is spread over processes put together, by its name in the model."""

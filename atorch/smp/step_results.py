@@ -29,7 +29,7 @@ class Form:
     def __init__(self, data: Any) -> None:
         self.shapes: list[Shape] = []
         self.is_exact = True
-        """Whether all but the tensors is known by its words."""
+        """True if all but the tensors is known by its words."""
 
         def note(leaf: Any, place: str) -> Any:
             if isinstance(leaf, Tensor):

@@ -21,7 +21,7 @@ from atorch.logs import logger
 M = TypeVar("M", bound=nn.Module)
 
 ATTRIBUTE = "_smp_tensor_parallelism"
-"""Where a module has its mark."""
+"""The attribute of a module's mark."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class TensorSplit:
     group: dist.ProcessGroup | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
-    """What was marked and stays whole on every rank, and why."""
+    """Marked parts that stay whole on every rank, and why."""
 
     def whole(self, name: str, tensor: Any) -> Tensor:
         """The whole of a parameter's part, or of what an optimizer holds for it: a tensor of the part's shape.

@@ -69,7 +69,7 @@ class Chunk(Method):
     needs_sample: ClassVar[bool] = True
 
     budget_bytes: Annotated[int, Field(ge=1)] | None = None
-    """What a device may hold at any moment, in bytes."""
+    """Bytes that a device may hold at any moment."""
     budget_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """The same as a fraction of the device's memory, less the workspaces of cuBLAS; None, and no bytes: 0.9."""
     hybrid: bool = True

@@ -228,7 +228,7 @@ class _Beside(LiveBytes):
         super().__init__()
         self._parameters, self._before, self._on_host = parameters, before, on_host
         self.instants: list[list[int]] = [[0]]
-        """What there is beside parameters, at each change, by the moments that `other_bytes` tells the most of."""
+        """Bytes beside parameters, at each change, by the moments that `other_bytes` tells the most of."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()  # type: ignore[no-untyped-call]

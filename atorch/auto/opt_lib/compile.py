@@ -34,7 +34,7 @@ class Compile(Method):
     mode: str | None = None
     """torch.compile's mode, such as "max-autotune"."""
     dynamic: bool | None = None
-    """Whether shapes vary; None lets torch find out."""
+    """True if shapes vary; None lets torch find out."""
     fullgraph: bool = False
     """Refuse modules that do not compile into one graph."""
 

@@ -53,7 +53,7 @@ class TensorParallel(Method):
     needs_sample: ClassVar[bool] = True
 
     plan: dict[str, Literal["column", "row"]] | None = None
-    """How layers are split, by patterns of their names: {"layers.*.attn.q_proj": "column", …}; None: as the model
+    """The split of layers, by patterns of their names: {"layers.*.attn.q_proj": "column", …}; None: as the model
     itself tells."""
     parameter_bytes: Annotated[float, Field(gt=0)] | None = None
     """The most bytes of parameters that a process holds; the layout that sends least for that is taken. None: as little

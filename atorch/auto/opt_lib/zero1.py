@@ -34,7 +34,7 @@ class Zero1(Method):
     needs_replicas: ClassVar[bool] = True
 
     backend: Literal["torch", "fairscale", "deepspeed"] = "torch"
-    """Whose implementation: this package's, FairScale's OSS, or DeepSpeed's stage 1."""
+    """The implementation: this package's, FairScale's OSS, or DeepSpeed's stage 1."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:

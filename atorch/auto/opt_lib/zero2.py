@@ -29,7 +29,7 @@ class Zero2(Fsdp):
     """Shard gradients and optimizer states."""
 
     backend: Literal["fsdp", "fairscale", "deepspeed"] = "fsdp"
-    """Whose implementation: fsdp with all its knobs, FairScale's ShardedDataParallel, or DeepSpeed's stage 2."""
+    """The implementation: fsdp with all its knobs, FairScale's ShardedDataParallel, or DeepSpeed's stage 2."""
     reshard_after_forward: bool | int | None = False
     """False: keep gathered parameters for backward. A number keeps them over that many processes."""
 

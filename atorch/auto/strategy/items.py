@@ -35,7 +35,7 @@ OTHER_NAMES: Mapping[str, str] = {
     r"cpu_offload": "'offload'",
     r"3d(_parallel)?|megatron": "'mixed_parallel'",
 }
-"""What methods are called elsewhere, and how they are written here."""
+"""Names of methods elsewhere, and how they are written here."""
 ITEM_FORMS = 'a method is written "name" or ("name", config)'
 
 

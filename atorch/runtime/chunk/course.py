@@ -33,7 +33,7 @@ class Pass(NamedTuple):
     gradients: Sequence[tuple[int, str]]
     """The number of accesses that were before, and the parameter; in order."""
     varies: bool = False
-    """Whether processes may take ways of their own: values decide, or they have been seen to."""
+    """True if processes may take ways of their own: values decide, or they have been seen to."""
 
 
 def moments(
@@ -196,7 +196,7 @@ class Course:
     schedule: Schedule | None
     varies: bool = False
     strayed: bool = False
-    """Whether a pass of training left the course."""
+    """True if a pass of training left the course."""
 
     def __post_init__(self) -> None:
         self.begin()

@@ -100,7 +100,7 @@ class Filling:
     firsts: Sequence[int]
     """The first item of each chunk."""
     numels: Sequence[int]
-    """What each chunk allocates, in elements."""
+    """The allocation of each chunk, in elements."""
 
 
 class _Row(NamedTuple):

@@ -42,7 +42,7 @@ KEPT_SHAPES = 64
 """Sizes of batches of which it is kept what crosses between stages."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What the model is called with."""
+"""Arguments of a call of the model."""
 Conclude = Callable[[int, Any], Tensor]
 """(number of the micro-batch, the model's output) → what the last stage gives to the schedule."""
 

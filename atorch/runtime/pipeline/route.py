@@ -32,7 +32,7 @@ class Value(NamedTuple):
 
 
 Source = Value | str
-"""What a tensor is computed from: a value, or a parameter by its name."""
+"""The source of a tensor: a value, or a parameter by its name."""
 
 
 class Slot(int):

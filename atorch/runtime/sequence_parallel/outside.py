@@ -41,7 +41,7 @@ class ByToken:
     made: int
     """That of the result."""
     draws: bool
-    """Whether it draws random numbers in training."""
+    """True if it draws random numbers in training."""
 
 
 @torch.no_grad()

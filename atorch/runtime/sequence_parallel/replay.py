@@ -39,7 +39,7 @@ class BlockStream:
     """The dim of tokens, by place."""
     outputs: Mapping[str, int]
     draws: bool = False
-    """Whether it draws random numbers in training."""
+    """True if it draws random numbers in training."""
 
 
 class Attention:

@@ -34,7 +34,7 @@ class Share:
     """A piece from the front and its mirror image from the back, so that all have the same share of a causal mask;
     else one contiguous piece."""
     averaged: bool = True
-    """Whether the gradients of parameters are averaged over the group in the end."""
+    """True if the gradients of parameters are averaged over the group in the end."""
     told: set[str] = field(default_factory=set, repr=False)
     """Functions of which was said that they gather what is split."""
 

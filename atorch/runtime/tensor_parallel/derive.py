@@ -65,12 +65,12 @@ class _Row:
 
     size: int = 0
     head_size: int = 0
-    """How many neighbours in z belong together; 0 where z cannot be cut."""
+    """The number of neighbours in z that belong together; 0 where z cannot be cut."""
     results: dict[str, Masks] = field(default_factory=dict)
     others: dict[str, Masks] = field(default_factory=dict)
     inputs: dict[str, Masks] = field(default_factory=dict)
     is_dead: bool = False
-    """Whether z depends on other products' results, but for its first number, which has not been seen to yet."""
+    """True if z depends on other products' results, but for its first number, which has not been seen to yet."""
 
     @property
     def is_partly_met(self) -> bool:

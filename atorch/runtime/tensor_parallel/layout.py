@@ -88,9 +88,9 @@ class Group:
     """The parameter whose products are summed over ranks."""
     row_part: Rows
     row_bias: str | None
-    """What is added together with those products, and must be added once."""
+    """The bias added together with those products, which must be added once."""
     columns: Mapping[str, Rows]
-    """What is multiplied with what was forked, in order of use."""
+    """Weights multiplied with what was forked, in order of use."""
     forks: tuple[tuple[str, ...], ...]
     """The columns by what they are multiplied with: one sum in backward for each."""
     tied: Mapping[str, Rows] = field(default_factory=dict)
@@ -100,11 +100,11 @@ class Group:
     inputs: Mapping[str, Rows | None] = field(default_factory=dict)
     """The block's tensor arguments that meet a part: the rows of them that do, or None where all do."""
     heads: int = 1
-    """How many parts there can be at most."""
+    """The most parts there can be."""
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Whole numbers to divide, by module and name: numbers of heads and widths of what is split."""
     draws: bool = False
-    """Whether random numbers are drawn between fork and sum, as by attention's dropout."""
+    """True if random numbers are drawn between fork and sum, as by attention's dropout."""
 
     @property
     def rows(self) -> Mapping[str, Rows]:
@@ -124,7 +124,7 @@ class Kept:
     name: str
     reason: str
     heads: int = 0
-    """Where the reason is that the ranks do not divide its heads: how many these are."""
+    """The number of heads, where the reason is that the ranks do not divide it."""
 
 
 @dataclass(frozen=True)

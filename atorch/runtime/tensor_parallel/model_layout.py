@@ -32,7 +32,7 @@ class ModelLayout:
     kinds: tuple[Alike, ...] = ()
     vocabulary: Vocabulary = Vocabulary({}, {}, {})
     outside: tuple[Kept, ...] = ()
-    """What is multiplied with outside of the blocks, and is not of the vocabulary."""
+    """Weights multiplied with outside of the blocks, and not of the vocabulary."""
     alone: Vocabulary = Vocabulary({}, {}, {})
     """Linear layers and tables that are split by themselves, wherever they are; results are gathered or summed."""
 

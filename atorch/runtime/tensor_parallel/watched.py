@@ -37,7 +37,7 @@ class Watched:
             self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
         self.output = [tensor.clone() for tensor in tensors_of(outputs[0])]
         self.tables: dict[str, int] = {}
-        """How many rows were looked up in which."""
+        """Rows that were looked up, by table."""
         for lookup in mode.lookups:
             self.tables[lookup.table] = self.tables.get(lookup.table, 0) + lookup.num_rows
 

@@ -49,7 +49,7 @@ class Fused(Optimizer):
     """The base of both: steps are counted by group, and gradients are let go of or zeroed."""
 
     spread: Spread = Spread()
-    """What other processes have of the model; set it before the first step."""
+    """The parts of the model on other processes; set it before the first step."""
     set_grad_none: bool
     _modes: tuple[str, ...] = ("set_grad_none",)
 
