@@ -305,7 +305,7 @@ def _found(call: Call) -> Mapping[str, Facts]:
 
 
 def _check_target(path: str | os.PathLike[str]) -> None:
-    """That a strategy could be saved there: known now, not after a search."""
+    """Check that a strategy could be saved there: now, not after a search."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"save_strategy_to_file is {path!r}; it is the path of a file")
     try:

@@ -34,7 +34,7 @@ def check_job(
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
 ) -> None:
-    """That the arguments hold, each for itself and beside the others; see `make_context`.
+    """Check that the arguments hold, each for itself and beside the others; see `make_context`.
 
     Raises:
         ArgumentError: an argument that does not hold.
@@ -80,7 +80,7 @@ def check_job(
 def _check_call(
     name: str, function: Any, by_place: str, keywords: Mapping[str, Any] | None = None, source: str = ""
 ) -> None:
-    """That a function or class takes what it will be called with, as far as its signature tells.
+    """Check that a function or class takes what it will be called with, as far as its signature tells.
 
     source: the argument that `keywords` were given as.
     """
@@ -261,7 +261,7 @@ def _check_loss(loss_func: object) -> None:
 
 
 def _check_class(name: str, given: Any, arguments: str | None, home: Any) -> None:
-    """That it can be called, and is not what a class of `home`, a module of torch, has made."""
+    """Check that it can be called, and is not what a class of `home`, a module of torch, has made."""
     if isinstance(given, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
         rest = f", and its arguments as {arguments}" if arguments else ""
         raise ArgumentError(

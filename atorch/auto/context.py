@@ -275,7 +275,7 @@ class Context:
 
 
 def _move(part: nn.Module, device: torch.device) -> None:
-    """To the device, unless it is there: sharding moves what it shards, to the host too, and fills meta parameters."""
+    """Move it unless it is there: sharding moves what it shards, to the host too, and fills meta parameters."""
     tensors = [tensor for tensor in (*part.parameters(), *part.buffers()) if not hasattr(tensor, "placements")]
     if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
         part.to(device)

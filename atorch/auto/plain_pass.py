@@ -76,12 +76,12 @@ class Figures:
         return f"loss {self.loss:.6g}" + ("" if self.grad_norm is None else f", gradient norm {self.grad_norm:.6g}")
 
     def __mul__(self, factor: float) -> Figures:
-        """Those of a plain pass whose loss is `factor` times as large."""
+        """Figures of a plain pass whose loss is `factor` times as large."""
         norm = None if self.grad_norm is None else self.grad_norm * factor
         return Figures(self.loss * factor, norm, {name: each * factor for name, each in self.gradients.items()})
 
     def __add__(self, other: Figures) -> Figures:
-        """Those of both passes' losses together, of which no norm is known."""
+        """Figures of both passes' losses together, of which no norm is known."""
         sums = {
             name: replace(each, values=each.values + other.gradients[name].values)
             for name, each in self.gradients.items()

@@ -97,7 +97,7 @@ def stack_of(model: nn.Module, compiled: Collection[str]) -> Stack | None:
 
 
 def _parameters(model: nn.Module, prefix: str) -> tuple[list[int], set[int]]:
-    """By identity, the parameters below `prefix`, those that have several names several times, and all others."""
+    """Ids of the parameters below `prefix`, those with several names several times, and of all others."""
     inside: list[int] = []
     outside: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):

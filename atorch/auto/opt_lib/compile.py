@@ -84,7 +84,6 @@ class Compile(Method):
         return ctx
 
     def chosen(self, part: nn.Module) -> Mapping[str, nn.Module]:
-        """The modules to compile, by name."""
         if self.wrap_class is None:
             return repeated_blocks(part) or {"": part}
         return find_modules(part, self.wrap_class, "compile wrap_class")

@@ -103,7 +103,7 @@ class Fp8(Method):
             yield cls(include=tuple(lists) or None, exclude=("head",) if by_shape else None)
 
     def check(self, ctx: Context) -> None:
-        """Its backend runs here, beside the others, and there is a layer to convert."""
+        """Check that its backend runs here beside the others, and a layer can be converted."""
         choose_backend(self._backend_beside(ctx), self._recipe(), self.emulate, ctx.device.type)
         for part in ctx.parts:
             if not changes_modules(ctx, self.name) and not any(True for _ in self._chosen(part)):

@@ -49,7 +49,6 @@ class MixedPrecision(BaseModel):
 
     @classmethod
     def of_compute(cls, dtype: torch.dtype) -> Self:
-        """Compute in `dtype`, reduce in fp32."""
         return cls(param_dtype=_NAMES[dtype], reduce_dtype="fp32")
 
     @staticmethod

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check(ctx: Context, method: PipelineParallel) -> None:
-    """That DeepSpeed can take the job; nothing is changed.
+    """Check that DeepSpeed can take the job; nothing is changed.
 
     Raises:
         CapabilityError: deepspeed is not installed.

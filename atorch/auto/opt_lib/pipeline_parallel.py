@@ -134,7 +134,7 @@ class PipelineParallel(Method):
             check(ctx, self)
 
     def check_at_work(self, ctx: Context) -> None:
-        """Its neighbours suit where it is cut: between modules, or by the graph where these do not tell."""
+        """Check that its neighbours suit where it is cut: between modules, or by the graph where these do not tell."""
         if size_of(ctx, "pipeline") > 1:
             from atorch.auto.opt_lib.pipeline_stages import check_at_work
 

@@ -181,7 +181,7 @@ class Batches:
         return batches
 
     def check(self, rows: int) -> None:
-        """That batches of so many rows are cut as was asked for; raises StrategyError."""
+        """Check that batches of so many rows are cut as was asked for; raises StrategyError."""
         asked = self._count if self._size is None else f"micro-batches of {self._size} rows"
         if asked is not None and self.count(rows) != (self._count if self._size is None else rows / self._size):
             what = f"{asked} micro-batches" if self._size is None else asked
@@ -283,7 +283,7 @@ def rows_of_a_process(ctx: Context) -> int:
 
 
 def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, ...]) -> None:
-    """That an optimizer has something to do on every process."""
+    """Check that an optimizer has something to do on every process."""
     trains = any(each.requires_grad for part in parts for each in part.parameters())
     if ctx.make_optimizer is not None and not trains:
         raise StrategyError(

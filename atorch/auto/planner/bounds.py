@@ -47,7 +47,7 @@ Fold = Callable[[Cost], Cost]
 
 
 class Part(NamedTuple):
-    """Of what is below a node, what recomputes alike or, once settled, cuts, compiles and uses the host alike, too."""
+    """A part below a node that recomputes alike or, once settled, cuts, compiles and uses the host alike, too."""
 
     short_bytes: float  # at least
     seconds: float  # of a step, at least; where none is short
@@ -202,12 +202,12 @@ class Bounds:
         return max(0.0, least_on_host(cost) * (1 - SLACK) - self.host_bytes)
 
     def _seconds(self, quick: Cost) -> float:
-        """Of a step, but for the optimizer's, which may be sharded further or wait on the host."""
+        """Seconds of a step, but for the optimizer's, which may be sharded further or wait on the host."""
         whole = self.times.of(quick)
         return (whole.total_s - whole.optimizer_s) * (1 - SLACK)
 
     def _seconds_of_any(self, cost: Cost) -> float:
-        """Of a step in any number of micro-batches."""
+        """Seconds of a step in any number of micro-batches."""
         quick = _without_reductions(cost)
         if MicroBatch not in self._below:
             return self._seconds(quick)
@@ -217,7 +217,7 @@ class Bounds:
 
 
 def _without_reductions(cost: Cost) -> Cost:
-    """For seconds: nothing waits on the host, and nothing is sent but gathers for every micro-batch.
+    """A cost for seconds: nothing waits on the host, and nothing is sent but gathers for every micro-batch.
 
     When and how gradients are reduced, micro-batches change.
     """

@@ -39,7 +39,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Of the limit, less what is kept for the end; negative where it is over."""
+        """Seconds left of the limit, less what is kept for the end; negative where it is over."""
         return self.whole - self._kept - self.seconds
 
     def keep(self, seconds: float) -> None:

@@ -91,7 +91,7 @@ def in_turns(
 
 
 def _beaten(times: Mapping[int, Sequence[float]]) -> set[int]:
-    """Those that are surely slower than the fastest, of the same turns."""
+    """Trials that are surely slower than the fastest, of the same turns."""
     if not times:
         return set()
     fastest = min(times, key=lambda index: statistics.median(times[index]))

@@ -88,7 +88,7 @@ class Doubt:
         )
 
     def chance(self, columns: Columns, row: int, chosen: int) -> float:
-        """That a row is faster than the chosen one."""
+        """The chance that a row is faster than the chosen one."""
         slower, spread = self._against(columns, row, chosen)
         return _NORMAL.cdf(-slower / spread)
 

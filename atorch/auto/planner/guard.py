@@ -160,7 +160,7 @@ class Guard:
         return self._device.type == "cuda"
 
     def _watch(self, left_s: float) -> Watch | None:
-        """Over the next phase; None where closing a group wakes who waits in it."""
+        """A watch over the next phase; None where closing a group wakes who waits in it."""
         if self._group is None or not self._is_watched:
             return None
         self._others = {each for each in _groups() if each not in self._made}
@@ -168,7 +168,7 @@ class Guard:
         return Watch(self._own_groups, dist.distributed_c10d._get_default_store(), key, left_s)
 
     def _own_groups(self) -> list[dist.ProcessGroup]:
-        """Those that the phases have made by now, this one with them, and the one of all ranks."""
+        """Groups that the phases have made by now, this one with them, and the one of all ranks."""
         now = _groups()
         self._made.update((each, None) for each in now if each not in self._others)
         return [each for each in now if each in self._made or each is self._group]

@@ -61,7 +61,7 @@ class Guide:
         self.num_known = len({index for index in own if index is not None})  # candidates that ran in earlier searches
 
     def _covariances(self, rows: npt.NDArray[np.int_], columns: npt.NDArray[np.int_]) -> npt.NDArray[np.float64]:
-        """Of some candidates, or, behind these, earlier observations, with some others.
+        """Covariances of some candidates, or, behind these, earlier observations, with some others.
 
         Only what was seen is ever a column: each with each would grow with the square of the candidates.
         """
@@ -75,7 +75,7 @@ class Guide:
         return np.asarray(unknowns * np.where(is_own, 1.0, SHARED) + DRIFT**2 * is_now)
 
     def _variances(self) -> npt.NDArray[np.float64]:
-        """Of the candidates, before anything was seen."""
+        """Variances of the candidates, before anything was seen."""
         held = self._features[: len(self._tokens)].sum(axis=1)
         return np.asarray(MACHINE**2 + METHOD**2 * held + PAIR**2 * held * (held - 1) / 2 + REST**2)
 

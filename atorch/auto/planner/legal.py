@@ -34,7 +34,7 @@ class _Counter:
         self._asks_stages = Offload in kinds  # whose activations are whole blocks of a stage
 
     def below(self, node: Node) -> int:
-        """Of those below a node, or itself where it is whole."""
+        """Whole compositions below a node, or itself."""
         if node.depth == len(self._space.levels):
             return 1
         alike = self._alike(node)

@@ -34,7 +34,7 @@ def least_intricacy(node: Node, only: Only) -> Intricacy:
 
 
 def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> int:
-    """Of the rows that are as good as the fastest the simplest.
+    """The simplest of the rows that are as good as the fastest.
 
     `expected`: seconds in place of the estimate's, of the rows that are to be chosen from.
     """

@@ -125,7 +125,7 @@ def _simple(space: Space, start: Cost) -> set[Strategy]:
 
 
 def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Scored], list[Scored]]:
-    """Those that dry runs are chosen from: the fastest by estimate, and the simplest."""
+    """Those to choose dry runs from, the fastest and the simplest; and the rest."""
     kept = {*range(RUNNABLE), *Order(fitting, fixed).simplest[: RUNNABLE // 4]}
     return (
         [each for index, each in enumerate(fitting) if index in kept],

@@ -105,7 +105,7 @@ class Trial:
         self._batches = itertools.cycle(self._feed.batches(*place))
 
     def _check(self) -> bool:
-        """That it computes what plain training does, and that the model can still be evaluated."""
+        """Check that it computes what plain training does, and that the model can still be evaluated."""
         expected = self._base.plain_pass
         if expected is not None:
             assert self._applied is not None, "built"

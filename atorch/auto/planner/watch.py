@@ -22,7 +22,7 @@ LATE_S = 5.0  # after a limit: what Python can give up by itself has been given 
 
 
 class Watch:
-    """Over one phase of work: aborts on this process once a peer has failed in it, or it takes longer than it may.
+    """A watch over one phase of work: aborts on this process once a peer has failed in it, or it takes too long.
 
     Args:
         groups: those that the work communicates over by now.
