@@ -52,7 +52,7 @@ def num_sliced_buckets(cost: Cost) -> int:
 
 @lru_cache(maxsize=256)
 def _in_order(sizes: tuple[float, ...], most: float) -> int:
-    """From the first parameter to the last: a bucket is closed by the first that does not fit."""
+    """The number of buckets, first to last: a bucket is closed by the first parameter that does not fit."""
     num, held = 0, 0.0
     for size in reversed(sizes):
         if size >= most:

@@ -87,7 +87,7 @@ class Group:
         return 2.0 * (count * latency + (filling + num_bytes) / min(self.bandwidth, inside))
 
     def carrying_s(self, kind: Collective, num_bytes: float) -> float:
-        """Of these seconds, those in which the slowest link carries bytes."""
+        """The part of these seconds in which the slowest link carries bytes."""
         if kind == "send":
             return num_bytes / min((link.bandwidth for link in self.links), default=self.bandwidth)
         if kind == "all_to_all" and self.links:

@@ -24,9 +24,9 @@ BESIDE_OTHERS = 0.75
 """Of a collective, what a product hides that has nothing to do with it: 64 MiB gathered from each of 8 H100s and 8192³
 take 2.02 ms beside each other, 2.96 after each other, of which 1.27 are the gathering's (pytorch/pytorch #172714)."""
 IN_CHUNKS = 0.5
-"""The share that a product hides of a collective that it waits for, chunk by chunk: 4096 × 6656 × 16384 on 8 H100s with
-its operand gathered takes 1.63 ms for 1.81, × 8192 0.84 for 0.91, of which a ring takes 0.32 and 0.16
-(meta-pytorch/kraken #2)."""
+"""The hidden share of a collective that a product waits for, chunk by chunk: 4096 × 6656 × 16384 on 8 H100s with its
+operand gathered takes 1.63 ms for 1.81, × 8192 0.84 for 0.91, of which a ring takes 0.32 and 0.16 (meta-pytorch/kraken
+#2)."""
 EXPERT_AXIS = "expert"  # no axis of the mesh: neighbours among the ranks that see different samples
 
 
@@ -66,7 +66,7 @@ def is_whole(cost: Cost, segment: Segment) -> bool:
 
 
 def tokens_share(cost: Cost, segment: Segment) -> float:
-    """Of the traced tokens, those that a device has of a segment in a micro-batch."""
+    """The share of the traced tokens that a device has of a segment in a micro-batch."""
     share = micro_batch_share(cost)
     return share if has_all_tokens(cost, segment) else share / (cost.sequence * cost.context)
 
@@ -156,7 +156,7 @@ def _both(kind: Collective, wide: float, *passes: tuple[float, float, float]) ->
 
 
 def beside_share(cost: Cost, segment: Segment, overlap: float) -> float:
-    """Of what a copy multiplies, what runs beside a send of which so much can hide.
+    """The share of a copy's FLOPs that runs beside a send of which so much can hide.
 
     Chunks run beside all that waits for them. Of products split by columns, inputs are gathered again beside those that
     make the inputs' gradients, and these are summed beside those that make the weights' (NVIDIA/Megatron-LM,

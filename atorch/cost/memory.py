@@ -152,7 +152,7 @@ def saved_in_blocks(cost: Cost) -> float:
 
 
 def least_on_host(cost: Cost) -> float:
-    """Of parameters, masters and optimizer states, what is on the host at any moment, on a stage that has the most."""
+    """Bytes of parameters, masters and optimizer states on the host at any moment, on a stage that has the most."""
     waiting = _Waiting._make(_waiting(cost))
 
     def of_stage(course: Course) -> float:
@@ -197,7 +197,7 @@ def _peaks_of(cost: Cost, courses: Sequence[Course]) -> list[tuple[Moment, Held]
 
 @lru_cache(maxsize=REMEMBERED)
 def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) -> tuple[Moment, Held]:
-    """Of moments that fill a budget the one counts that most makes way for."""
+    """The fullest moment, of equals the one that most makes way for."""
     *passes, step = course.moments
     if waiting.activation_offload:
         passes += course.in_backward  # when blocks' activations are back that were away before
@@ -251,7 +251,7 @@ def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Wai
 
 
 def _saved_away(course: Course, moment: Moment, shares: _Waiting) -> float:
-    """Of what blocks saved, what the host has: its share of every micro-batch, and less what is back afterwards.
+    """The part of what blocks saved that the host has: its share of every micro-batch, less what is back afterwards.
 
     Of the micro-batch that goes backward the blocks that stay are the first to go. At the end of a run of blocks more
     is back than the last one has, which stands for those just before it.

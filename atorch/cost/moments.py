@@ -58,7 +58,7 @@ class Course:
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """Of forward and backward those that can be the peak, whatever waits on the host, then the optimizer's step."""
+        """Moments of forward and backward that can be the peak, whatever waits on the host, then the optimizer step."""
         return (*_uncovered(self.passes), self.step)
 
     @cached_property
@@ -174,7 +174,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
 
 
 def _uncovered(moments: Sequence[Moment]) -> Iterator[Moment]:
-    """Those without another at which as much of everything lives: whatever makes way, the others are no peaks."""
+    """Moments without another at which as much of everything lives: whatever makes way, the others are no peaks."""
     for index, each in enumerate(moments):
         covering = (
             other.gradients >= each.gradients

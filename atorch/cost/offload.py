@@ -100,6 +100,6 @@ def _seconds(cost: Cost, stage: Stage, free_s: float, course: Course, held: Held
 
 
 def _shown(up: float, down: float, beside_s: float, rates: Rates) -> float:
-    """Of the seconds in which so many bytes cross the link, those that a pass of `beside_s` seconds does not hide."""
+    """Seconds in which so many bytes cross the link that a pass of `beside_s` seconds does not hide."""
     crossing = max(max(up, down) / rates.one_way, (up + down) / rates.both_ways)
     return max(0.0, crossing - beside_s) + UNHIDDEN * min(crossing, beside_s)

@@ -87,7 +87,7 @@ class Segment:
     needs_all_tokens: bool = False  # holds modules with parameters, not in blocks, that do not work token by token
 
     def __hash__(self) -> int:
-        """Of what tells the segments of a model apart: searches look cuts of a model up tens of thousands of times."""
+        """A hash of what tells a model's segments apart: searches look model cuts up tens of thousands of times."""
         return hash((self.name, self.count, self.num_params, self.input_bytes))
 
     def mean_itemsize(self, itemsize: float) -> float:

@@ -25,9 +25,8 @@ Fp8Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "block
 but for the product that makes the weight's gradient, or in blocks, as of 32 numbers in the microscaling formats."""
 
 Beside = Literal["nothing", "weights", "chunks", "both"]
-"""The part of a tensor split's sends that runs beside products: the sums of backward, beside the products that make
-weights' gradients; what products take and give, chunk by chunk beside those very products; or the first so, the rest
-thus."""
+"""Sends of a tensor split that run beside products: the sums of backward, beside the products that make weights'
+gradients; what products take and give, chunk by chunk beside those very products; or the first so, the rest thus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +165,18 @@ class Cost:
         return whole + segment.split_params / self.tensor + experts
 
     def local_trainable(self, segment: Segment) -> float:
-        """Of `local_params`, those that get gradients."""
+        """Elements of `local_params` that get gradients."""
         return self.local_params(segment) * segment.num_trainable / segment.num_params if segment.num_params else 0.0
 
     def local_experts(self, segment: Segment) -> float:
-        """Of `local_trainable`, a mixture's experts."""
+        """Elements of `local_trainable` in experts."""
         if not segment.expert_params:
             return 0.0
         return segment.expert_params / self.expert_divisor * segment.num_trainable / segment.num_params
 
     @property
     def expert_divisor(self) -> float:
-        """Over how many devices a mixture's experts are spread; without an expert axis the tensor axis splits them."""
+        """The number of devices that share a mixture's experts; without an expert axis the tensor axis splits them."""
         return float(self.expert if self.expert > 1 else self.tensor)
 
     @property
@@ -187,7 +186,7 @@ class Cost:
 
     @property
     def num_trainable(self) -> float:
-        """Of those, the ones that get gradients."""
+        """Elements of `num_params` that get gradients."""
         return sum(each.count * self.local_trainable(each) for each in self.segments)
 
     @property
@@ -196,7 +195,7 @@ class Cost:
 
     @property
     def num_distinct_blocks(self) -> int:
-        """Of those, each that runs again counted once."""
+        """Blocks, each that runs again counted once."""
         return sum(each.count for each in self.segments if each.is_block and (each.num_params or not each.tied_params))
 
     @property

@@ -241,7 +241,7 @@ class StepTimes:
         return cost.hop_wait_s
 
     def _sending_seconds(self, cost: Cost) -> float:
-        """Of one micro-batch's activations from a stage to the next."""
+        """Seconds to send a micro-batch's activations to the next stage."""
         if cost.stages == 1:
             return 0.0
         return self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
@@ -360,7 +360,7 @@ def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
 
 
 def _unfilled(cost: Cost) -> float:
-    """Of the other stages' time for a micro-batch, what the slowest waits: less where gaps are filled.
+    """The share of the other stages' time for a micro-batch that the slowest waits: less where gaps are filled.
 
     Zero-bubble fills them with the weights' gradients, as long as a forward pass: Qi et al. 2023, arXiv 2401.10241.
     """
