@@ -130,7 +130,7 @@ class CollectiveOrder:
 
     @classmethod
     def of(cls, groups: Sequence[dist.ProcessGroup | None], device_type: str) -> CollectiveOrder | None:
-        """That of the ranks of some groups; None where there is nobody else."""
+        """The order of the ranks of some groups; None where there is nobody else."""
         several = [group for group in groups if group is not None and group.size() > 1]
         if not several or any(dist.get_backend(group) == "fake" for group in several):
             return None

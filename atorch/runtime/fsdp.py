@@ -248,7 +248,7 @@ def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _owned(groups: Iterable[Group], left_out: Iterable[Tensor]) -> list[list[tuple[nn.Module, str]]]:
-    """Of each group, the parameters below its modules that no group before it has: a module and a name there."""
+    """Parameters of each group below its modules that no group before it has: a module and a name there."""
     seen, owned = set(left_out), []
     for group in groups:
         mine = []

@@ -39,7 +39,7 @@ class Elements:
     values: Tensor
 
     def __mul__(self, factor: float) -> Elements:
-        """Those of a gradient that is `factor` times as large."""
+        """Elements of a gradient that is `factor` times as large."""
         return replace(self, values=self.values * factor)
 
 

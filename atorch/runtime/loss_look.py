@@ -51,7 +51,7 @@ class Calls:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Calls:
-        """From now on those of `model`."""
+        """The calls of `model` from now on."""
         calls = cls()
         if not nobody_else():
             override(model, "__call__", _noting, calls)
@@ -272,7 +272,7 @@ class Look:
         return _spread(one, two)
 
     def _losses(self, way: _Way, one: Sample, two: Sample, both: Callable[[], Sample], *, tells: bool = True) -> Losses:
-        """Of two samples and of the two as one; nothing where the rank has nothing to tell."""
+        """Losses of two samples and of the two as one; nothing where the rank has nothing to tell."""
 
         def run() -> Sequence[float]:
             losses = self._run([one, two, both()], way.runs_model)

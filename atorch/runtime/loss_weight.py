@@ -271,7 +271,7 @@ def _entry(rule: str, part: Any) -> torch.Tensor | None:
 
 
 def labels_of(part: Any) -> torch.Tensor | None:
-    """By key or field; of a list or tuple, its last tensor of integers."""
+    """The labels by key or field; of a list or tuple, its last tensor of integers."""
     for name in LABELS:
         entry = _named(name, part)
         if entry is not None and _are_classes(entry):

@@ -187,7 +187,7 @@ def _down(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _wait(parameters: Iterable[Tensor]) -> None:
-    """Until all copies that are queued, from and to the devices of these parameters, are made."""
+    """Wait until all copies that are queued, from and to the devices of these parameters, are made."""
     for device in {local(each).device for each in parameters}:
         if device.type != "cpu":
             torch.get_device_module(device.type).current_stream(device).synchronize()

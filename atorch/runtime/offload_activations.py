@@ -161,7 +161,6 @@ class _Pass:
 
     @torch.no_grad()
     def unpack(self, packed: Tensor | _View) -> Tensor:
-        """The tensor on the device."""
         if isinstance(packed, Tensor):
             return packed
         self.fetch()

@@ -266,6 +266,6 @@ def _tensors(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
 
 
 def _tensor_of(entry: Any) -> Tensor:
-    """Of an entry of a group, which may be a pair of a name and a parameter."""
+    """The tensor of a group's entry, which may be a pair of a name and a parameter."""
     tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
     return tensor

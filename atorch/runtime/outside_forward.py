@@ -282,7 +282,7 @@ def _settle(value: Any) -> None:
 
 
 def _joined(value: Any) -> Any:
-    """As it meets plain tensors: a gathered parameter as it is, a number whole."""
+    """The value as it meets plain tensors: a gathered parameter as it is, a number whole."""
     if isinstance(value, _Whole) and not value.untyped_storage().size():  # it was freed
         return value.sharded()
     if not isinstance(value, Outside) or value.dim():

@@ -132,7 +132,7 @@ def _dicts_in(modules: list[tuple[nn.Module, type, dict[str, Any]]]) -> Iterator
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Those of an ordinary object such as a configuration; a module or a tensor has its own place."""
+    """Attributes of an ordinary object such as a configuration; a module or a tensor has its own place."""
     if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
         return None
     held = getattr(value, "__dict__", None)

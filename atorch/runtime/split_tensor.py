@@ -45,11 +45,11 @@ class Layout(Protocol):
         ...
 
     def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
-        """Of the whole's gradient what this rank's part is given."""
+        """The gradient of this rank's part, from the whole's."""
         ...
 
     def of_gradients(self) -> Layout:
-        """That of the whole's gradient, where parts are gradients of parts."""
+        """The layout of the whole's gradient, where parts are gradients of parts."""
         ...
 
     def named(self) -> str:
@@ -139,7 +139,7 @@ class SplitTensor(Tensor):
             self._part._meet(func)
 
     def _same_part(self, other: Tensor) -> Tensor:
-        """Of a tensor of this shape this rank's part, without history."""
+        """This rank's part of a tensor of this shape, without history."""
         if isinstance(other, SplitTensor):
             if other._axis == self._axis and other._layout == self._layout:
                 return other._own()

@@ -105,7 +105,7 @@ class StandIns(WrappedOptimizer):
 
 @torch.no_grad()
 def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
-    """By device: the places of its tensors, and their norms, in which one element of a large one tells."""
+    """Places of tensors by device, and their norms, in which one element of a large one tells."""
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)

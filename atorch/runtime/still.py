@@ -137,7 +137,7 @@ class Change:
 
     @classmethod
     def of(cls, before: Tensor, after: Tensor) -> Change:
-        """Of the whole of a parameter, before and after."""
+        """The change of the whole of a parameter, before and after."""
         before, after = before.detach().reshape(-1).float(), after.detach().reshape(-1).float()
         places = (after - before).abs().topk(min(PLACES, len(before))).indices
         return cls(places.cpu(), before[places].cpu(), after[places].cpu())
@@ -180,7 +180,7 @@ class Writes(TorchDispatchMode):
                         self._before[name] = self._given[name][1].clone()
 
     def changes(self) -> dict[str, Change]:
-        """By name, those of the parameters that hold other values than before."""
+        """Changes of the parameters that hold other values than before, by name."""
         found = {}
         for name, (parameter, values) in self._given.items():
             before = self._before.get(name, values)

@@ -45,7 +45,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Of work that is done when its call returns."""
+    """A clock of work that is done when its call returns."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -55,7 +55,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Of work on a CUDA device, in the stream that is current. Reading it waits for the device."""
+    """A clock of work on a CUDA device, in the current stream. Reading it waits for the device."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -65,5 +65,5 @@ class Wrapper(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Into the user's module, by the user's names."""
+        """Load into the user's module, by the user's names."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)

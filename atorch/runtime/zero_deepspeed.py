@@ -95,7 +95,7 @@ class DeepSpeedOptimizer(WrappedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From this process's partition, as `state_dict` gave it."""
+        """Load this process's partition, as `state_dict` gave it."""
         self._engine.optimizer.load_state_dict([state_dict])
         self._share()
 

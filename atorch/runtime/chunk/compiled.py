@@ -54,7 +54,7 @@ class CompiledModules:
 
 
 def outermost(names: Collection[str]) -> list[str]:
-    """Those of these modules that are in no other of them.
+    """Modules of these that are in no other of them.
 
     Raises:
         StrategyError: the whole model is one.

@@ -172,7 +172,6 @@ class HeldViews:
         weakref.finalize(view, self._gone, owner, id(view))
 
     def held(self) -> Collection[Any]:
-        """Owners of views that are held."""
         return tuple(self._of)
 
     def _gone(self, owner: Any, view: int) -> None:

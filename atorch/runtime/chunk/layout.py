@@ -135,7 +135,6 @@ class Packer:
         self._rows: tuple[int, list[_Row]] | None = None  # by how many items share chunks
 
     def layout(self, capacity: int) -> Layout:
-        """The chunks that `capacity` makes."""
         filling = self.fill(capacity)
         groups: list[list[int]] = [[] for _ in filling.firsts]
         for index, chunk in enumerate(filling.chunk_of.tolist()):
@@ -198,7 +197,7 @@ class Packer:
         return int(np.searchsorted(self._sorted, capacity, side="right"))
 
     def _sharing(self, capacity: int) -> list[_Row]:
-        """By kind, the items that are no larger than `capacity`."""
+        """Items by kind that are no larger than `capacity`."""
         num = self._num_sharing(capacity)
         if self._rows is None or self._rows[0] != num:
             rows = []

@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Form:
-        """That of `tensor`, or the nearest one without gaps."""
+        """The form of `tensor`, or the nearest one without gaps."""
         return Form(tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
 
     def flat(self, value: Tensor) -> Tensor:
@@ -237,7 +237,6 @@ class ChunkMemory:
         keep(part, value, add)
 
     def _gradient(self, names: Iterable[str]) -> Tensor:
-        """The memory for gradients of `names`."""
         if self.gradient is None:
             self.gradient = self.compute if self._in_place else self._empty(self.dtype)
         if self._in_place:

@@ -68,7 +68,7 @@ class WideGradients:
         self._rooms: dict[tuple[torch.device, torch.dtype], tuple[Tier, Tensor]] = {}
 
     def of(self, run: Sequence[Piece]) -> list[Tensor]:
-        """Those that the chunks keep where they need no change, else copies, which last until the next call."""
+        """Gradients that the chunks keep where they need no change, else copies, which last until the next call."""
         gradients, used = [], 0
         total = sum(piece.numel for piece in run)
         for piece in run:

@@ -131,7 +131,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, needs: Sequence[frozenset[int]], other_bytes: Sequence[int]) -> Runs:
-        """Those of moments that need these chunks, beside so much else each."""
+        """The runs of moments that need these chunks, beside so much else each."""
         firsts = [now for now, needed in enumerate(needs) if now == 0 or needed != needs[now - 1]]
         spans = list(pairwise([*firsts, len(needs)]))
         return cls(
@@ -213,7 +213,7 @@ class _Span(NamedTuple):
 
 
 def _gaps(needs: Sequence[frozenset[int]]) -> list[_Span]:
-    """From each use of a chunk to its next one, where there are moments between them; in the order of their starts."""
+    """Gaps from each use of a chunk to its next one, where there are moments between; in the order of their starts."""
     latest: dict[int, int] = {}
     gaps: list[_Span] = []
     for now, needed in enumerate(needs):

@@ -133,7 +133,6 @@ class Plan:
 
 
 def attend_around(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
-    """`ring_attention` by a plan."""
     out: Tensor = _RingAttention.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
     return out
 
@@ -194,7 +193,7 @@ def _add(totals: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """With elements side by side, as kernels want them."""
+    """The tensor with elements side by side, as kernels want them."""
     return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
 
 

@@ -171,7 +171,7 @@ def _initialized(
 
 
 def _need_sendable(engine: Engine) -> None:
-    """That DeepSpeed can send what crosses: it awaits a gradient for every tensor of a floating type."""
+    """Check that DeepSpeed can send what crosses: it awaits a gradient for every tensor of a floating type."""
     for stage in engine.stages:
         route = stage.route
         for value in stage.outgoing:

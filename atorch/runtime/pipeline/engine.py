@@ -82,7 +82,7 @@ class Calls:
 
     @property
     def sizes(self) -> Hashable:
-        """Those of the first call's arguments; all calls are of equal sizes."""
+        """Sizes of the first call's arguments; all calls are of equal sizes."""
         return sizes_of(self.calls[0])
 
     def look(self, part: nn.Module) -> None:

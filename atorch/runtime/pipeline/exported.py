@@ -228,7 +228,7 @@ class _Graph:
             raise StrategyError("the model changes its buffers as it runs, of which every stage has a copy")
 
     def _last_uses(self) -> dict[fx.Node, int]:
-        """For each value that parameters have a part in the place of the operation that uses it last."""
+        """The place of the last use of each value that parameters have a part in."""
         last: dict[fx.Node, int] = {}
         for node in self._learning:
             for used in node.all_input_nodes:
@@ -261,7 +261,7 @@ class _Graph:
         return bool(crossing) and all(isinstance(node.meta["val"], Tensor) for node in crossing)
 
     def _crossing_bytes(self, boundary: int) -> int:
-        """Of what is sent there in a step, were it one micro-batch: values, and weights' gradients of both sides."""
+        """Bytes sent there in a step, were it one micro-batch: values, and weights' gradients of both sides."""
         both = (node for node in self._given if self._first_use.get(node, boundary) < boundary <= self._last_use[node])
         weights = (node for node in both if self._specs[node].kind is InputKind.PARAMETER)
         return sum(map(_num_bytes, (*self.crossing(boundary), *weights)))
@@ -330,7 +330,7 @@ def _writes_to(node: fx.Node, buffers: set[fx.Node]) -> bool:
 
 
 def _seconds(node: fx.Node, speeds: Speeds) -> float:
-    """Of an operation on a device, forward: its FLOPs, and what it reads and writes."""
+    """Seconds of an operation on a device, forward: its FLOPs, and what it reads and writes."""
     moved = _num_bytes(node) + sum(map(_num_bytes, node.all_input_nodes))
     return _flops(node) / speeds.flops + moved / speeds.num_bytes
 

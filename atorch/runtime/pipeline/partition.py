@@ -108,7 +108,7 @@ class _Cut:
     limit: float
 
     def least_largest(self, measure: Span) -> tuple[float, tuple[int, ...]]:
-        """Over all cuts within the limit the least that the largest stage can be, and a cut that has it.
+        """The least that the largest stage can be over all cuts within the limit, and a cut that has it.
 
         Infinite, and no cut, where none is within it.
         """
@@ -128,7 +128,7 @@ class _Cut:
         return best[0]
 
     def most_even(self, slowest: float, tied: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Of the cuts whose stages all cost at most `slowest` the one that is taken."""
+        """The cut that is taken of those whose stages all cost at most `slowest`."""
         end = len(self.starts) - 1
         best: dict[int, tuple[int, float, tuple[int, ...]]] = {end: (0, 0.0, ())}
         for stage in reversed(range(self.stages)):

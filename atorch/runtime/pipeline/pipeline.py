@@ -282,7 +282,7 @@ class PipelinedLoss:
         return [float(value) for value in sent.tolist()]
 
     def _check_gathering(self, call: _Call, pieces: Sequence[_Call], size: int, error: StrategyError) -> None:
-        """That two outputs put together have the loss of the two as one; raises `error` where they have not."""
+        """Check that two outputs put together have the loss of the two as one; raises `error` where they have not."""
         pair = [pieces[0], pieces[min(1, len(pieces) - 1)]]
         both = take(call, 0, min(2, len(pieces)) * size, size * len(pieces))
         outputs: list[Any] = []

@@ -93,7 +93,6 @@ class _Visit:
     passes_by: bool = False  # the model's code between units runs
 
     def call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of unit `name` for this stage."""
         stage, number = self.stage, self.count
         calls = stage.route.calls
         self.count += 1
@@ -222,7 +221,7 @@ def held_for_loss(model: nn.Module, units: Mapping[str, nn.Module], route: Route
 
 
 def _keeping(model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]) -> list[set[str]]:
-    """For each stage the names of its parameters and buffers, under every name that they have in the stage's modules.
+    """Names of each stage's parameters and buffers, under every name that they have in the stage's modules.
 
     What no call needs is the first stage's; buffers outside of units are everybody's.
     """

@@ -57,7 +57,7 @@ class Meeting:
 
 
 def check_tokens(model: nn.Module, run: Run, group: dist.ProcessGroup) -> None:
-    """That the stream through each repeated block of a whole `model` can be cut over `group`; nothing is changed.
+    """Check that the stream through each repeated block of a whole `model` can be cut over `group`; changes nothing.
 
     Args:
         run: calls the model on a small batch.

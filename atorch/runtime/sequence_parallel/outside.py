@@ -48,7 +48,7 @@ class ByToken:
 def find_by_token(
     model: nn.Module, blocks: Mapping[str, nn.Module], run: Run, dims: Set[int], share: Share
 ) -> dict[str, ByToken]:
-    """By path, the modules outside of `blocks` that compute the same of a rank's tokens, on all ranks.
+    """Modules outside of `blocks`, by path, that compute the same of a rank's tokens, on all ranks.
 
     Args:
         dims: along which tokens lie in what blocks give; results have theirs along one of these.

@@ -97,7 +97,7 @@ def _permuted(sizes: Sizes, tokens: Tokens, axis: int, *dims: Any) -> View:
 
 
 def _indexed(sizes: Sizes, tokens: Tokens, axis: int, index: Any) -> View | None:
-    """Of the dim of tokens all, or a run of them where it is one of tokens alone; of others numbers and slices."""
+    """A view of all tokens, or of a run where the dim is one of tokens alone; of others by numbers and slices."""
     items = _spread(sizes, index)
     if items is None:
         return None

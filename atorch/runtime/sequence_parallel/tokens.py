@@ -46,7 +46,6 @@ class Tokens:
         return self.outer * (self.stop - self.start) * self.inner
 
     def window(self, start: int, stop: int) -> Tokens:
-        """Of these tokens the ones from `start` to `stop`."""
         return replace(self, start=self.start + start, stop=self.start + stop)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:

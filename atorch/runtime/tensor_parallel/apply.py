@@ -39,7 +39,6 @@ class Cut:
         self._new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the old one, which must live on
 
     def part(self, parameter: nn.Parameter, rows: Rows) -> nn.Parameter:
-        """This rank's rows of `parameter`, as a parameter."""
         if id(parameter) not in self._new:
             local = rows.take(parameter.detach(), self.rank).clone(memory_format=torch.contiguous_format)
             held = self._spread(local, parameter, rows.dim) if self.as_dtensors else local

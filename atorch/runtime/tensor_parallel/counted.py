@@ -19,7 +19,7 @@ from atorch.runtime.tensor_parallel.recorded import Call, fresh, tensors_of
 
 
 class Counted(NamedTuple):
-    """Of one group, on one call of the block."""
+    """Counts of one group, on one call of the block."""
 
     spared_work: float
     """Multiplications and additions of products that each rank is spared in forward."""

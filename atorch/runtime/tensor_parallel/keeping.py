@@ -56,7 +56,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _scaled(parted: Parted, other: Any) -> Call | None:
-    """By a number, or a tensor that is one and learns nothing: its gradient would be of all parts."""
+    """Scaling by a number, or a tensor that is one and learns nothing: its gradient would be of all parts."""
     is_number = isinstance(other, (int, float)) or (_is_tensor(other) and other.dim() == 0 and not other.requires_grad)
     return Call((other,), parted.axis) if is_number else None
 

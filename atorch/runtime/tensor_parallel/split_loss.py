@@ -22,7 +22,7 @@ from atorch.runtime.tensor_parallel.columns import Columns
 
 
 class _Rows(torch.autograd.Function):
-    """Of every row the log of the sum of exponentials, the target's logit, the (weighted) sum of all logits."""
+    """The log-sum-exp of every row, the target's logit, and the (weighted) sum of all logits."""
 
     @staticmethod
     def forward(
