@@ -59,7 +59,6 @@ class Bucket:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the gradients in."""
         for number, (place, parameter) in enumerate(zip(self.gradients(), self._parameters, strict=True)):
             gradient = parameter.grad
             self._flat[self._numel + number] = gradient is not None

@@ -187,7 +187,6 @@ def resume_from_checkpoint(
 
 
 def _check_save(path: Any, tag: Any, partial: bool, model: Any, optimizer: Any, kept: Any) -> None:
-    """Check the arguments of `save_checkpoint`."""
     _check_path(path)
     _check_tag(tag)
     if kept is not None and (type(kept) is not int or kept < 1):

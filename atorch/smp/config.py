@@ -119,7 +119,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, given: Any) -> Any:
-        """With one name for each key, and the defaults that follow from other keys."""
+        """Fill in one name for each key, and the defaults that follow from other keys."""
         if not isinstance(given, Mapping):
             return given
         config = dict(given)

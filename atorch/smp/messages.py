@@ -105,7 +105,7 @@ class Messages:
         self._sent = []
 
     def untaken(self, messages: Sequence[Message]) -> list[Message]:
-        """Those of `messages` that have not been received."""
+        """Messages of `messages` that have not been received."""
         dests = {message.dest for message in messages}
         num_taken = {dest: _store().add(f"{self._place}/{_rank()}/{dest}", 0) for dest in dests}
         return [message for message in messages if message.number > num_taken[message.dest]]
@@ -145,7 +145,7 @@ def _isend(part: torch.Tensor, dest: int) -> dist.Work:
 
 
 def on_host(obj: Any) -> Any:
-    """With each tensor's own elements alone: a view's memory may be much larger, and a device is not the receiver's."""
+    """Each tensor's own elements alone: a view's memory may be much larger, and a device is not the receiver's."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), obj)
 
 

@@ -67,7 +67,7 @@ class DynamicScale:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> DynamicScale:
-        """Of arguments by name.
+        """The settings from arguments by name.
 
         Raises:
             ArgumentError: there is no such setting, or one holds what it cannot.

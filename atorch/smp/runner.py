@@ -154,7 +154,7 @@ class Runner:
             broadcast([(dist.get_group_rank(data, told[0]), [each.detach() for each in parameters])], data)
 
     def seed_of(self, number: int) -> int | None:
-        """Of what a micro-batch draws before the model's call, which all processes of a pipeline draw alike."""
+        """The seed of a micro-batch's draws before the model's call, alike on all processes of a pipeline."""
         if self.engine is None:
             return None
         place = self._owner.mesh.rank("data", "zero")
