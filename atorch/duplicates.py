@@ -196,7 +196,7 @@ class Copier:
         return made
 
     def _if_possible(self, x: Any) -> Any:
-        """Of a tuple or dict of defaults: those that can be copied are."""
+        """A tuple or dict of defaults with those copied that can be."""
         if isinstance(x, tuple):
             return tuple(map(self.whole_if_possible, x))
         return None if x is None else {name: self.whole_if_possible(value) for name, value in x.items()}

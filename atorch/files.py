@@ -151,7 +151,7 @@ def _unwritable(path: AnyPath, kind: FileKind, why: str | None) -> AtorchError:
 
 
 def _status(path: AnyPath, kind: FileKind) -> os.stat_result | None:
-    """Of what is to be replaced; None where nothing is."""
+    """The status of what is to be replaced; None where nothing is."""
     _named(path, kind)
     if not os.path.basename(os.fspath(path)):
         raise _unwritable(path, kind, "it names no file; give the path of a file")

@@ -103,7 +103,7 @@ class Referenced:
         return beyond
 
     def _leading(self) -> set[int]:
-        """By id: what is copied, which is what leads to something that is held, a tensor, a module or a container."""
+        """Ids of what is copied: all that leads to something that is held, a tensor, a module or a container."""
         strong = [key for key, x in self._objects.items() if key in self._held or _is_target(x)]
         leading = self._leading_to(strong, lambda x: True)
         plain = self._plain()
@@ -126,12 +126,12 @@ class Referenced:
         return found
 
     def _plain(self) -> set[int]:
-        """By id: ordinary instances, functions and containers that lead to nothing but their like."""
+        """Ids of ordinary instances, functions and containers that lead to nothing but their like."""
         other = [key for key, x in self._objects.items() if type(x) not in _PASSING and not _is_ordinary(x)]
         return set(self._objects) - self._leading_to(other, lambda x: True)
 
     def _rebound_cells(self) -> Iterator[int]:
-        """By id: variables that functions give new values, such as a count of calls."""
+        """Ids of variables that functions give new values, such as a count of calls."""
         for x in self._objects.values():
             if type(x) is types.FunctionType and x.__closure__:
                 cells = dict(zip(x.__code__.co_freevars, x.__closure__, strict=True))

@@ -25,7 +25,7 @@ class RandomState:
 
     @classmethod
     def now(cls, only: torch.device | None = None) -> RandomState:
-        """Of this moment; `only`: of this device beside the host, whatever its number."""
+        """The states of this moment; `only`: of this device beside the host, whatever its number."""
         if only is None:
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         else:

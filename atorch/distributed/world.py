@@ -115,7 +115,7 @@ def _backend(device_type: str) -> str:
 
 
 def _check_devices(device: torch.device) -> None:
-    """Each process has a CUDA device of its own, and a group that reaches the others' hosts, too."""
+    """Check that each process has a CUDA device of its own, and a group that reaches the others' hosts, too."""
     config = dist.get_backend_config()
     if "cpu:" not in config:
         raise ArgumentError(

@@ -119,7 +119,7 @@ class Profile(BaseModel):
         write(path, text, FORMAT)
 
     def _num_values(self) -> int:
-        """Of the file: events, and what each of them has."""
+        """Values in the file: events, and what each has."""
         events = (self.phases, self.memory, self.chunks)
         return len(type(self).model_fields) + 1 + sum(len(each) * (1 + len(each[0])) for each in events if each)
 

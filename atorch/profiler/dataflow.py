@@ -106,7 +106,7 @@ class _Flow:
         return len(self.whole) > known
 
     def _state(self, value: Value) -> State:
-        """Of a value before it is read: split like some products, unless they have to be whole."""
+        """The state of a value before it is read: split like some products, unless they have to be whole."""
         state = self.states.get(value, _STREAM if value in self.streams else None)
         return state - self.whole if state else state
 

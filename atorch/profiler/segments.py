@@ -154,7 +154,7 @@ class _Assembly:
         return frozenset(shared)
 
     def _saved_elsewhere(self) -> dict[int, int]:
-        """By stretch, bytes that it computed and that blocks were the first to save of what they share."""
+        """Bytes by stretch that it computed and that blocks were the first to save of what they share."""
         found: dict[int, int] = {}
         for stretch in self.stretches:
             for value, size in stretch.saved.items():
@@ -164,7 +164,7 @@ class _Assembly:
         return found
 
     def _leaving(self) -> dict[int, set[Value]]:
-        """By stretch, the values that later ones use."""
+        """Values of each stretch that later ones use."""
         found: dict[int, set[Value]] = {}
         for place, stretch in enumerate(self.stretches):
             for value in (*stretch.inputs, *stretch.read):

@@ -207,7 +207,7 @@ def _compared(ratio: float) -> str:
 
 
 def nearest_changes(entries: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Of the counterfactuals that change the same axis or method the first, but for those that change nothing."""
+    """The first of the counterfactuals that change one axis or method, but for those that change nothing."""
     seen: set[str] = set()
     for entry in entries:
         what = entry.get("what", entry["change"])

@@ -101,7 +101,7 @@ def _sections(plan: PlanData, title: str) -> Iterator[Element]:
 
 
 def _memory_bars(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Bars:
-    """To the scale of the device; what is far too large for it is cut off at twice that."""
+    """Bars to the scale of the device; what is far too large for it is cut off at twice that."""
     estimates = [each["estimate"] for each in (*(each for _, each in shown), *plan["rejected"]) if each.get("estimate")]
     limits = {"limit": plan["memory_bytes"], "usable": usable_bytes(plan)}
     bars = Bars.of([held(each["memory"]) for each in estimates], format_bytes, limits)

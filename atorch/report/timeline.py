@@ -37,7 +37,7 @@ class Timeline:
 
     @property
     def num_ticks(self) -> int:
-        """From the start of the first pass to the end of the last one."""
+        """Ticks from the start of the first pass to the end of the last one."""
         return max(each.end for placed in self.processes for each in placed)
 
     @property
