@@ -187,8 +187,6 @@ def _run_at_scale(
 
 
 class _Told(NamedTuple):
-    """One process's own of a pass."""
-
     share: int
     weight: float  # that its gradients have: a sum is that of all samples, and a rank without labels has no say
     part: float  # of the loss, with that weight

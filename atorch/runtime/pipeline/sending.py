@@ -43,8 +43,6 @@ def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.de
 
 
 class _Place:
-    """The place of a tensor."""
-
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 

@@ -63,8 +63,6 @@ def _spared(group: Group, parameters: Mapping[str, nn.Parameter], work: Mapping[
 
 
 class _Sent:
-    """The tensors that would be sent."""
-
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
