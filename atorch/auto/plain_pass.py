@@ -53,12 +53,13 @@ BANDS: Mapping[str, tuple[float, float, float]] = {
     "bf16": (3e-2, 0.25, 0.4),
     "fp8": (0.1, 0.4, 0.7),
 }
-"""Bands for rounding of the loss, the norm of all gradients, and the large elements of the gradient of any one
-parameter, from plain training's, as fractions of them."""
+"""The largest deviations by rounding of the loss, the norm of all gradients, and the large elements of the gradient of
+any one parameter, from plain training's, as fractions of them."""
 
 NOISE: Mapping[str, float] = {"fp16": 4.0, "bf16": 4.0, "fp8": 4.0}
-"""How many times less of these elements counts what is across plain training's, where it is not the same: in 16 bits
-many layers of rounding turn a gradient by nearly as much as it is long (measured: ResNets of 110 layers, by 0.65)."""
+"""The factor by which what is across plain training's counts less, of these elements, where it is not the same: in 16
+bits many layers of rounding turn a gradient by nearly as much as it is long (measured: ResNets of 110 layers, by 0.65).
+"""
 
 
 @dataclass(frozen=True)

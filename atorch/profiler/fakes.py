@@ -86,7 +86,7 @@ def _is_grouped(func: Any, args: Any) -> bool:
 
 
 def _grouped(args: Any, offsets: Any = None) -> torch.Tensor:
-    """What (tokens, inner) @ (experts, inner, columns) gives, and (inner, tokens) @ (tokens, columns) of every expert,
+    """The result of (tokens, inner) @ (experts, inner, columns), and (inner, tokens) @ (tokens, columns) of every expert,
     which is the gradient of its weight; the fakes' own kernel refuses all but bfloat16.
     """
     data, weight, *others = args

@@ -281,7 +281,7 @@ class _Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """What a copy's hook does."""
+    """The hook of a copy."""
 
 
 def _remove(handles: list[Any]) -> None:

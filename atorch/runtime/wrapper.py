@@ -54,7 +54,7 @@ class Wrapper(nn.Module):
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """By which torch.distributed.checkpoint knows that names begin inside of `module`."""
+        """Names by which torch.distributed.checkpoint knows that names begin inside of `module`."""
         return {"module": "module"} | {name: "module" for name, _ in self.module.named_children()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -105,7 +105,7 @@ class Parts:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def _saved(self) -> Mapping[str, Any]:
-        """How the processes were arranged that saved; as these are where no partial state says so, if as many files
+        """The arrangement of the processes that saved; as these are where no partial state says so, if as many files
         are there.
         """
         numbers = self.numbers()

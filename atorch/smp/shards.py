@@ -13,7 +13,7 @@ from atorch.smp.states import PATIENCE
 
 
 def meet_replicas(call: str, *, states: bool = True) -> bool:
-    """Where replicas share something out, wait until all processes make this call, which puts it together.
+    """Wait, where replicas share something out, until all processes make this call, which puts it together.
 
     states: of the optimizer, which they may share alone.
 

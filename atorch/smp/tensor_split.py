@@ -156,7 +156,7 @@ def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: An
 
 
 def is_scaled_batch(split: TensorSplit) -> bool:
-    """Whether parameters and buffers see the batch of all tensor ranks, so that their gradients are averaged over
+    """True if parameters and buffers see the batch of all tensor ranks, so that their gradients are averaged over
     RDP_GROUP, the ranks that hold the same; else over DP_GROUP. It is the same for all of a model.
     """
     return split.degree > 1

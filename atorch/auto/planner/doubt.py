@@ -151,7 +151,7 @@ def _saved(slower: float, spread: float) -> float:
 
 
 def _saved_by_kind(slower: Sequence[float], moves: Sequence[float]) -> float:
-    """What knowing a kind's error saves, of which one sigma moves each of several so far ahead of the choice."""
+    """The saving from knowing a kind's error, of which one sigma moves each of several so far ahead of the choice."""
     both = list(zip(slower, moves, strict=True))
     saved = sum(max(0.0, *(move * draw - behind for behind, move in both)) for draw in _DRAWS) / len(_DRAWS)
     return saved - max(0.0, *(-behind for behind in slower))
