@@ -1,4 +1,4 @@
-"""Measurements of dry runs on this machine, kept as a small JSON file in the user's cache directory.
+"""Dry runs' measurements on this machine, kept for its next searches: a small JSON file in the user's cache directory.
 
 A file belongs to one machine: a device, its count, and the versions that computed on it. It holds single measurements
 and nothing derived from them, the newest last and at most `KEPT`; what they say of other compositions and of other

@@ -1,4 +1,4 @@
-"""Neighbours of the chosen composition, one choice apart, each with its loss and the reason.
+"""Neighbours of the chosen composition, one choice apart, each with what it loses and why.
 
 A neighbour has another method in one slot, or none, or a mesh of which one axis has another size; another axis then
 makes up for it, and methods that split over an axis come and go with it. Where a neighbour's micro-batches do not
