@@ -51,7 +51,7 @@ def _outermost(
 
 
 def num_repeats(model: nn.Module) -> int | None:
-    """How many blocks the model repeats, where they are all alike, in one list, and share nothing; else None."""
+    """The number of blocks, where they are all alike, in one list, and share nothing; else None."""
     blocks = repeated_blocks(model)
     parents = {name.rpartition(".")[0] for name in blocks}
     if len(parents) != 1:
@@ -89,7 +89,7 @@ def tell_depth(model: nn.Module, before: int, repeats: int) -> None:
 
 
 def told_of_all(found: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
-    """What was found out, as JSON has it, of a model's first blocks, told of all: lists of their names are longer."""
+    """JSON data about a model's first blocks, extended to all: lists of their names are longer."""
     if isinstance(found, Mapping):
         return {key: told_of_all(value, few, all_of_them) for key, value in found.items()}
     if isinstance(found, (list, tuple)):
@@ -137,7 +137,7 @@ def _called_below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """What a model can be cut between: its repeated blocks, and outside of them the outermost modules with parameters.
+    """Units of a model to cut between: its repeated blocks, and outside of them the outermost modules with parameters.
 
     By name, in the order of definition, which need not be that of execution; a module that has two names once. A
     module with units inside, such as the model itself, is none: parameters of its own belong to no unit.
@@ -227,7 +227,7 @@ def find_modules(model: nn.Module, names: Iterable[str], where: str) -> dict[str
 
 
 def exact_name(path: str) -> str:
-    """What means the module at `path` from the root and no other."""
+    """The name that means the module at `path` from the root and no other."""
     return path if "." in path else f".{path}"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """How much of a device's peaks a training step reaches, by kind of operation: shares in (0, 1]."""
+    """Shares of a device's peaks that a training step reaches, by kind of operation, in (0, 1]."""
 
     matmul: float = 0.75  # of peak FLOP/s, what large matrix products approach
     matmul_half_flops: float = 0.0  # FLOPs of a product that reaches half of that
@@ -42,7 +42,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
-    """What a fused attention kernel reaches by itself: shares of the 16-bit peak in (0, 1], without a mask.
+    """Shares of the 16-bit peak that a fused attention kernel reaches by itself, in (0, 1], without a mask.
 
     Heads have 128 features, and sequences are as long as it takes; `cost.attention` has other heads and masks.
     """
@@ -101,7 +101,7 @@ class HostSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """How many devices there are, of which kind, and how they are joined.
+    """The number of devices, their kind, and how they are joined.
 
     Hashable, and equal where all figures are: results can be kept by it. Where the figures come from plays no part.
     """
@@ -123,7 +123,7 @@ class ClusterSpec:
 
     @property
     def world_size(self) -> int:
-        """All devices."""
+        """The number of devices."""
         return self.num_nodes * self.devices_per_node
 
     @property
@@ -132,7 +132,7 @@ class ClusterSpec:
         return (self.nodes_per_leaf or self.num_nodes) * self.devices_per_node
 
     def source_of(self, place: str) -> str:
-        """Where the figure at a place of a cluster file is from, such as "device.memory_gib"; "" where none is told."""
+        """The source of the figure at a place of a cluster file, such as "device.memory_gib"; "" where none is told."""
         while place and place not in self.sources:
             place = place.rpartition(".")[0]
         return self.sources.get(place, "")
@@ -171,7 +171,7 @@ class ClusterSpec:
         return cluster_file.cluster_of(data, "given as data")
 
     def to_json_data(self) -> dict[str, Any]:
-        """What a cluster file holds, as plain data."""
+        """The contents of a cluster file, as plain data."""
         from atorch import cluster_file
 
         return cluster_file.data_of(self)

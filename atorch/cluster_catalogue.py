@@ -30,7 +30,7 @@ _FORM = re.compile(r"nvidia|amd|tesla|geforce|instinct|gpu|oam|sxm\d?|hbm\d?e?")
 def load(
     source: str | Path, num_nodes: int | None, devices_per_node: int | None, overrides: Mapping[str, Any]
 ) -> ClusterSpec:
-    """What `ClusterSpec.load` returns."""
+    """The cluster that `ClusterSpec.load` returns."""
     nodes, devices, name = _counted(source)
     path = Path(name) if name.endswith(".json") else FILES / f"{_file_of(name)}.json"
     data = _complete(read_json(path, FORMAT), path.name)
@@ -68,7 +68,7 @@ def describing(plain: ClusterSpec) -> ClusterSpec | None:
 
 
 def _is_about(data: Mapping[str, Any], device: DeviceSpec) -> bool:
-    """Whether a file is about this device: its name, and its memory but for what the driver keeps."""
+    """True if a file is about this device: its name, and its memory but for what the driver keeps."""
     named = "matches" in data and re.search(data["matches"], device.name.replace(" ", "-")) is not None
     return named and abs(data["device"]["memory_gib"] * GiB / device.memory_bytes - 1) < 0.15
 

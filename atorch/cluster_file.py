@@ -28,8 +28,6 @@ FORMAT = Format("cluster file", ArgumentError)
 
 @dataclass(frozen=True)
 class _Range:
-    """What a figure may be."""
-
     least: float
     most: float
     unit: str
@@ -71,7 +69,7 @@ _CLUSTER: Set[str] = frozenset(
     | {"tree_efficiency", "host_link", "host_memory_gib", "host", "uncertainty", "sources"}
 )
 SHIPPED: Set[str] = frozenset({"matches", "aliases", "machine"})
-"""How a device is recognised, what else a cluster is called, and which cloud's machine it is: no base passes it on."""
+"""Keys for recognising a device, other names of a cluster, and its cloud's machine: no base passes them on."""
 
 
 class _Part:
@@ -100,7 +98,6 @@ class _Part:
         return _Part(self.data[name], self.where, known, self.at(name))
 
     def figure(self, name: str, range_: _Range, default: Any = MISSING) -> float:
-        """The figure called `name`, or its default where there is one and it is not given."""
         if name not in self.data and default is not MISSING:
             return float(default)
         value = self.data.get(name)
@@ -256,7 +253,7 @@ def _attention_data(device: DeviceSpec) -> dict[str, Any]:
 
 
 def data_of(cluster: ClusterSpec) -> dict[str, Any]:
-    """What a cluster file says of `cluster`."""
+    """The contents of a cluster file for `cluster`."""
     device = cluster.device
     data: dict[str, Any] = {
         "device": {

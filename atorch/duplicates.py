@@ -29,7 +29,7 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 Memo = dict[int, Any]
 
 UNCOPYABLE = (TypeError, RuntimeError, NotImplementedError, copy.Error)
-"""What copying raises on locks, files, generators and their like."""
+"""Errors that copying raises on locks, files, generators and their like."""
 SMALL = 4096  # elements
 _MISSING = object()
 _FUNCTION_FIELDS = ("__module__", "__qualname__", "__doc__", "__annotations__")
@@ -154,7 +154,7 @@ class Copier:
     def _rebuilt(
         self, x: Any, make: Any, args: Any, state: Any = None, items: Any = None, pairs: Any = None, *_: Any
     ) -> Any:
-        """What the pickle protocol makes of copies of the parts."""
+        """The object that the pickle protocol makes of copies of the parts."""
         made = make(*(self.copy(each) for each in args))
         self._remember(x, made)
         if state is not None:
@@ -196,7 +196,7 @@ class Copier:
         return made
 
     def _if_possible(self, x: Any) -> Any:
-        """Of a tuple or dict of defaults: those that can be copied are."""
+        """A tuple or dict of defaults with those copied that can be."""
         if isinstance(x, tuple):
             return tuple(map(self.whole_if_possible, x))
         return None if x is None else {name: self.whole_if_possible(value) for name, value in x.items()}
@@ -270,7 +270,7 @@ class Copier:
 
 
 def _reduced(x: Any) -> Any:
-    """How the pickle protocol makes `x` again."""
+    """The pickle protocol's recipe for `x`."""
     if is_parametrized(x):  # its class refuses to be pickled, as a file would be; it is no file
         return object.__new__, (type(x),), vars(x)
     reduce = copyreg.dispatch_table.get(type(x))

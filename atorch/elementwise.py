@@ -13,5 +13,5 @@ ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, 
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether it is one of torch's own that are known to; none that inherits is."""
+    """True if it is one of torch's own that are known to; none that inherits is."""
     return type(optimizer) in ELEMENTWISE

@@ -30,7 +30,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 @dataclass(frozen=True)
 class FileKind:
-    """What a file is for: how errors call it, of which class they are, and how many bytes one has at most."""
+    """The kind of a file: its name in errors, their class, and the most bytes that it may have."""
 
     name: str
     error: type[AtorchError]
@@ -139,7 +139,7 @@ def check_target(path: AnyPath, kind: FileKind) -> None:
 
 
 def _named(path: AnyPath, kind: FileKind) -> str:
-    """How an error quotes the path; raises where it is none."""
+    """The path as an error quotes it; raises where it is none."""
     try:
         return shown(os.fspath(path))
     except TypeError:
@@ -151,7 +151,7 @@ def _unwritable(path: AnyPath, kind: FileKind, why: str | None) -> AtorchError:
 
 
 def _status(path: AnyPath, kind: FileKind) -> os.stat_result | None:
-    """Of what is to be replaced; None where nothing is."""
+    """The status of what is to be replaced; None where nothing is."""
     _named(path, kind)
     if not os.path.basename(os.fspath(path)):
         raise _unwritable(path, kind, "it names no file; give the path of a file")

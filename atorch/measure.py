@@ -23,7 +23,7 @@ _BUDGET_S = 0.1  # for each dtype; peers measure at the same time, as they will 
 
 
 def seconds(work: Callable[[], object], place: torch.device) -> float:
-    """What `work` takes on `place`, at least a nanosecond."""
+    """Seconds of `work` on `place`, at least a nanosecond."""
     if place.type == "cuda":
         torch.cuda.synchronize(place)
     start = time.perf_counter()
@@ -65,7 +65,7 @@ def copy_bandwidth(place: torch.device, repeats: int = 3) -> float:
 
 
 def launch_seconds(place: torch.device) -> float:
-    """What a call of an operator takes the host in a model: Python's modules and autograd's share included.
+    """Seconds of the host for a call of an operator in a model: Python's modules and autograd's share included.
 
     A layer without bias calls two, one of which only looks at its weight another way, and its activation one. By
     it blocks of well-known models take 0.8 to 1.15 of what they are measured to: `benchmarks/host_time.py`.

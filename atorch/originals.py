@@ -47,7 +47,6 @@ class Originals(TorchDispatchMode):
         self._fault: OriginalReachedError | None = None
 
     def __exit__(self, *error: Any) -> None:
-        """Put gradients back."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             for held, gradient in self._others.values():
@@ -90,7 +89,7 @@ class Originals(TorchDispatchMode):
 
 
 def _frames() -> Iterator[types.FrameType]:
-    """Those of the caller's that are neither torch's nor this package's."""
+    """Frames of the caller that are neither torch's nor this package's."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):

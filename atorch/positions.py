@@ -1,4 +1,4 @@
-"""Whether a module tells tokens apart by where they stand, as its shapes tell: for tensors without values.
+"""Tells from shapes alone whether a module depends on tokens' positions: for tensors without values.
 
 Positions, masks and kinds of tokens that a module adds by itself are as long as what it is given, and computed from
 nothing of it. Of some of the tokens it makes them for the first places: those of a rank are not these.
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def made_alone(run: Callable[[], T], given: Iterable[Tensor]) -> tuple[T, list[torch.Size]]:
-    """What `run` gives, and the shapes of all that it computes from nothing of `given`, in order.
+    """The result of `run`, and the shapes of all that it computes from nothing of `given`, in order.
 
     Of two runs on as many samples that differ in their tokens alone, these are equal where no place tells.
     """

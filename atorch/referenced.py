@@ -1,4 +1,4 @@
-"""What a module reaches, by whatever road, and which of it a copy of the module needs copies of."""
+"""The objects that a module reaches by any reference, and those of them that its copy needs copies of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATOMIC = frozenset(
         *(types.CodeType, types.ModuleType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     }
 )
-"""What is its own copy."""
+"""Types that are their own copy."""
 
 _CONTAINERS = (list, dict, set, frozenset, tuple, bytearray, deque, OrderedDict, defaultdict)
 _MUTABLE = tuple({*_CONTAINERS} - {frozenset, tuple})
@@ -33,17 +33,17 @@ _ATOMS_OF_DEEPCOPY = (torch.Tensor, types.FunctionType, types.BuiltinMethodType,
 
 
 def is_atomic(x: Any) -> bool:
-    """Whether it is its own copy, whatever it refers to."""
+    """True if it is its own copy, whatever it refers to."""
     return type(x) in ATOMIC or issubclass(type(x), (type, types.ModuleType))
 
 
 def has_own_deepcopy(x: Any) -> bool:
-    """Whether its class says how it is copied."""
+    """True if its class says how it is copied."""
     return hasattr(type(x), "__deepcopy__") and not is_parametrized(x)
 
 
 def is_parametrized(x: Any) -> bool:
-    """Whether torch gave it a class of its own, with a `__deepcopy__` that does what copying does without one."""
+    """True if torch gave it a class of its own, with a `__deepcopy__` that does what copying does without one."""
     return getattr(getattr(type(x), "__deepcopy__", None), "__module__", None) == "torch.nn.utils.parametrize"
 
 
@@ -61,15 +61,15 @@ class Referenced:
         self._copied = self._leading()
 
     def is_copied(self, x: Any) -> bool:
-        """Whether it is reached, and needs a copy."""
+        """True if it is reached, and needs a copy."""
         return id(x) in self._copied
 
     def is_shared(self, x: Any) -> bool:
-        """Whether it is reached, and stays what it is."""
+        """True if it is reached, and stays what it is."""
         return id(x) in self._objects and id(x) not in self._copied
 
     def atoms_below(self, x: Any) -> Iterator[Any]:
-        """What `x` reaches and `copy.deepcopy` would not copy, or otherwise; nothing of a class of this package."""
+        """Objects that `x` reaches and `copy.deepcopy` would not copy, or otherwise; none of this package's classes."""
         if type(x).__module__.partition(".")[0] == __name__.partition(".")[0]:
             return
         waiting, seen = [x], set()
@@ -103,7 +103,7 @@ class Referenced:
         return beyond
 
     def _leading(self) -> set[int]:
-        """By id: what is copied, which is what leads to something that is held, a tensor, a module or a container."""
+        """Ids of what is copied: all that leads to something that is held, a tensor, a module or a container."""
         strong = [key for key, x in self._objects.items() if key in self._held or _is_target(x)]
         leading = self._leading_to(strong, lambda x: True)
         plain = self._plain()
@@ -126,12 +126,12 @@ class Referenced:
         return found
 
     def _plain(self) -> set[int]:
-        """By id: ordinary instances, functions and containers that lead to nothing but their like."""
+        """Ids of ordinary instances, functions and containers that lead to nothing but their like."""
         other = [key for key, x in self._objects.items() if type(x) not in _PASSING and not _is_ordinary(x)]
         return set(self._objects) - self._leading_to(other, lambda x: True)
 
     def _rebound_cells(self) -> Iterator[int]:
-        """By id: variables that functions give new values, such as a count of calls."""
+        """Ids of variables that functions give new values, such as a count of calls."""
         for x in self._objects.values():
             if type(x) is types.FunctionType and x.__closure__:
                 cells = dict(zip(x.__code__.co_freevars, x.__closure__, strict=True))
@@ -141,7 +141,7 @@ class Referenced:
 
 
 def referent(weak: Any) -> Any:
-    """What a weak reference or a proxy refers to, of a method the object; None where it is gone."""
+    """The referent of a weak reference or a proxy, of a method the object; None where it is gone."""
     if issubclass(type(weak), weakref.ref):
         return weakref.ref.__call__(weak)
     try:
@@ -151,7 +151,7 @@ def referent(weak: Any) -> Any:
 
 
 def _references(x: Any) -> Iterable[Any]:
-    """What an object refers to itself; of a function not its globals, of a tensor nothing."""
+    """Direct references of an object; of a function not its globals, of a tensor nothing."""
     if issubclass(type(x), torch.Tensor):
         return ()
     if type(x) is types.FunctionType:
@@ -162,7 +162,7 @@ def _references(x: Any) -> Iterable[Any]:
 
 
 def _ends_holding(x: Any) -> bool:
-    """What is reached from here on is not the module's own."""
+    """True if what is reached from here on is not its own."""
     return type(x) is types.FunctionType or (has_own_deepcopy(x) and not _is_target(x))
 
 
@@ -181,5 +181,5 @@ def _is_ordinary(x: Any) -> bool:
 
 
 def _has_attributes(x: Any) -> bool:
-    """Whether it is an instance with a dict of its own, not one of the kinds that are told apart."""
+    """True if it is an instance with a dict of its own, not one of the kinds that are told apart."""
     return type(x).__dictoffset__ != 0 and type(x) not in _PASSING and not has_own_deepcopy(x)

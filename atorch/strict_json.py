@@ -31,7 +31,7 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Format(FileKind):
-    """What a kind of JSON file may hold; a string's limit is in characters."""
+    """Limits of a kind of JSON file; a string's limit is in characters."""
 
     max_depth: int = 32
     max_values: int = 50_000

@@ -1,4 +1,4 @@
-"""What torch.save wrote, read as weights alone: tensors and plain data, and nothing that would run code."""
+"""Reads what torch.save wrote as weights alone: tensors and plain data, and nothing that would run code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNREADABLE = (
 
 
 def read_weights(path: AnyPath, advice: str, map_location: Any = "cpu", mmap: bool | None = None) -> Any:
-    """What the file holds; nothing that it names is run. `advice` ends an error about what else it may hold.
+    """Read a file's weights; nothing that it names is run. `advice` ends an error about what else it may hold.
 
     map_location, mmap: as torch.load takes them.
 
@@ -56,7 +56,7 @@ def read_weights(path: AnyPath, advice: str, map_location: Any = "cpu", mmap: bo
 
 
 def _why(error: Exception) -> str:
-    """What is not plain data, where torch names that; else the first line of what its reader says."""
+    """The part that is not plain data, where torch names it; else the first line of what its reader says."""
     text = str(error)
     named = re.search(r"unsupported (?:global: )?GLOBAL (\S+)", text, re.IGNORECASE)
     if named is not None:
@@ -67,7 +67,7 @@ def _why(error: Exception) -> str:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are one, NaN and NaN too, in containers of any depth.
+    """True if two values are one, NaN and NaN too, in containers of any depth.
 
     Raises:
         RuntimeError: torch cannot say that of such tensors, or a container holds itself.

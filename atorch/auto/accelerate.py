@@ -139,7 +139,7 @@ def plan(
     **kargs: Any,
 ) -> Plan: ...
 def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
-    """What would be chosen for a job, and why: on its own devices, or on a `cluster` that need not be here.
+    """The plan for a job, and the reasons: on its own devices, or on a `cluster` that need not be here.
 
     Without `cluster` it takes the arguments of `auto_accelerate` that describe the job, and does what the fully
     automatic mode does before it applies anything: all processes call it together, and it takes real steps.

@@ -1,4 +1,4 @@
-"""What a front door was given, read and checked on each process, and described so that processes can compare it.
+"""The arguments of a front door: read and checked on each process, and described for comparison across processes.
 
 Equal on all processes must be: the model's class, modes, parameters and buffers; the dataset's class and length; the
 strategy's methods, wherever each process reads them from; and every other argument by kind and value, as
@@ -64,7 +64,7 @@ INSTEAD: Mapping[str, str] = {
     r"dry_?run": "ignore_dryrun_on_load_strategy=False",
     r"search_time|max_time|(time|search)_budget": "time_limit, in seconds",
 }
-"""What to give in place of arguments that there are not, by how these are often called."""
+"""Replacements for arguments that there are not, by how these are often called."""
 
 ELSEWHERE: Mapping[str, str] = {
     r"(eval|test|val(id(ation)?)?)_(data_?)?(set|loader)": "what is not trained on is yours to load",
@@ -74,7 +74,7 @@ ELSEWHERE: Mapping[str, str] = {
         "call atorch.clip_grad_norm(result.model, 1.0) before result.optim.step()"
     ),
 }
-"""Who does what no argument asks for."""
+"""Those that do what no argument asks for."""
 
 OPTIONAL = ("optim_args", "dataloader_args", "lr_scheduler_args", "excluded", "included")
 """Arguments of which None means none."""
@@ -168,7 +168,6 @@ class Call:
 
     @property
     def searches(self) -> bool:
-        """Whether a strategy is searched for, in whole or in part."""
         return self.strategy is None or self.finetune
 
 
@@ -287,7 +286,7 @@ def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _given(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
-    """What must be equal of the arguments before they are read."""
+    """Facts of the unread arguments that must be equal."""
     plain: dict[str, Fact] = {}
     for name, value in arguments.items():
         if name not in OWN:
@@ -300,13 +299,13 @@ def _given(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
 
 
 def _found(call: Call) -> Mapping[str, Facts]:
-    """What must be equal of what was read."""
+    """Facts of what was read that must be equal."""
     strategy = Fact("None" if call.strategy is None else f"[{call.strategy}]")
     return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job["model"])}
 
 
 def _check_target(path: str | os.PathLike[str]) -> None:
-    """That a strategy could be saved there: known now, not after a search."""
+    """Check that a strategy could be saved there: now, not after a search."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"save_strategy_to_file is {path!r}; it is the path of a file")
     try:

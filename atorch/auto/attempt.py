@@ -1,4 +1,4 @@
-"""What a search chose, applied to the user's own model in a way that can be taken back.
+"""A search's choice applied to the user's own model, so that it can be undone.
 
 A choice ran on copies; the model itself may still refuse it: memory is short, or it holds what its copies had not.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def attempt(ctx: Context, work: Callable[[Context], T]) -> tuple[T | None, str | None]:
-    """What `work` makes of the context's model; or why it failed on some process. All of them call this together.
+    """Run `work` on the context's model; returns its result, or why it failed on some process. All call this together.
 
     Where it failed the model, with its values, buffers and gradients, and random states are as before on all
     processes, and the groups that it made are closed.

@@ -17,7 +17,7 @@ SYMMETRIC = (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss)
 """torch's losses that are the same whichever of the two comes first."""
 SYMMETRIC_FUNCTIONS = ("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss")
 SAMPLING: Mapping[str, Any] = dict.fromkeys(("num_replicas", "rank", "shuffle", "seed"))
-"""What a sampler's class is called with beside the dataset."""
+"""Arguments of a sampler's class beside the dataset."""
 
 
 def check_job(
@@ -34,7 +34,7 @@ def check_job(
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
 ) -> None:
-    """That the arguments hold, each for itself and beside the others; see `make_context`.
+    """Check that the arguments hold, each for itself and beside the others; see `make_context`.
 
     Raises:
         ArgumentError: an argument that does not hold.
@@ -80,7 +80,7 @@ def check_job(
 def _check_call(
     name: str, function: Any, by_place: str, keywords: Mapping[str, Any] | None = None, source: str = ""
 ) -> None:
-    """That a function or class takes what it will be called with, as far as its signature tells.
+    """Check that a function or class takes what it will be called with, as far as its signature tells.
 
     source: the argument that `keywords` were given as.
     """
@@ -236,7 +236,7 @@ def _instead_of(dataset: object) -> str:
 
 
 def _are_columns(dataset: Sequence[Any]) -> bool:
-    """Whether tensors are inputs, labels, … rather than samples, which a loader would stack."""
+    """True if tensors are inputs, labels, … rather than samples, which a loader would stack."""
     if not 2 <= len(dataset) <= 8 or not all(isinstance(each, torch.Tensor) and each.dim() for each in dataset):
         return False
     return len({each.shape for each in dataset}) > 1 and len({len(each) for each in dataset}) == 1
@@ -261,7 +261,7 @@ def _check_loss(loss_func: object) -> None:
 
 
 def _check_class(name: str, given: Any, arguments: str | None, home: Any) -> None:
-    """That it can be called, and is not what a class of `home`, a module of torch, has made."""
+    """Check that it can be called, and is not what a class of `home`, a module of torch, has made."""
     if isinstance(given, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
         rest = f", and its arguments as {arguments}" if arguments else ""
         raise ArgumentError(

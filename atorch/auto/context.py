@@ -1,4 +1,4 @@
-"""What a strategy is applied to: the user's model and how to build everything around it.
+"""The context of a strategy: the user's model and how to build everything around it.
 
 A method returns a new Context and never changes the one it was given, except for the modules in `parts`, which the
 Context owns. Nothing is built while methods apply; `build` makes optimizer, loader and scheduler once, at the end.
@@ -49,7 +49,7 @@ def _unscaled() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What the user gets, while the last pieces are put together by the `finish` functions."""
+    """The user's objects, while the last pieces are put together by the `finish` functions."""
 
     model: nn.Module
     parts: tuple[nn.Module, ...]  # of which `model` is the first, until a pipeline makes one model of them
@@ -65,7 +65,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Binding:
-    """What clipping and saving must know about an accelerated model; kept on the model as `_atorch`."""
+    """Facts of an accelerated model that clipping and saving need; kept on the model as `_atorch`."""
 
     mesh: Mesh | None = None
     loss_scale: Callable[[], float] = _unscaled
@@ -135,7 +135,6 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """This process's device."""
         return self.world.device
 
     @property
@@ -214,7 +213,7 @@ class Context:
         give_memory(self.parts, lambda each: make(each, self.device))
 
     def _part_of(self) -> Callable[[tuple[str, ...], torch.Tensor], torch.Tensor]:
-        """What takes this process's rows of a parameter that is split over the axis tensor; of others all."""
+        """A function that takes this process's rows of a parameter split over the axis tensor; of others all."""
         if self.layout is None:
             return lambda names, value: value
         cut, rank = self.layout.rows, self.need_mesh().rank("tensor")  # a long look at all of a model: once
@@ -234,7 +233,7 @@ class Context:
             self.unrounded[target] = value.detach().clone()
 
     def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> RankWeight | None:
-        """What this rank's loss weighs among those of ranks that see other samples, if there are any.
+        """The weight of this rank's loss among those of ranks that see other samples, if there are any.
 
         loader: the job's, of which every rank reads as many rows.
         """
@@ -276,7 +275,7 @@ class Context:
 
 
 def _move(part: nn.Module, device: torch.device) -> None:
-    """To the device, unless it is there: sharding moves what it shards, to the host too, and fills meta parameters."""
+    """Move it unless it is there: sharding moves what it shards, to the host too, and fills meta parameters."""
     tensors = [tensor for tensor in (*part.parameters(), *part.buffers()) if not hasattr(tensor, "placements")]
     if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
         part.to(device)

@@ -118,7 +118,7 @@ def as_strategy_errors(strategy: Strategy) -> Iterator[None]:
 
 
 def cannot_evaluate(applied: Context, result: AccelerateResult, expected: PlainPass) -> str | None:
-    """What of a plain model's evaluation fails under the strategy: the forward pass in evaluation mode, `generate`."""
+    """The part of a plain model's evaluation that fails under the strategy: the forward pass, or `generate`."""
     if _why_not(applied, result, expected) is not None:
         return None
     model = result.model
@@ -185,8 +185,6 @@ def _run_at_scale(
 
 
 class _Pass(NamedTuple):
-    """A pass on one process."""
-
     share: int
     weight: float  # that its gradients have: a sum is that of all samples, and a rank without labels has no say
     part: float  # of the loss, with that weight
@@ -221,7 +219,7 @@ def _pass(
 
 
 def _is_explained(applied: Context) -> bool:
-    """Whether the losses of processes are known to make that of all; a named rule may hold for what the loop gives."""
+    """True if the losses of processes are known to make that of all; a named rule may hold for what the loop gives."""
     is_named = applied.need_mesh().size(*BATCH_AXES) > 1 and applied.loss_weight != "auto"
     return not is_named and all(each.is_explained for each in applied.rank_weights)
 
@@ -275,7 +273,6 @@ def _tell_of_counters(applied: Context, plain: Mapping[str, int], found: Mapping
 
 
 def _values(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Those of some parameters, as they are spread over processes."""
     return {name: each for name, each in own_state(model).items() if name in names} if names else {}
 
 

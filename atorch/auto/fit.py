@@ -1,4 +1,4 @@
-"""How small a cluster, how large a batch, how long a sequence fits: plans are asked for until the border is found.
+"""The smallest cluster, largest batch or longest sequence that fits, found by asking for plans.
 
 Sizes are doubled until one changes the answer, then the step between the last two is halved, as far as an eighth of it:
 what lies between is neither likely to divide well nor worth the search. What fits at one size is taken to fit at every
@@ -42,7 +42,6 @@ class _Questions:
         self._ask, self._tell = ask, tell
 
     def plan(self, size: int) -> ClusterPlan | None:
-        """The plan for a size, or None where nothing fits."""
         found: ClusterPlan | None = None
         try:
             found = self._ask(size)
@@ -98,7 +97,6 @@ def smallest_cluster(ask: Callable[[ClusterSpec], ClusterPlan], kind: ClusterSpe
 
 
 def sized(kind: ClusterSpec, devices: int) -> ClusterSpec:
-    """A cluster of so many devices of the same kind."""
     each = kind.devices_per_node
     if devices <= each:
         return replace(kind, num_nodes=1, devices_per_node=devices)

@@ -78,7 +78,7 @@ def _unpacked(batch: Any, form: str | None) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _takes(model: nn.Module, batch: Any, form: str | None) -> bool:
-    """Whether the model's forward has a place for each part of the batch, as far as its signature tells."""
+    """True if the model's forward has a place for each part of the batch, as far as its signature tells."""
     args, kwargs = _unpacked(batch, form)
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
@@ -90,7 +90,7 @@ def _takes(model: nn.Module, batch: Any, form: str | None) -> bool:
 
 
 def _misfit(model: nn.Module, batch: Any, given: str | None, error: Exception) -> str:
-    """What was given, what the batch is, what to give, and what the call raised."""
+    """The message: what was given, what the batch is, what to give, and what the call raised."""
     kind = type(batch).__name__
     others = ["unpack_dict"] if isinstance(batch, Mapping) else ["unpack_sequence"] * isinstance(batch, (list, tuple))
     if isinstance(batch, Mapping):
@@ -238,7 +238,7 @@ def _scheduler(lr_scheduler_cls: Callable[..., Any], scheduler_args: Mapping[str
 
 
 def _made(make: Callable[..., Any], of: Any, arguments: Mapping[str, Any], source: str) -> Any:
-    """What a class or function makes; what a class says against its arguments is told under their name."""
+    """Make an object; an error of a class about its arguments is raised under their name."""
     try:
         return make(of, **arguments)
     except AtorchError:

@@ -55,7 +55,7 @@ ROOM = 0.25  # of the memory that is free, what a model that must be made for re
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for: a model in numbers, and the job that it was traced in where it can be simulated."""
+    """The subject of a plan: a model in numbers, and the job that it was traced in where it can be simulated."""
 
     profile: ModelProfile
     ctx: Context | None = None
@@ -63,7 +63,7 @@ class Subject:
 
 
 def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
-    """What `plan` does with a cluster.
+    """The plan of `plan` for a cluster.
 
     Raises:
         ArgumentError: an argument that there is not, or that does not hold.

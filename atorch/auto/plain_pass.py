@@ -53,17 +53,18 @@ BANDS: Mapping[str, tuple[float, float, float]] = {
     "bf16": (3e-2, 0.25, 0.4),
     "fp8": (0.1, 0.4, 0.7),
 }
-"""How far rounding may bring the loss, the norm of all gradients, and the large elements of the gradient of any one
-parameter, from plain training's, as fractions of them."""
+"""The largest deviations by rounding of the loss, the norm of all gradients, and the large elements of the gradient of
+any one parameter, from plain training's, as fractions of them."""
 
 NOISE: Mapping[str, float] = {"fp16": 4.0, "bf16": 4.0, "fp8": 4.0}
-"""How many times less of these elements counts what is across plain training's, where it is not the same: in 16 bits
-many layers of rounding turn a gradient by nearly as much as it is long (measured: ResNets of 110 layers, by 0.65)."""
+"""The factor by which what is across plain training's counts less, of these elements, where it is not the same: in 16
+bits many layers of rounding turn a gradient by nearly as much as it is long (measured: ResNets of 110 layers, by 0.65).
+"""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a pass comes to over all samples."""
+    """Figures of a pass over all samples."""
 
     loss: float
     grad_norm: float | None  # None where it cannot be taken: sparse gradients, fp16 ones that overflowed
@@ -76,12 +77,12 @@ class Figures:
         return f"loss {self.loss:.6g}" + ("" if self.grad_norm is None else f", gradient norm {self.grad_norm:.6g}")
 
     def __mul__(self, factor: float) -> Figures:
-        """Those of a plain pass whose loss is `factor` times as large."""
+        """Figures of a plain pass whose loss is `factor` times as large."""
         norm = None if self.grad_norm is None else self.grad_norm * factor
         return Figures(self.loss * factor, norm, {name: each * factor for name, each in self.gradients.items()})
 
     def __add__(self, other: Figures) -> Figures:
-        """Those of both passes' losses together, of which no norm is known."""
+        """Figures of both passes' losses together, of which no norm is known."""
         sums = {
             name: replace(each, values=each.values + other.gradients[name].values)
             for name, each in self.gradients.items()
@@ -179,7 +180,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
 
 
 class _Lone:
-    """What plain training runs inside of: no collective waits, and those who ask are told of one process alone.
+    """A context for plain training: no collective waits, and those who ask are told of one process alone.
 
     They are told so once a first pass has called collectives. Else it was what it is on one process.
     """
@@ -195,7 +196,7 @@ class _Lone:
             yield
 
     def first(self, work: Callable[[], T]) -> T:
-        """What `work` returns, done again where it communicates."""
+        """The result of `work`, done again where it communicates."""
         value, failed = tried(work)
         if getattr(self._calls, "num_seen", 0):
             self.communicates, self._calls.num_seen = True, 0  # type: ignore[attr-defined]
@@ -213,7 +214,7 @@ class _Lone:
 
 
 def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[Any, bool]:
-    """What plain training runs first, and whether every process will run it whole."""
+    """The first batch of plain training, and whether every process will run it whole."""
 
     def first() -> tuple[Any, int]:
         if ctx.world.rank != 0:
@@ -246,7 +247,7 @@ def _need_room(ctx: Context) -> None:
 
 
 def _on_every_process(work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0; every process does it, since models may communicate.
+    """The result of `work` on rank 0; every process does it, since models may communicate.
 
     Raises:
         _Incomparable: it failed on some process.
@@ -260,7 +261,7 @@ def _on_every_process(work: Callable[[], T]) -> T:
 
 
 def tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What `work` returns, or how it failed."""
+    """The result of `work`, or how it failed."""
     try:
         return work(), None
     except _Incomparable as reason:
@@ -310,7 +311,7 @@ def _run_plainly(
 
 
 def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
-    """Whether the loss of a batch that is there twice is twice its loss, and not the same."""
+    """True if the loss of a batch that is there twice is twice its loss, and not the same."""
     once = _run_plainly(ctx, batch, within, in_evaluation_mode=True).figures.loss
     twice = _run_plainly(ctx, repeated(batch, 2), within, in_evaluation_mode=True).figures.loss
     for factor in (1, 2):
@@ -333,13 +334,12 @@ def coarser(one: str, other: str) -> str:
 
 
 def _norm(model: nn.Module) -> float | None:
-    """The norm of all gradients of a plain model."""
     is_sparse = any(each.grad is not None and each.grad.layout != torch.strided for each in model.parameters())
     return None if is_sparse else float(norm_of_grads(model.parameters()))
 
 
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:
-    """Whether the plain model runs in evaluation mode, and a prompt from which it generates, where it does."""
+    """True if the plain model runs in evaluation mode; and a prompt from which it generates, where it does."""
     model = ctx.root
     with put_back(model, ctx.device) as writes, writes, preserved_rng(), evaluation_mode(model), torch.no_grad():
         inputs = ctx.prepare_input(batch, ctx.device)

@@ -1,4 +1,4 @@
-"""Where a strategy comes from: what is written beside it in its file, and what two models have in common."""
+"""The origin of a strategy: metadata written beside it in its file, and fingerprints that compare models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What computes, by name."""
     import atorch
 
     return {"atorch": atorch.__version__, "torch": torch.__version__, "python": platform.python_version()}

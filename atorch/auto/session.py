@@ -40,7 +40,7 @@ MAX_KEPT = 50  # rejected compositions in a strategy's report
 
 
 def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
-    """What `auto_accelerate` does with its arguments."""
+    """Do the work of `auto_accelerate` with its arguments."""
     began, options, target = time.monotonic(), call.options, call.target
     with speaking(options.verbose and worlds.init().rank == 0):
         ctx = _context(call)
@@ -72,7 +72,6 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
 
 
 def searched(call: Call) -> Plan:
-    """What `plan` does."""
     began = time.monotonic()
     return _searched(_context(call), None, call, began)
 
@@ -144,7 +143,7 @@ def _adopted(ctx: Context, strategy: Strategy, found: Plan, verify: bool) -> tup
 
 
 def _kept(report: dict[str, Any]) -> dict[str, Any]:
-    """What a strategy's file keeps of a plan: what was learnt; what was only estimated can be estimated again."""
+    """The part of a plan that a strategy's file keeps: what was learnt; estimates can be made again."""
     learnt = [each for each in report["rejected"] if each["why"] != "not run"][:MAX_KEPT]
     return {**report, "rejected": learnt}
 
@@ -163,7 +162,7 @@ def _expected(ctx: Context, shares: int, verify: bool) -> PlainPass:
 
 
 def _has_all(ctx: Context) -> bool:
-    """Whether the user gave all that a step takes; who did not knows it."""
+    """True if the user gave all that a step takes; who did not knows it."""
     return None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
 
 
@@ -231,7 +230,7 @@ def _calibration(options: Options, ctx: Context) -> Calibration | None:
 
 
 def _initial(model: nn.Module, given: Strategy | None, call: Call) -> InitialValues | None:
-    """What fills the parameters that the model has on the meta device; None where it has none there, or shall not.
+    """Initial values of the model's parameters on the meta device; None where it has none there, or shall not.
 
     Raises:
         ArgumentError: nothing fills one of them, or the strategy asks for their values before they are there.

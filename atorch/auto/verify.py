@@ -29,13 +29,12 @@ COPIES = 3  # parameters, their gradients, and what they are tried against
 
 @dataclass(frozen=True)
 class Allowance:
-    """What simulations may take of this machine."""
+    """Limits of simulations on this machine."""
 
     until: float = math.inf  # of `time.monotonic`
     real_bytes: float = math.inf  # of the copy with values that methods watch at work
 
     def why_not(self, profile: ModelProfile, strategy: Strategy) -> str | None:
-        """Why a strategy of a model is not simulated, or None."""
         if time.monotonic() > self.until:
             return self.out_of_time
         watching = [each.name for each in strategy if each.needs_sample]
@@ -49,7 +48,7 @@ class Allowance:
 
     @property
     def out_of_time(self) -> str:
-        """Why what takes too long is not."""
+        """The reason against what takes too long."""
         return "there was no time left for it; give verify (--verify N) to take as long as it needs"
 
 
@@ -61,7 +60,7 @@ def simulated(
     allowance: Allowance | None = None,
     doing: Doing = nullcontext,
 ) -> tuple[dict[str, Any], ...]:
-    """What simulating each `(strategy, estimated bytes)` found, or why it was not, as plain JSON data."""
+    """Results of simulating each `(strategy, estimated bytes)`, or why it was not, as plain JSON data."""
     allowance, outcomes = allowance or Allowance(), list[dict[str, Any]]()
     for strategy, estimated in candidates:
         why_not = _why_not(subject, strategy, allowance)
@@ -114,7 +113,7 @@ def _outcome(
 
 
 def _watched_bytes(profile: ModelProfile) -> float:
-    """What methods that watch the model at work take: a copy with a few of its blocks, in its own dtype."""
+    """Bytes of methods that watch the model at work: a copy with a few of its blocks, in its own dtype."""
     from atorch.auto.planner.depth import LONG
 
     few = sum(min(each.count, LONG if each.is_block else each.count) * each.num_params for each in profile.segments)

@@ -1,4 +1,4 @@
-"""What becomes of answers: shown on the terminal, written where a command line asks for it, and what was written."""
+"""Output of answers: on the terminal, in the files that a command line asks for, and a note of what was written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class Found:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Both as plain JSON data."""
         return self.plan.to_json_data() | ({"fit": self.fit} if self.fit else {})
 
 

@@ -90,7 +90,6 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 
 
 def _beside(run: Run, factors: Mapping[str, float]) -> str:
-    """An estimate, and by how much it is off."""
     from atorch.units import format_seconds
 
     estimate = run.estimate(factors)

@@ -43,12 +43,11 @@ def load(named: str) -> Any:
 
 
 def takes_seq(job: Any) -> bool:
-    """Whether the job is a function of the length of a sample."""
     return callable(job) and "seq" in inspect.signature(job).parameters
 
 
 def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
-    """What the job gives `atorch.plan`.
+    """The arguments of the job for `atorch.plan`.
 
     Raises:
         ArgumentError: it is no job, or takes no `seq` and one is given.

@@ -122,7 +122,7 @@ def plan(
 def _asked(
     clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], Found]
 ) -> list[tuple[str, Found | AtorchError]]:
-    """What was found for each cluster, or of several why nothing fits there.
+    """The results for each cluster, or of several why nothing fits there.
 
     Raises:
         NoFeasiblePlanError, StrategyError: nothing fits on the one that there is.

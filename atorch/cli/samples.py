@@ -20,7 +20,6 @@ NEEDS = ("labels", "start_positions", "end_positions", "input_ids", "pixel_value
 
 
 def has_loss(kind: Any) -> bool:
-    """Whether models of a class return a loss."""
     return any(name in _parameters(kind) for name in LOSSES) or kind.__name__.endswith("PreTraining")
 
 

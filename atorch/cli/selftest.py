@@ -33,7 +33,7 @@ def selftest() -> None:
 
 
 def _device_choice() -> list[str]:
-    """What to put before the command so that each process has a device: one GPU cannot be shared, so it is hidden."""
+    """The prefix of the command that gives each process a device: one GPU cannot be shared, so it is hidden."""
     import torch
 
     return ["env", "CUDA_VISIBLE_DEVICES="] if 0 < torch.cuda.device_count() < NUM_PROCESSES else []

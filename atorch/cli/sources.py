@@ -1,4 +1,4 @@
-"""What a command line plans for: a Hugging Face config, a job in a file, or the shape of a transformer."""
+"""Sources of a plan on the command line: a Hugging Face config, a job in a file, or a transformer's shape."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ class _ProfileUnlessNamed(TyperGroup):
     """Lets `atorch visualize FILE` be `atorch visualize profile FILE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the command in, where none is given."""
         if args and args[0] not in (*self.commands, *self.get_help_option_names(ctx)):
             args = ["profile", *args]
         return super().parse_args(ctx, args)

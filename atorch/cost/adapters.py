@@ -201,7 +201,7 @@ def _thin_products(site: _Site, rank: int, widths: list[int]) -> Iterator[Matmul
 
 
 def _frozen(segment: Segment, itemsize: float, spare_bytes: float) -> Segment:
-    """With nothing to train, parameters in so many bytes an element, and without what was kept to train."""
+    """A segment with nothing to train, parameters in so many bytes an element, and without what was kept to train."""
     return replace(
         segment,
         num_trainable=0.0,

@@ -69,7 +69,7 @@ def _taken(kernel: str, products: ProductTimes) -> str:
 
 
 def _shares(kernel: str, products: ProductTimes) -> tuple[float, float]:
-    """What the kernel reaches of the peak forward and backward."""
+    """The shares of the peak that the kernel reaches forward and backward."""
     reached, spec = products.device.efficiency.attention, products.device.attention.get(kernel)
     return (reached, reached) if spec is None else (reached * spec.forward, reached * spec.backward)
 
@@ -87,7 +87,7 @@ def _slower(segment: Segment, kernel: str) -> float:
 
 
 def _least_flops(segment: Segment, products: ProductTimes) -> float:
-    """What every multiprocessor computes of one tile of queries, forward, where there are no more tiles than those."""
+    """FLOPs of one tile of queries on every multiprocessor, forward, where there are no more tiles than those."""
     if not (segment.head_dim and segment.sequence_length):
         return 0.0
     keys = segment.sequence_length / 2.0 if segment.is_causal else float(segment.sequence_length)

@@ -1,4 +1,4 @@
-"""How many calls it takes to exchange parameters that lie in buckets, from the shapes that a profile has.
+"""The number of calls that exchange parameters in buckets, from the shapes that a profile has.
 
 A bucket is closed by the parameter that fills it (Li et al. 2020, arXiv 2006.15704, section 3.2.3), and a parameter is
 in one of them, so that the number of calls is not bytes over the size of a bucket where weights are as large as one.
@@ -52,7 +52,7 @@ def num_sliced_buckets(cost: Cost) -> int:
 
 @lru_cache(maxsize=256)
 def _in_order(sizes: tuple[float, ...], most: float) -> int:
-    """From the first parameter to the last: a bucket is closed by the first that does not fit."""
+    """The number of buckets, first to last: a bucket is closed by the first parameter that does not fit."""
     num, held = 0, 0.0
     for size in reversed(sizes):
         if size >= most:

@@ -28,7 +28,7 @@ from make it 4.5 MB."""
 
 
 class Link(NamedTuple):
-    """What a rank has to reach some of the others."""
+    """A rank's link to some of the others."""
 
     ranks: int
     bandwidth: float  # bytes/s
@@ -87,7 +87,7 @@ class Group:
         return 2.0 * (count * latency + (filling + num_bytes) / min(self.bandwidth, inside))
 
     def carrying_s(self, kind: Collective, num_bytes: float) -> float:
-        """Of these seconds, those in which the slowest link carries bytes."""
+        """The part of these seconds in which the slowest link carries bytes."""
         if kind == "send":
             return num_bytes / min((link.bandwidth for link in self.links), default=self.bandwidth)
         if kind == "all_to_all" and self.links:
@@ -96,7 +96,7 @@ class Group:
 
 
 def rounds_of(kind: Collective) -> float:
-    """How often a ring of ranks is gone round."""
+    """The number of rounds of a ring."""
     return 2.0 if kind == "all_reduce" else 1.0
 
 

@@ -1,4 +1,4 @@
-"""What splits of a model send in every micro-batch, derived from the cost's fields and a segment's products.
+"""Communication of model splits in every micro-batch, derived from the cost's fields and a segment's products.
 
 Tensor parallelism sums what a product split by rows gives, and in backward the gradient of what a product split by
 columns was given (Shoeybi et al. 2019, arXiv 1909.08053, section 3); with norms split along the sequence, the sums are
@@ -24,14 +24,14 @@ BESIDE_OTHERS = 0.75
 """Of a collective, what a product hides that has nothing to do with it: 64 MiB gathered from each of 8 H100s and 8192³
 take 2.02 ms beside each other, 2.96 after each other, of which 1.27 are the gathering's (pytorch/pytorch #172714)."""
 IN_CHUNKS = 0.5
-"""What a product hides of a collective that it waits for, chunk by chunk: 4096 × 6656 × 16384 on 8 H100s with its
+"""The hidden share of a collective that a product waits for, chunk by chunk: 4096 × 6656 × 16384 on 8 H100s with its
 operand gathered takes 1.63 ms for 1.81, × 8192 0.84 for 0.91, of which a ring takes 0.32 and 0.16 (meta-pytorch/kraken
 #2)."""
 EXPERT_AXIS = "expert"  # no axis of the mesh: neighbours among the ranks that see different samples
 
 
 def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
-    """What one copy sends for a micro-batch: forward, backward, and forward again where it is recomputed."""
+    """Messages of one copy for a micro-batch: forward, backward, and forward again where it is recomputed."""
     again = cost.recompute if segment.is_block else 0.0
     sent: list[Comm] = []
     if cost.tensor > 1:
@@ -61,12 +61,12 @@ def boundary_bytes(cost: Cost) -> float:
 
 
 def is_whole(cost: Cost, segment: Segment) -> bool:
-    """Whether every rank of tensor splits has all of a segment's tokens and results."""
+    """True if every rank of tensor splits has all of a segment's tokens and results."""
     return cost.whole_outside and not segment.is_block
 
 
 def tokens_share(cost: Cost, segment: Segment) -> float:
-    """Of the traced tokens, those that a device has of a segment in a micro-batch."""
+    """The share of the traced tokens that a device has of a segment in a micro-batch."""
     share = micro_batch_share(cost)
     return share if has_all_tokens(cost, segment) else share / (cost.sequence * cost.context)
 
@@ -105,7 +105,7 @@ def _of_losses(cost: Cost, segment: Segment, axes: tuple[str, ...]) -> list[Comm
 
 
 def _of_all_tokens(cost: Cost, segment: Segment, axes: tuple[str, ...]) -> list[Comm]:
-    """What is not token by token is given the stream whole, and the gradient of what it gives on."""
+    """Messages of what is not token by token: it gets the stream whole, and the gradient of what it gives on."""
     if segment.is_block or not segment.needs_all_tokens:
         return []
     given = segment.input_bytes
@@ -156,7 +156,7 @@ def _both(kind: Collective, wide: float, *passes: tuple[float, float, float]) ->
 
 
 def beside_share(cost: Cost, segment: Segment, overlap: float) -> float:
-    """Of what a copy multiplies, what runs beside a send of which so much can hide.
+    """The share of a copy's FLOPs that runs beside a send of which so much can hide.
 
     Chunks run beside all that waits for them. Of products split by columns, inputs are gathered again beside those that
     make the inputs' gradients, and these are summed beside those that make the weights' (NVIDIA/Megatron-LM,
@@ -171,7 +171,7 @@ def beside_share(cost: Cost, segment: Segment, overlap: float) -> float:
 
 
 def _of_logits(cost: Cost, segment: Segment) -> list[Comm]:
-    """What a head split by columns gives is gathered, or for each loss two numbers a row, from every rank."""
+    """Messages of a head split by columns: its logits gathered, or for each loss two numbers a row, from every rank."""
     axis, share = ("tensor",), tokens_share(cost, segment)
     heads = [each for each in segment.matmuls if each.split == "columns"]
     if is_gathered(cost, segment):

@@ -35,7 +35,7 @@ def busiest_load(segment: Segment, share: float, *, ranks: int, capacity: float,
 
 
 def saved_bytes(segment: Segment) -> float:
-    """Of a segment, what its experts keep: what their products take, and what these give."""
+    """Bytes that a segment's experts keep: what their products take, and what these give."""
     first = _first(segment)
     if first is None:
         return 0.0

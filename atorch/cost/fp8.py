@@ -1,4 +1,4 @@
-"""What 8-bit products cost beside multiplying: which products they replace, and the casts of what these multiply.
+"""The cost of 8-bit products: which products they replace, and the casts of their operands.
 
 Operands are cast where they are used, forward and backward, from 16 bits; attention, routers and the embedding stay.
 The bytes of a cast are those of torchao's roofline (pytorch/ao, torchao/testing/training/roofline_utils.py): read once
@@ -43,7 +43,7 @@ with one scale, pytorch/FBGEMM #2764."""
 
 
 def takes_fp8(cost: Cost, segment: Segment, product: Matmul) -> bool:
-    """Whether some products of a segment are multiplied in 8 bits."""
+    """True if some products of a segment are multiplied in 8 bits."""
     if cost.fp8 is None or not (segment.is_block or cost.fp8_outside):
         return False
     is_whole = not product.stored_itemsize  # a quantized weight has its own numbers
@@ -51,12 +51,11 @@ def takes_fp8(cost: Cost, segment: Segment, product: Matmul) -> bool:
 
 
 def gradient_dtype(cost: Cost) -> str:
-    """The dtype of the products that make weights' gradients."""
     return cost.dtype if cost.fp8 == "rowwise_gw_hp" else "float8"
 
 
 def cast_bytes(cost: Cost, shape: tuple[float, float, float, float], again: float) -> float:
-    """What casts move for every pass over products of a shape, rows, inner, columns and count."""
+    """Bytes that casts move for every pass over products of a shape: rows, inner, columns and count."""
     assert cost.fp8 is not None
     rows, inner, columns, count = shape
     cast = _CASTS[cost.fp8]

@@ -34,7 +34,7 @@ ROUNDING = 1e-9  # of the bytes of moments that fill a budget alike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one device holds at the peak of a step, in bytes."""
+    """Bytes held by one device at the peak of a step."""
 
     stage: int = 0
     parameters: float
@@ -50,18 +50,18 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """What tensors hold on the device, all categories but slack: CUDA's `max_memory_allocated`."""
+        """Bytes of tensors on the device, all categories but slack: CUDA's `max_memory_allocated`."""
         kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
         return kept + self.activations + self.transient + self.working
 
     @property
     def reserved(self) -> float:
-        """What the allocator holds where there is room: CUDA's `max_memory_reserved`."""
+        """Bytes that the allocator holds where there is room: CUDA's `max_memory_reserved`."""
         return self.total + self.slack
 
     @property
     def needed(self) -> float:
-        """What the allocator must have: what tensors hold, and of slack what it cannot give back."""
+        """Bytes that the allocator must have: those of tensors, and of slack what it cannot give back."""
         return self.total + STUCK * self.slack
 
     def by_category(self) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Memory:
 
 
 class Held(NamedTuple):
-    """What lives at one moment, by category, and what waits on the host: a `Memory` that is quick to make."""
+    """Live bytes of one moment, by category, and those on the host: a `Memory` that is quick to make."""
 
     parameters: float
     gradients: float
@@ -87,13 +87,12 @@ class Held(NamedTuple):
 
     @property
     def total(self) -> float:
-        """What tensors hold on the device."""
         kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
         return kept + self.activations + self.transient + self.working
 
 
 class _Waiting(NamedTuple):
-    """Of a cost, what decides what waits on the host."""
+    """Fields of a cost that decide what waits on the host."""
 
     param_offload: float
     optim_offload: float
@@ -126,19 +125,18 @@ def peak_bytes(cost: Cost) -> float:
 
 
 def stage_memory(cost: Cost, stage: Stage) -> Memory:
-    """The bytes at the peak of one stage."""
     ((_, held),) = _peaks(cost, (stage,))
     return _memory(stage, held, on_host=held.on_host)
 
 
 def beside_host(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Course, Held]]:
-    """What would live on each of some stages were nothing to wait on the host, and what does at the peak."""
+    """Live bytes on each of some stages were nothing to wait on the host, and those held at the peak."""
     courses = courses_of(cost, stages)
     return [(course, held) for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)]
 
 
 def host_bytes(cost: Cost) -> float:
-    """What waits in host memory for one device, on the stage that has the most there."""
+    """Bytes in host memory for one device, on the stage that has the most there."""
     return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
 
 
@@ -154,7 +152,7 @@ def saved_in_blocks(cost: Cost) -> float:
 
 
 def least_on_host(cost: Cost) -> float:
-    """Of parameters, masters and optimizer states, what is on the host at any moment, on a stage that has the most."""
+    """Bytes of parameters, masters and optimizer states on the host at any moment, on a stage that has the most."""
     waiting = _Waiting._make(_waiting(cost))
 
     def of_stage(course: Course) -> float:
@@ -166,7 +164,6 @@ def least_on_host(cost: Cost) -> float:
 
 
 def uses_host(cost: Cost) -> bool:
-    """Whether anything may wait in host memory."""
     return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
 
 
@@ -200,7 +197,7 @@ def _peaks_of(cost: Cost, courses: Sequence[Course]) -> list[tuple[Moment, Held]
 
 @lru_cache(maxsize=REMEMBERED)
 def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) -> tuple[Moment, Held]:
-    """Of moments that fill a budget the one counts that most makes way for."""
+    """The fullest moment, of equals the one that most makes way for."""
     *passes, step = course.moments
     if waiting.activation_offload:
         passes += course.in_backward  # when blocks' activations are back that were away before
@@ -228,7 +225,7 @@ def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
 
 
 def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting) -> Held:
-    """What is left when shares made way to the host, or what is beyond a budget."""
+    """Bytes left when shares, or what is beyond a budget, made way to the host."""
     saved = _saved_away(course, moment, shares)
     if shares.budget_bytes < math.inf:
         return _under_budget(course, moment, buffer_bytes, shares, saved)
@@ -254,7 +251,7 @@ def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Wai
 
 
 def _saved_away(course: Course, moment: Moment, shares: _Waiting) -> float:
-    """Of what blocks saved, what the host has: its share of every micro-batch, and less what is back afterwards.
+    """The part of what blocks saved that the host has: its share of every micro-batch, less what is back afterwards.
 
     Of the micro-batch that goes backward the blocks that stay are the first to go. At the end of a run of blocks more
     is back than the last one has, which stands for those just before it.

@@ -1,4 +1,4 @@
-"""How far off the estimate of a device's memory may be, by the kinds of bytes that it is made of.
+"""Uncertainty of the estimate of a device's memory, by kind of bytes.
 
 An error is the logarithm of measured over estimated bytes. Of a peak of which kind k is the share w_k its variance is
 
@@ -29,7 +29,7 @@ _KIND_OF: Mapping[str, str] = {
 
 
 def memory_shares(memory: Mapping[str, float]) -> tuple[float, ...]:
-    """What each kind of `SIGMA` is of bytes by category."""
+    """The share of each kind of `SIGMA` in bytes by category."""
     held = dict.fromkeys(SIGMA, 0.0)
     for category, size in memory.items():
         held[_KIND_OF[category]] += size
@@ -38,7 +38,7 @@ def memory_shares(memory: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def memory_band(memory: Mapping[str, float]) -> tuple[float, float]:
-    """Between how many bytes four of five peaks are whose bytes by category are estimated so."""
+    """The interval of bytes that holds four of five peaks with this estimate by category."""
     shares = zip(memory_shares(memory), SIGMA.values(), strict=True)
     spread = math.sqrt(OWN**2 + sum((share * sigma) ** 2 for share, sigma in shares))
     whole = sum(memory.values())

@@ -1,4 +1,4 @@
-"""What lives on a pipeline stage from moment to moment of a step, were nothing to wait on the host.
+"""Live bytes on a pipeline stage over the moments of a step, were nothing to wait on the host.
 
 What lives differs from moment to moment, and so does the peak's: at the loss all activations and the logits do, but no
 gradients yet; when the last block goes backward few activations and nearly all gradients; when the optimizer steps no
@@ -27,7 +27,7 @@ REMEMBERED = 2**14  # stages, in some tens of MB: a search comes back to many, a
 
 
 class Moment(NamedTuple):
-    """What lives at one moment and not all the time, in bytes."""
+    """Bytes that live at one moment and not all the time."""
 
     gradients: float
     activations: float
@@ -37,13 +37,12 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
         return self.gradients + self.activations + self.transient + self.working
 
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """What lives all the time, and then from moment to moment."""
+    """Bytes that live all the time, and then from moment to moment."""
 
     parameters: float
     optimizer: float
@@ -59,7 +58,7 @@ class Course:
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """Of forward and backward those that can be the peak, whatever waits on the host, then the optimizer's step."""
+        """Moments of forward and backward that can be the peak, whatever waits on the host, then the optimizer step."""
         return (*_uncovered(self.passes), self.step)
 
     @cached_property
@@ -70,7 +69,6 @@ class Course:
 
     @property
     def gradients(self) -> float:
-        """All of them, as they are when the optimizer steps."""
         return self.step.gradients
 
     @property
@@ -80,7 +78,7 @@ class Course:
 
 
 class Terms(NamedTuple):
-    """Of a cost, what bytes on a device follow from before anything makes way to the host."""
+    """Fields of a cost that decide bytes on a device before anything makes way to the host."""
 
     param_itemsize: float
     grad_itemsize: float
@@ -135,12 +133,12 @@ class _Copy(NamedTuple):
 
 
 def micro_batch_share(cost: Cost) -> float:
-    """What a micro-batch of one device is of the traced batch."""
+    """The share of a micro-batch of one device in the traced batch."""
     return cost.batch_size / cost.num_micro_batches / cost.traced_batch
 
 
 def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
-    """What lives on each of some stages during a step."""
+    """Live bytes on each of some stages during a step."""
     whole = micro_batch_share(cost) * cost.activation_scale
     scale = whole / (cost.sequence * cost.context)
     terms = Terms._make((*_terms(cost), scale, whole))
@@ -176,7 +174,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
 
 
 def _uncovered(moments: Sequence[Moment]) -> Iterator[Moment]:
-    """Those without another at which as much of everything lives: whatever makes way, the others are no peaks."""
+    """Moments without another at which as much of everything lives: whatever makes way, the others are no peaks."""
     for index, each in enumerate(moments):
         covering = (
             other.gradients >= each.gradients
@@ -269,19 +267,19 @@ def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[flo
 
 
 def has_all_tokens(cost: Cost | Terms, segment: Segment) -> bool:
-    """Whether every rank along sequence and context has all tokens of a segment, as it may outside of blocks."""
+    """True if every rank along sequence and context has all tokens of a segment, as it may outside of blocks."""
     is_whole = not cost.own_tokens or segment.needs_all_tokens
     return cost.whole_outside and not segment.is_block and is_whole
 
 
 def is_gathered(cost: Cost | Terms, segment: Segment) -> bool:
-    """Whether a head's results are brought together from the tensor ranks, as for a loss that is no cross entropy."""
+    """True if a head's results are brought together from the tensor ranks, as for a loss that is no cross entropy."""
     return cost.whole_outside and not segment.is_block and (cost.gathers_logits or not segment.num_losses)
 
 
 @lru_cache(maxsize=REMEMBERED)
 def _copy(terms: Terms, segment: Segment) -> _Copy:
-    """What a device has of one copy.
+    """The part of one copy on a device.
 
     Experts are spread over ranks that see different samples, so that fewer of those are left to shard them further. A
     head that is the embedding is held once more where the embedding is on another stage.

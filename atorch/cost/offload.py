@@ -26,7 +26,7 @@ from atorch.cost.state import Cost
 
 
 class HostTime(NamedTuple):
-    """What offloading adds to a step."""
+    """Seconds that offloading adds to a step."""
 
     total_s: float
     backward_s: float  # of it, while backward waits
@@ -45,7 +45,7 @@ class Rates(NamedTuple):
 
 
 def rates_of(cluster: ClusterSpec) -> Rates:
-    """What a device has of its node. Of a host that is not described, as much as of its link."""
+    """A device's rates of its node. Of a host that is not described, as much as of its link."""
     link, host = cluster.host_link.bandwidth * cluster.host_link.efficiency, cluster.host
     if host is None:
         return Rates(link, 2.0 * link, link)
@@ -60,7 +60,7 @@ def rates_of(cluster: ClusterSpec) -> Rates:
 
 
 def host_time(cost: Cost, passes_s: float, cluster: ClusterSpec, between_s: float = 0.0) -> HostTime:
-    """What offloading adds to a step on the slowest stage, where a step's passes take so many seconds.
+    """Time that offloading adds to a step on the slowest stage, where a step's passes take so many seconds.
 
     That is the pace of a pipeline's slowest stage, which the others wait for. In `between_s` of them devices send to
     other nodes, which takes the link to the host: a NIC on the same switch is about as fast. Parameters that wait are
@@ -100,6 +100,6 @@ def _seconds(cost: Cost, stage: Stage, free_s: float, course: Course, held: Held
 
 
 def _shown(up: float, down: float, beside_s: float, rates: Rates) -> float:
-    """Of the seconds in which so many bytes cross the link, those that a pass of `beside_s` seconds does not hide."""
+    """Seconds in which so many bytes cross the link that a pass of `beside_s` seconds does not hide."""
     crossing = max(max(up, down) / rates.one_way, (up + down) / rates.both_ways)
     return max(0.0, crossing - beside_s) + UNHIDDEN * min(crossing, beside_s)

@@ -102,7 +102,7 @@ def _product_seconds(
 
 
 def added_elements(cost: Cost, segment: Segment) -> float:
-    """Of one copy, elements whose gradients are added to those of earlier micro-batches by operations of their own."""
+    """Elements of one copy whose gradients are added to earlier micro-batches' by operations of their own."""
     trained = cost.local_trainable(segment)
     if not cost.adds_in_products:
         return trained
@@ -131,7 +131,7 @@ def _dequantized_bytes(cost: Cost, product: Matmul, shape: _Local, again: float)
 
 
 def _pitch(inner: float, columns: float) -> float:
-    """By which rows of memory start apart: inputs and weights have `inner` elements in a row, results `columns`."""
+    """The pitch of rows in memory: inputs and weights have `inner` elements in a row, results `columns`."""
     if inner != int(inner) or columns != int(columns):
         return 0.0
     return float(math.gcd(int(inner), int(columns)))

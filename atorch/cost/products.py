@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class ProductTimes:
-    """What products take on one device; a shape that came before is not worked out again."""
+    """Seconds of products on one device; a shape that came before is not worked out again."""
 
     def __init__(self, device: DeviceSpec) -> None:
         self.device = device
@@ -51,7 +51,7 @@ class ProductTimes:
         self._found: dict[Shape, float] = {}
 
     def seconds(self, shape: Shape) -> float:
-        """Of all `number` of them."""
+        """Seconds of all `number` products."""
         found = self._found.get(shape)
         if found is None:
             found = self._found[shape] = self._seconds(shape)

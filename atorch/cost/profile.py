@@ -1,4 +1,4 @@
-"""What tracing a model once tells, or its shape alone: the numbers every cost starts from. Imports no torch.
+"""Profiles of models, by tracing or from a shape: the numbers every cost starts from. Imports no torch.
 
 A model is a sequence of segments: what comes before its repeated blocks, each run of equal blocks, what comes between
 and after, the loss included. One copy of a block stands for all of its run, so that a model of 126 layers is three
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionKind = Literal["fused", "replaceable", "written"]
-"""How blocks attend: by `scaled_dot_product_attention`; so once a module is replaced; or by operations of their own."""
+"""Attention of blocks: by `scaled_dot_product_attention`; so once a module is replaced; or by their own operations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Segment:
     needs_all_tokens: bool = False  # holds modules with parameters, not in blocks, that do not work token by token
 
     def __hash__(self) -> int:
-        """Of what tells the segments of a model apart: searches look cuts of a model up tens of thousands of times."""
+        """A hash of what tells a model's segments apart: searches look model cuts up tens of thousands of times."""
         return hash((self.name, self.count, self.num_params, self.input_bytes))
 
     def mean_itemsize(self, itemsize: float) -> float:
@@ -145,7 +145,6 @@ class ModelProfile:
 
     @property
     def blocks(self) -> tuple[Segment, ...]:
-        """The runs of repeated blocks."""
         return tuple(each for each in self.segments if each.is_block)
 
     @property

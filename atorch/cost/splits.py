@@ -1,4 +1,4 @@
-"""What each way to spread a model over devices makes of a cost. Shared by all that fold costs.
+"""The effect on a cost of each way to spread a model over devices. Shared by all that fold costs.
 
 A split along tensor, sequence, context, expert or pipeline is a field of the cost, and `time` knows what that sends in
 every micro-batch, so that what is recomputed or cast later counts without another word. What replicas and shards of
@@ -175,7 +175,7 @@ def shard(
 
 
 def _num_groups_around(segments: tuple[Segment, ...]) -> int:
-    """What is gathered as one outside of blocks: embeddings, a head of its own, and the rest with the root."""
+    """The number of groups gathered outside of blocks: embeddings, a head of its own, and the rest with the root."""
     tables = head = rest = False
     for each in (segment for segment in segments if not segment.is_block):
         largest = max((product.inner * product.columns for product in each.matmuls), default=0)

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline holds: a cut of the model's segments into consecutive parts."""
+"""The stages of a pipeline: a cut of the model's segments into consecutive parts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _waiting(cost: Cost, index: int) -> float:
 
 
 def cut_of(cost: Cost) -> Cut:
-    """What each stage of a cost's pipeline has. Equal cuts are one object, known by its identity: that is quick."""
+    """The cut of a cost's pipeline into stages. Equal cuts are one object, known by its identity: that is quick."""
     return _cut(cost.segments, cost.stages, cost.balances_flops)
 
 

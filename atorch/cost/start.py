@@ -1,4 +1,4 @@
-"""Where every fold starts: the cost of training a model plainly, all of the batch on one device."""
+"""The start of every fold: the cost of training a model plainly, all of the batch on one device."""
 
 from __future__ import annotations
 

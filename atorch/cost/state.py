@@ -1,4 +1,4 @@
-"""What a strategy makes of a training step: the state that the methods' costs fold over. Imports no torch.
+"""The state of a training step that the methods' costs fold over. Imports no torch.
 
 Methods say what they change in the words of this state: bytes an element, shards, splits, what is recomputed, what is
 sent. `memory` and `time` alone know what that comes to, stage by stage. What frameworks do differently, such as
@@ -17,15 +17,15 @@ from atorch.cost.profile import AttentionKind, Segment
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
 Kept = Literal["inputs", "selective", "results", "every second", "scores", "nothing"]
-"""What recomputation keeps of a block: its inputs; besides, results of products and attention, as they stand in memory
-or of every product; of every second product alone; all but attention's scores; or its inputs on the host."""
+"""The part of a block that recomputation keeps: its inputs; besides, results of products and attention, as they stand
+in memory or of every product; of every second product alone; all but attention's scores; or its inputs on the host."""
 
 Fp8Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise"]
-"""How operands come to 8 bits: scaled by earlier steps' largest values, by the tensor's, by those of every row, so but
-for the product that makes the weight's gradient, or in blocks, as of 32 numbers in the microscaling formats."""
+"""Scaling of operands to 8 bits: scaled by earlier steps' largest values, by the tensor's, by those of every row, so
+but for the product that makes the weight's gradient, or in blocks, as of 32 numbers in the microscaling formats."""
 
 Beside = Literal["nothing", "weights", "chunks", "both"]
-"""What of a tensor split's sends runs beside products: the sums of backward, beside the products that make weights'
+"""Sends of a tensor split that run beside products: the sums of backward, beside the products that make weights'
 gradients; what products take and give, chunk by chunk beside those very products; or the first so, the rest thus."""
 
 
@@ -165,18 +165,18 @@ class Cost:
         return whole + segment.split_params / self.tensor + experts
 
     def local_trainable(self, segment: Segment) -> float:
-        """Of `local_params`, those that get gradients."""
+        """Elements of `local_params` that get gradients."""
         return self.local_params(segment) * segment.num_trainable / segment.num_params if segment.num_params else 0.0
 
     def local_experts(self, segment: Segment) -> float:
-        """Of `local_trainable`, a mixture's experts."""
+        """Elements of `local_trainable` in experts."""
         if not segment.expert_params:
             return 0.0
         return segment.expert_params / self.expert_divisor * segment.num_trainable / segment.num_params
 
     @property
     def expert_divisor(self) -> float:
-        """Over how many devices a mixture's experts are spread; without an expert axis the tensor axis splits them."""
+        """The number of devices that share a mixture's experts; without an expert axis the tensor axis splits them."""
         return float(self.expert if self.expert > 1 else self.tensor)
 
     @property
@@ -186,17 +186,16 @@ class Cost:
 
     @property
     def num_trainable(self) -> float:
-        """Of those, the ones that get gradients."""
+        """Elements of `num_params` that get gradients."""
         return sum(each.count * self.local_trainable(each) for each in self.segments)
 
     @property
     def num_blocks(self) -> int:
-        """Repeated blocks of the whole model."""
         return sum(each.count for each in self.segments if each.is_block)
 
     @property
     def num_distinct_blocks(self) -> int:
-        """Of those, each that runs again counted once."""
+        """Blocks, each that runs again counted once."""
         return sum(each.count for each in self.segments if each.is_block and (each.num_params or not each.tied_params))
 
     @property

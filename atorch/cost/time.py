@@ -27,7 +27,7 @@ REMEMBERED = 10_000  # models' copies that `StepTimes` keeps: a search comes bac
 
 
 class StepTime(NamedTuple):
-    """Where a step's seconds go, on a device of the slowest pipeline stage."""
+    """Seconds of a step by category, on a device of the slowest pipeline stage."""
 
     matmul_s: float
     traffic_s: float
@@ -89,7 +89,7 @@ class _Run(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """What stages have shares of: elements, blocks, and seconds of what the whole model sends besides its splits.
+    """Totals that stages have shares of: elements, blocks, and seconds of what the model sends besides its splits.
 
     Nothing hides the first of two, computing can hide the second.
     """
@@ -108,7 +108,7 @@ _read_by_copies = attrgetter(
     "sequence", "context", "expert", "expert_capacity", "expert_skew",
     "attention_kernel", "attention_load", "activation_scale", "traffic_scale", "ops_scale",
 )  # fmt: skip
-"""What copies' seconds follow from, beside the cluster and what `StepTimes._copies_of` adds."""
+"""Fields that decide copies' seconds, beside the cluster and what `StepTimes._copies_of` adds."""
 _read_by_blocks = attrgetter("recompute", "recompute_keeps")  # besides
 
 _Mesh = tuple[tuple[str, int], ...]
@@ -182,7 +182,7 @@ class StepTimes:
         return group
 
     def _copies_of(self, cost: Cost, cut: Cut) -> _Copies:
-        """What is recomputed changes blocks alone: the copies of other segments are worked out once for all of it."""
+        """Copies of segments. Recomputation changes blocks alone: the others are worked out once for all of it."""
         added = cost.grad_itemsize if cost.adds_in_products else 0.0
         times, waiting_s = cost.num_micro_batches if cost.fp8_once else 1.0, self._waiting_seconds(cost)
         alike = (_inner_axes(cost), micro_batch_share(cost), added, times, waiting_s, *_read_by_copies(cost))
@@ -235,13 +235,13 @@ class StepTimes:
         )
 
     def _waiting_seconds(self, cost: Cost) -> float:
-        """What a hop of a collective takes longer to start, in a pipeline whose stages send from node to node."""
+        """Extra seconds to start a hop of a collective, in a pipeline whose stages send from node to node."""
         if not cost.hop_wait_s or cost.stages == 1 or self._group(cost, ("pipeline",)).num_nodes == 1:
             return 0.0
         return cost.hop_wait_s
 
     def _sending_seconds(self, cost: Cost) -> float:
-        """Of one micro-batch's activations from a stage to the next."""
+        """Seconds to send a micro-batch's activations to the next stage."""
         if cost.stages == 1:
             return 0.0
         return self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
@@ -271,7 +271,7 @@ class StepTimes:
         )
 
     def _carrying_seconds(self, cost: Cost, runs: Sequence[_Run], whole: _Whole, sending_s: float) -> float:
-        """What the links need to carry a step's bytes, whatever hides behind what: the longest of all stages' links.
+        """Seconds in which links carry a step's bytes, whatever hides behind what: the longest of all stages' links.
 
         A stage sends each micro-batch forward and its gradient back, but for the first stage and the last.
         """
@@ -300,7 +300,6 @@ def step_time(cost: Cost, cluster: ClusterSpec) -> StepTime:
 
 
 def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
-    """The total of `step_time`."""
     return step_time(cost, cluster).total_s
 
 
@@ -356,12 +355,12 @@ def reached_bandwidth(cluster: ClusterSpec) -> float:
 
 
 def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
-    """What the slowest stage waits for the first micro-batch to arrive and the last one to return."""
+    """Seconds that the slowest stage waits for the first micro-batch to arrive and the last one to return."""
     return _unfilled(cost) * (sum(run.number * run.micro.total_s for run in runs) - slowest.total_s)
 
 
 def _unfilled(cost: Cost) -> float:
-    """Of the other stages' time for a micro-batch, what the slowest waits: less where gaps are filled.
+    """The share of the other stages' time for a micro-batch that the slowest waits: less where gaps are filled.
 
     Zero-bubble fills them with the weights' gradients, as long as a forward pass: Qi et al. 2023, arXiv 2401.10241.
     """

@@ -67,7 +67,7 @@ class TransformerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """What an implementation keeps for backward. The defaults are fused kernels all over, in 16 bits."""
+    """Tensors that an implementation keeps for backward. The defaults are fused kernels all over, in 16 bits."""
 
     itemsize: float = 2.0  # bytes of an activation
     stream_itemsize: float = 0.0  # of the residual stream, where it is kept in another dtype than the rest
@@ -88,7 +88,7 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What a part of a block adds to it."""
+    """The contribution of a part of a block."""
 
     params: float = 0.0
     split_params: float = 0.0
@@ -107,7 +107,7 @@ class _Part:
 def transformer_profile(
     shape: TransformerShape, batch_size: int = 1, implementation: Implementation | None = None
 ) -> ModelProfile:
-    """What `trace` would tell of this transformer and so many samples, its parameters in the activations' dtype.
+    """The profile that `trace` would give of this transformer and so many samples, in the activations' dtype.
 
     Segments are the embedding, the runs of dense blocks and of blocks with experts, and the head with the loss.
     """
@@ -376,7 +376,7 @@ class _Build:
         )
 
     def _activation(self, tokens: float, width: int) -> _Part:
-        """What lies between the products of a feed-forward layer, and the gradients of it at their most."""
+        """The part between the products of a feed-forward layer, and the gradients of it at their most."""
         keep, inputs = self.keep, 2 if self.shape.gated else 1
         each = tokens * width * keep.itemsize
         unfused = 1 if self.shape.gated and not keep.fused_activation else 0

@@ -1,4 +1,4 @@
-"""How far off the estimate of a step may be, by the kinds of work that it is made of.
+"""Uncertainty of the estimate of a step, by kind of work.
 
 An error is the logarithm of measured over estimated seconds. Of a step whose share of kind k of work is w_k, its
 variance is
@@ -59,7 +59,7 @@ Shares = tuple[float, ...]  # one for each of `KINDS`
 
 
 class Uncertainty:
-    """How far off estimates of steps on one cluster may be."""
+    """Uncertainty of estimates of steps on one cluster."""
 
     def __init__(self, cluster: ClusterSpec, times: StepTimes | None = None) -> None:
         self._times = times or StepTimes(cluster)
@@ -68,7 +68,7 @@ class Uncertainty:
         self.covariance = tuple(tuple(known.get(one, {}).get(other, 0.0) for other in KINDS) for one in KINDS)
 
     def shares(self, cost: Cost) -> Shares:
-        """What each kind of work is of a step: ∂ log step / ∂ log (seconds of the work), over a factor of `SLOWER`.
+        """Shares of kinds of work in a step: ∂ log step / ∂ log (seconds of the work), over a factor of `SLOWER`.
 
         Work that others hide has a share as far as it would show. A pipeline's is its bubble besides what it sends; as
         stages wait for work of other kinds, shares may add up to more than 1.
@@ -92,12 +92,12 @@ class Uncertainty:
         return math.sqrt(2 * OWN**2 + self._variance([mine - yours for mine, yours in zip(one, other, strict=True)]))
 
     def of_kind(self, kind: str, one: Shares, other: Shares) -> float:
-        """What one sigma of one kind of work adds to the difference of two plans' errors."""
+        """The effect of one sigma of one kind of work on the difference of two plans' errors."""
         place = KINDS.index(kind)
         return (one[place] - other[place]) * math.sqrt(self.covariance[place][place])
 
     def band(self, step_s: float, shares: Shares) -> tuple[float, float]:
-        """Between which seconds four of five steps are that are estimated so."""
+        """The interval of seconds that holds four of five steps with this estimate."""
         spread = self.spread(shares)
         return step_s * math.exp(LOW * spread), step_s * math.exp(HIGH * spread)
 
@@ -114,7 +114,7 @@ class Uncertainty:
 
 
 def _may_have(cost: Cost, kind: str) -> bool:
-    """Whether a step may have work of a kind; each slowed step is as slow to tell as the step itself."""
+    """True if a step may have work of a kind; each slowed step is as slow to tell as the step itself."""
     axes = _AXES.get(kind)
     if axes is None:
         return kind != "host" or uses_host(cost)

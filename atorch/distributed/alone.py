@@ -26,7 +26,6 @@ def alone() -> AbstractContextManager[Any]:
 
 
 def is_alone() -> bool:
-    """Whether this is inside of `alone`."""
     return any(isinstance(mode, _Alone) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -96,7 +95,7 @@ def _functional(func: Any, args: Any, kwargs: Any) -> Any:
 
 @torch.no_grad()
 def _fill(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Each output with the values of an input, repeated or cut; without memory of its own."""
+    """Fill each output with the values of an input, repeated or cut; without memory of its own."""
     for place, output in enumerate(outputs):
         given = inputs[place % len(inputs)] if inputs else None
         if given is None or not given.numel() or not output.is_contiguous():

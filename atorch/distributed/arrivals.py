@@ -1,4 +1,4 @@
-"""Which processes have come to a place where others wait for them, as the job's store tells."""
+"""Arrivals of processes at a place where others wait for them, as the job's store tells."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NoAnswerError(ArgumentError, RuntimeError):
 
 
 class Arrivals:
-    """Which processes of a group have come to a place, as its store tells without any of them waiting."""
+    """Ranks of a group that have come to a place, as its store tells without any of them waiting."""
 
     def __init__(self, call: str, place: str, group: dist.ProcessGroup) -> None:
         self.store, self.ranks = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
@@ -28,17 +28,16 @@ class Arrivals:
         self.number = self.store.add(f"{self.place}/{dist.get_rank()}", 1)  # how many times this process was here
 
     def missing(self) -> list[int]:
-        """Who has not been here as often as this process."""
+        """Ranks that have been here less often than this process."""
         return [rank for rank in self.ranks if self.store.add(f"{self.place}/{rank}", 0) < self.number]
 
     def told(self) -> str:
-        """Who is missing."""
         missing, own = self.missing(), f"{self._call} is called on rank {dist.get_rank()}"
         return f"{own} but not on {listed(missing)}; call it on all together" if missing else own
 
 
 def answered(exchange: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """What an `exchange` gives that no process of `group` can leave before all have come.
+    """The result of an `exchange` that no process of `group` can leave before all have come.
 
     Nothing is noted while all is well: those that waited in vain note it then, so the others are who did not come.
 
@@ -76,5 +75,4 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """The first few of some ranks."""
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

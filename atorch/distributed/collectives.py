@@ -32,17 +32,16 @@ MEETING = timedelta(seconds=4)  # how long processes wait for others without a w
 
 
 def several() -> bool:
-    """Whether this job has more than one process."""
+    """True if this job has more than one process."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def nobody_else() -> bool:
-    """Whether the other processes are torch's fake ones: they say what this one says."""
+    """True if the other processes are torch's fake ones: they say what this one says."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def everyone() -> dist.ProcessGroup | None:
-    """The group of all processes; None where none is made yet."""
     return dist.group.WORLD
 
 
@@ -101,12 +100,12 @@ def _present(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def meeting_place() -> torch.device:
-    """Where small tensors lie that processes exchange: on the host, where its backend is there."""
+    """The device of small tensors that processes exchange: the host, where its backend is there."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def first_told(told: T | None, group: dist.ProcessGroup | None = None) -> tuple[int, T] | None:
-    """What the lowest of the ranks that have something to tell has, with that rank; None where nobody has."""
+    """The value of the lowest rank that has something to tell, with that rank; None where nobody has."""
     place, size = (dist.get_rank(group), dist.get_world_size(group)) if several() else (0, 1)
     (nearest,) = largest([size - place if told is not None else 0], group)
     if not nearest:
@@ -119,7 +118,7 @@ def first_told(told: T | None, group: dist.ProcessGroup | None = None) -> tuple[
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `work` returns on this rank, or, where it raised on any rank, an error on every rank.
+    """The result of `work` on this rank, or, where it raised on any rank, an error on every rank.
 
     A rank that did fine raises an error of the first failing rank's kind, or an ArgumentError where that is none of
     atorch's, with that rank named. `group`: the ranks that do this work; None for all of them.
@@ -145,7 +144,7 @@ def agreed(
     *,
     is_frequent: bool = False,
 ) -> T:
-    """What `work` returns, where all processes make the same `call` and it raised on none; else an error on all.
+    """The result of `work`, where all processes make the same `call` and it raised on none; else an error on all.
 
     The one exchange that a call begins with, whatever each process was given: nobody waits for a process that has
     turned elsewhere. A process that does not come is named in a warning soon, and an error once the group's time-out
@@ -282,7 +281,7 @@ def _first_differences(own: Facts, group: dist.ProcessGroup | None, ranks: Seque
 
 
 def differences(facts: Sequence[Facts], ranks: Sequence[int] | None = None) -> str:
-    """Where the ranks' facts differ, and what each rank has there; the first MAX_DIFFERENCES places.
+    """Differences of the ranks' facts, with the value of each rank; the first MAX_DIFFERENCES places.
 
     ranks: whose facts these are; None for those of 0, 1, ….
     """
@@ -311,7 +310,7 @@ def _differing(digests: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _answers(exchange: Callable[[], T], call: str) -> T:
-    """What an exchange with the others gives; one who does not answer is an error, not torch's."""
+    """The result of an exchange with the others; one who does not answer is an error, not torch's."""
     try:
         return exchange()
     except (RuntimeError, EOFError) as error:
@@ -322,7 +321,7 @@ def _answers(exchange: Callable[[], T], call: str) -> T:
 
 
 def _is_same(value: Any, group: dist.ProcessGroup | None = None, *, is_well: bool = True) -> bool:
-    """Whether all ranks have the same plain data, by its text, and all are well."""
+    """True if all ranks have the same plain data, by its text, and all are well."""
     high, low, is_ill = largest([*both_ways(value), not is_well], group)
     return high == -low and not is_ill
 
@@ -342,7 +341,7 @@ def agree(value: Any, what: str, error: type[AtorchError], place: Callable[[int]
 
 
 def _apart(first: Any, other: Any, place: Callable[[int], str]) -> tuple[str, str]:
-    """What rank 0 has, and this rank, where they differ."""
+    """The values of rank 0 and of this rank, where they differ."""
     if isinstance(first, list) and isinstance(other, list) and max(len(first), len(other)) > MAX_DIFFERENCES:
         length = min(len(first), len(other))
         at = next((i for i in range(length) if first[i] != other[i]), length)

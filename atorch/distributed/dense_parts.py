@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """What `tensor` is made of, in memory that is its own, values first; itself where it is plain or a DTensor."""
+    """The plain tensors of `tensor`, in memory of their own, values first; itself where it is plain or a DTensor."""
     if is_traceable_wrapper_subclass(tensor):
         from torch.distributed.tensor import DTensor  # slow to import, and there already where one is
 
@@ -29,12 +29,12 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's values are its own elements, which collectives can send."""
+    """True if a tensor's values are its own elements, which collectives can send."""
     parts = dense_parts(tensor)
     return len(parts) == 1 and parts[0] is tensor
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one kind are equal."""
+    """True if two tensors of one kind are equal."""
     ours, theirs = dense_parts(one), dense_parts(other)
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))

@@ -1,4 +1,4 @@
-"""What values are, in words that are equal on two processes where the values are the same.
+"""Descriptions of values in words that are equal on two processes where the values are the same.
 
 Processes cannot compare objects, only what travels. A value with a meaning of its own is described by kind and value:
 numbers, strings, dtypes, enums, tensors, and containers, dataclasses and partials item by item. Classes are described
@@ -27,8 +27,6 @@ from atorch.errors import shown
 
 
 class Fact(NamedTuple):
-    """What one thing is."""
-
     kind: str
     value: str = ""
 
@@ -39,7 +37,7 @@ class Fact(NamedTuple):
 
 NUMBER, TEXT = "a number", "a text"
 Facts = Mapping[str, Fact]
-"""What the parts of a value are, by where they are in it, such as `optim_args['lr']`."""
+"""Facts of the parts of a value, by where they are in it, such as `optim_args['lr']`."""
 
 MAX_ITEMS = 1000  # of a container that are looked at
 MAX_DEPTH = 8
@@ -80,13 +78,12 @@ def described_model(model: nn.Module) -> Mapping[str, Facts]:
 
 
 def described_call(model: nn.Module, **arguments: Any) -> Mapping[str, Facts]:
-    """A call that is given a model and `arguments`."""
     facts = {place: fact for name, value in arguments.items() for place, fact in described(name, value).items()}
     return {"arguments": facts, **described_model(model)}
 
 
 def described_optimizer(optim: Any) -> Facts:
-    """What an optimizer is, and how its groups are set, which code may have drawn from elsewhere than its arguments."""
+    """Facts of an optimizer and its groups' settings, which code may have drawn from elsewhere than its arguments."""
     facts = dict(described("the optimizer", type(optim)))
     for index, group in enumerate(getattr(optim, "param_groups", ())):
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -168,7 +165,7 @@ def _items(name: str, value: Any, bound: bool) -> list[tuple[str, Any]] | None:
 
 
 def _is_readable(value: Mapping[Any, Any]) -> bool:
-    """Whether reading the mapping has no effect: a defaultdict has none for its keys, a user's class might."""
+    """True if reading the mapping has no effect: a defaultdict has none for its keys, a user's class might."""
     return isinstance(value, dict) or type(value).__module__ == "types"
 
 
@@ -177,7 +174,6 @@ def _key(key: Any) -> str:
 
 
 def _single(value: Any) -> Fact:
-    """What a thing without parts is."""
     if value is None or isinstance(value, (bool, np.bool_)):
         return Fact(str(value))
     if isinstance(value, enum.Enum):
@@ -254,7 +250,7 @@ def _qualified(value: Any) -> str:
 
 
 def _code(code: CodeType) -> str:
-    """What a function does, in words that do not depend on hash seeds, addresses or where it stands in its file."""
+    """A text of a function's code that does not depend on hash seeds, addresses or its place in its file."""
     constants = [_constant(each) for each in code.co_consts]
     return repr((code.co_code, code.co_names, code.co_varnames, constants))
 

@@ -126,7 +126,7 @@ class Pretending(TorchDispatchMode):
         return made
 
     def _is_real(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-        """Whether a call on no fakes is done for real."""
+        """True if a call on no fakes is done for real."""
         if func.namespace == "c10d":
             return True
         if inputs:
@@ -158,7 +158,7 @@ def _num_elements(tensors: list[torch.Tensor]) -> int:
 
 
 def _done(func: Any, args: Any) -> Any:
-    """What a collective returns: its tensors where it has such, and a finished piece of work."""
+    """The result of a collective: its tensors where it has such, and a finished piece of work."""
     from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in its stubs
 
     future: Any = torch.futures.Future()

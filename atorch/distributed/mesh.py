@@ -1,4 +1,4 @@
-"""How the processes are arranged: named axes, rank tables, and the groups along each axis.
+"""The arrangement of the processes: named axes, rank tables, and the groups along each axis.
 
 The first axis varies fastest. With `[("tensor", 4), ("pipeline", 2), ("data", 2)]` ranks 0–3 are one
 tensor group, 0 and 4 one pipeline group, 0 and 8 one data group.
@@ -164,7 +164,7 @@ class Mesh:
         return math.prod(size for _, size in self.slices)
 
     def layout(self) -> tuple[object, ...]:
-        """What makes two meshes the same."""
+        """The key by which two meshes are the same."""
         return self.slices, self.rank_order, self.device_type
 
     def size(self, *names: str) -> int:

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where Python's, numpy's and torch's generators (CPU, CUDA) stand."""
+    """States of Python's, numpy's and torch's generators (CPU, CUDA)."""
 
     python: Any
     numpy: Any
@@ -25,7 +25,7 @@ class RandomState:
 
     @classmethod
     def now(cls, only: torch.device | None = None) -> RandomState:
-        """Of this moment; `only`: of this device beside the host, whatever its number."""
+        """The states of this moment; `only`: of this device beside the host, whatever its number."""
         if only is None:
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         else:
@@ -33,7 +33,6 @@ class RandomState:
         return cls(random.getstate(), _of_numpy(), torch.get_rng_state(), tuple(cuda))
 
     def restore(self, only: torch.device | None = None) -> None:
-        """They continue from here."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         _numpy_once.cache_clear()
@@ -42,7 +41,6 @@ class RandomState:
             torch.cuda.set_rng_state(state, number if only is None else only)
 
     def is_same(self, other: RandomState) -> bool:
-        """Whether the same numbers follow."""
         mine, others = (self.host, *self.devices), (other.host, *other.devices)
         return (
             self.python == other.python

@@ -22,14 +22,14 @@ from atorch.errors import ArgumentError
 from atorch.logs import name_rank
 
 TIMEOUT = timedelta(minutes=10)
-"""How long processes wait for one another, where nobody says otherwise."""
+"""The longest wait of processes for one another, where nobody says otherwise."""
 LONGEST_LEAVE = timedelta(seconds=2)
-"""How long the end of a process waits for gloo's threads."""
+"""The longest wait of the end of a process for gloo's threads."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the processes of the job."""
+    """The place of this process among the processes of the job."""
 
     rank: int
     size: int
@@ -100,7 +100,7 @@ def ensure_group(device_type: str) -> None:
 
 
 def local_world_size() -> int:
-    """How many processes the launcher started on this machine."""
+    """The number of processes that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -115,7 +115,7 @@ def _backend(device_type: str) -> str:
 
 
 def _check_devices(device: torch.device) -> None:
-    """Each process has a CUDA device of its own, and a group that reaches the others' hosts, too."""
+    """Check that each process has a CUDA device of its own, and a group that reaches the others' hosts, too."""
     config = dist.get_backend_config()
     if "cpu:" not in config:
         raise ArgumentError(

@@ -31,12 +31,12 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return world.init().size
 
 
 def get_local_world_size() -> int:
-    """How many of them are on this machine."""
+    """The number of processes on this machine."""
     return world.local_world_size()
 
 
@@ -77,7 +77,6 @@ def _made(name: str, **members: Any) -> ModuleType:
 
 
 def _named() -> dict[str, ModuleType]:
-    """The submodules by their names."""
     tools = (get_rank, get_world_size, get_local_world_size, log_dist, print_rank, see_memory_usage, getsizeof)
     return {
         "runtime": runtime,

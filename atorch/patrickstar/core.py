@@ -19,7 +19,7 @@ from atorch.patrickstar.config import ClientSection
 
 
 class PatrickStarClient:
-    """What an engine knows of its machine.
+    """An engine's view of its machine.
 
     Args:
         local_rank: this process's number on its machine; the CUDA device of that number computes, or the CPU.
@@ -46,7 +46,7 @@ class PatrickStarClient:
 
     @property
     def budget_bytes(self) -> int:
-        """What this process may hold on the device."""
+        """Bytes that this process may hold on the device."""
         tracer = self.config.mem_tracer
         sharing = local_world_size() if tracer.use_fake_dist or self.device.type == "cpu" else 1
         if tracer.gpu_memory_bytes is not None:
@@ -59,7 +59,7 @@ class PatrickStarClient:
 
     @property
     def host_budget_bytes(self) -> int:
-        """What this process may fill with chunks on the host."""
+        """Bytes that this process may fill with chunks on the host."""
         return int(_host_bytes() * self.config.mem_tracer.overall_cpu_mem_ratio) // local_world_size()
 
     def _device(self) -> torch.device:

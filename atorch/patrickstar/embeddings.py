@@ -28,7 +28,6 @@ def host_embeddings(model: nn.Module) -> set[str]:
 
 
 def table_of(name: str) -> str:
-    """The parameter of an embedding."""
     return f"{name}.weight" if name else "weight"
 
 

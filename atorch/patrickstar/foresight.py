@@ -1,4 +1,4 @@
-"""What passes of an engine's model will need, from the batches that it is given."""
+"""Foresees the passes of an engine's model from the batches that it is given."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
 
 
 def _compared(key: str, path: Path, one: Any, other: Any) -> bool:
-    """Whether two values of a key are one; raises CheckpointError for what torch cannot say that of."""
+    """True if two values of a key are one; raises CheckpointError for what torch cannot say that of."""
     try:
         return is_same(one, other)
     except RuntimeError as error:  # also of containers that hold themselves, and of tensors without values

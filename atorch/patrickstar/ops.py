@@ -28,12 +28,12 @@ class LossScaler(LossScale):
 
     @property
     def loss_scale(self) -> float:
-        """The scale of now."""
+        """The present scale."""
         return self()
 
     @property
     def cur_scale(self) -> float:
-        """The same."""
+        """The present scale."""
         return self()
 
 
@@ -73,7 +73,7 @@ class FP16Adam(WrappedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was, for gradients that were not finite."""
+        """True if the last step was skipped for gradients that were not finite."""
         return isinstance(self.inner, ScaledOptimizer) and self.inner.step_was_skipped
 
     def live_in(self, chunks: ChunkSet, tell: Callable[[str], None], backward: ScaledBackward) -> None:
@@ -145,11 +145,11 @@ class FP16Adam(WrappedOptimizer):
             self._backward.cleared()
 
     def scale(self) -> float:
-        """What gradients are multiplied by."""
+        """The factor that gradients are multiplied by."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler()
 
     def _divisor(self) -> float:
-        """What gradients are divided by in fp32, so that they are neither scaled nor too long."""
+        """The divisor of gradients in fp32, so that they are neither scaled nor too long."""
         return self.scale() * self._excess
 
 

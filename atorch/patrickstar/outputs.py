@@ -1,4 +1,4 @@
-"""What an engine returns, so that backward starts with the loss scale whoever calls it.
+"""Outputs of an engine, from which backward starts with the loss scale whoever calls it.
 
 Under a loss scale an output, and whatever is computed from it, is an `EngineOutput`: its `backward` runs that of the
 loss times the scale, as the engine's own does. Whatever brings gradients without the scale all the same, such as
@@ -61,7 +61,6 @@ class ScaledBackward:
             self._tell("other")
 
     def cleared(self) -> None:
-        """There are no gradients any more."""
         self._wrong.clear()
 
     def check(self, device: torch.device) -> None:
@@ -84,7 +83,7 @@ class ScaledBackward:
 
 
 class EngineOutput(Tensor):
-    """What engines returned, or what was computed from it; `passes` are theirs."""
+    """Output of engines, or what was computed from it; `passes` are theirs."""
 
     passes: tuple[ScaledBackward, ...]
 
@@ -139,12 +138,11 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def passes_of(tensor: Any) -> tuple[ScaledBackward, ...]:
-    """Of the engines that a tensor came from."""
     return tensor.passes if isinstance(tensor, EngineOutput) else ()
 
 
 def marked_output(output: Any, passes: Iterable[ScaledBackward]) -> Any:
-    """What a model returned, in containers of any depth, as of these engines."""
+    """A model's output, in containers of any depth, marked as of these engines."""
     passes = tuple(dict.fromkeys(passes))
 
     def mark(leaf: Any, place: str) -> Any:

@@ -20,7 +20,7 @@ from atorch.runtime.chunk.operations import Operations
 
 @torch.no_grad()
 def own_part(state: dict[str, Any], operations: Operations) -> dict[str, Any]:
-    """Of a state whose parameters are the model's own objects, what this process saves: fp32, on the host.
+    """The part of a state, whose parameters are the model's own objects, that this process saves: fp32, on the host.
 
     Tensors that are no parameters are those of rank 0. All processes must call it: chunks are gathered one by one.
     """

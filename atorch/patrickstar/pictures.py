@@ -40,7 +40,6 @@ class Drawing:
     rows: tuple[tuple[str, ...], ...]
 
     def png(self) -> bytes:
-        """As PNG."""
         from atorch.report.picture import png
 
         return png(self.figure)

@@ -1,4 +1,4 @@
-"""What a profile holds, and its file: versioned JSON, whatever the file is called. Reading one runs nothing.
+"""The contents of a profile, and its file: versioned JSON under any name. Reading one runs no code.
 
 A *moment* counts the operations that the engine has seen; a time is in seconds since the profile was started. A chunk
 may be on both tiers at once: its host copy stays while a copy of it is on the device.
@@ -34,7 +34,7 @@ class PhaseEvent(NamedTuple):
 
 
 class MemoryEvent(NamedTuple):
-    """What a tier holds at a moment, in all and in chunks."""
+    """Bytes that a tier holds at a moment, in all and in chunks."""
 
     moment: int
     time_s: float
@@ -119,7 +119,7 @@ class Profile(BaseModel):
         write(path, text, FORMAT)
 
     def _num_values(self) -> int:
-        """Of the file: events, and what each of them has."""
+        """Values in the file: events, and what each has."""
         events = (self.phases, self.memory, self.chunks)
         return len(type(self).model_fields) + 1 + sum(len(each) * (1 + len(each[0])) for each in events if each)
 
@@ -138,7 +138,6 @@ class Profile(BaseModel):
         )
 
     def spans(self) -> list[Span]:
-        """The phases with their ends."""
         ends = [*(each.time_s for each in self.phases[1:]), self.end_s]
         return [Span(each.name, each.time_s, end) for each, end in zip(self.phases, ends, strict=False)]
 
@@ -147,7 +146,7 @@ class Profile(BaseModel):
         return list(dict.fromkeys(each.kind for each in self.chunks))
 
     def stays(self, kind: str) -> Iterator[Stay]:
-        """Where the chunks of a kind were: on the device while it has a copy, else on the host, while that has one."""
+        """The stays of a kind's chunks: on the device while it has a copy, else on the host, while that has one."""
         held: dict[int, dict[Tier, int]] = defaultdict(dict)
         since: dict[int, tuple[Tier, float]] = {}
         for each in self.chunks:

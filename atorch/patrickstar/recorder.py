@@ -26,24 +26,22 @@ class Recorder:
         self._residency.observer = self
 
     def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
-        """A chunk came to the device, or left it."""
         profiler.holds("PARAM_FP16", chunk, "GPU", num_bytes if on_device else 0)
         profiler.moment(self._device_bytes())
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
         profiler.moment(self._device_bytes())
         profiler.phase(name)
 
     def _device_bytes(self) -> int:
-        """What the device holds in all: as its allocator knows, or as it was foreseen."""
+        """Bytes that the device holds in all: as its allocator knows, or as it was foreseen."""
         if self._device.type == "cuda":
             return int(torch.cuda.memory_allocated(self._device))
         return self._residency.tier.used_bytes + self._residency.course.other_bytes
 
 
 def _place(memory: ChunkMemory, tier: Tier) -> None:
-    """Where a chunk is between steps."""
+    """Tell the profiler where a chunk is between steps."""
     index, compute, trainable = memory.spec.index, memory.compute, memory.spec.trainable
     profiler.holds("PARAM_FP16", index, tier, compute.nbytes * (2 if trainable else 1))
     if trainable:

@@ -32,25 +32,23 @@ def groups_of_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
 
 
 def _index(name: str, position: int) -> int:
-    """What a block's siblings call it, where that is a number."""
+    """A block's number among its siblings, else its position."""
     last = name.rpartition(".")[2]
     return int(last) if last.isdigit() else position
 
 
 def are_alike(one: Any, other: Any, step: int) -> bool:
-    """Whether two blocks are alike that are `step` apart among their siblings."""
+    """True if two blocks are alike that are `step` apart among their siblings."""
     return _Comparison(step).alike(one, other)
 
 
 class _Comparison:
-    """Of two blocks that are `step` apart among their siblings."""
-
     def __init__(self, step: int) -> None:
         self.step = step
         self._begun: set[tuple[int, int]] = set()  # pairs being compared, so that cycles end
 
     def alike(self, one: Any, other: Any) -> bool:
-        """Whether nothing but a counting number tells the two apart."""
+        """True if nothing but a counting number tells the two apart."""
         if one is other:
             return True
         if type(one) is not type(other):
@@ -86,7 +84,7 @@ class _Comparison:
 
 
 def _inputs(function: types.FunctionType) -> list[Any]:
-    """What the work of a function depends on beside its arguments and its code."""
+    """The inputs of a function beside its arguments and its code."""
     cells = [] if function.__closure__ is None else [_content(cell) for cell in function.__closure__]
     return [*cells, function.__defaults__, function.__kwdefaults__, vars(function)]
 

@@ -132,7 +132,7 @@ def _assumptions(world: World) -> Notes:
 
 
 def _slowest(measured: Mapping[Name, float]) -> dict[Name, float]:
-    """Of everything that all processes timed, the longest time: a step waits for the slowest."""
+    """The longest time of everything that all processes timed: a step waits for the slowest."""
     everywhere = gather_objects(dict(measured))
     return {
         name: max(each[name] for each in everywhere) for name in measured if all(name in each for each in everywhere)

@@ -93,6 +93,6 @@ def sharing_parts(module: nn.Module) -> nn.Module:
 
 
 def _parts(block: nn.Module) -> list[Any]:
-    """What is below a block, in an order that is the same in blocks that are equal."""
+    """Parts of a block, in an order that is the same in blocks that are equal."""
     modules = [module for module in block.modules() if module is not block]
     return [*modules, *block.parameters(), *block.buffers()]

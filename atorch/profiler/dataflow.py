@@ -1,4 +1,4 @@
-"""Which products of a block tensor parallelism can split, derived from what flows into what. Imports no torch.
+"""Products of a block that tensor parallelism can split, derived from the data flow. Imports no torch.
 
 A block's stream is what enters it and feeds its products: tokens with all their features. A product of the stream can
 be split by columns; what is computed from it element by element or by head then stays split, up to a product that
@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(slots=True)
 class Layout:
-    """What was derived of one block; nodes by their place in the order of execution."""
+    """The layout derived of one block; nodes by their place in the order of execution."""
 
     splits: dict[int, Split] = field(default_factory=dict)
     of_experts: set[int] = field(default_factory=set)
@@ -106,7 +106,7 @@ class _Flow:
         return len(self.whole) > known
 
     def _state(self, value: Value) -> State:
-        """Of a value before it is read: split like some products, unless they have to be whole."""
+        """The state of a value before it is read: split like some products, unless they have to be whole."""
         state = self.states.get(value, _STREAM if value in self.streams else None)
         return state - self.whole if state else state
 
@@ -167,14 +167,14 @@ class _Flow:
         return _STREAM
 
     def _needs_all(self, node: Node, split: frozenset[int]) -> bool:
-        """Whether a reduction goes over everything that a token has; one over each head's features does not."""
+        """True if a reduction goes over everything that a token has; one over each head's features does not."""
         if node.left == 1:
             return False
         width = node.elements / max(self.nodes[place].rows for place in split)
         return 1 < width <= node.elements / node.left
 
     def layout(self, vocabulary: int) -> Layout:
-        """What the last pass found."""
+        """The layout that the last pass found."""
         columns = frozenset[int]().union(*self.inputs.values())
         heads = {
             place

@@ -1,4 +1,4 @@
-"""What PyTorch would run on another device, where that changes what is kept for backward.
+"""Stand-ins for the operations of another device, where these change what is kept for backward.
 
 On CPUs, attention with dropout or with a learned bias writes its scores out, and dropout keeps a mask as large as its
 input; on GPUs attention is one kernel in either case, and a mask is a byte an element. GPUs write scores out where none

@@ -55,7 +55,6 @@ class Fakes:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Operations inside make fakes."""
         with self._mode, _Known():  # type: ignore[no-untyped-call]
             yield
 
@@ -87,8 +86,8 @@ def _is_grouped(func: Any, args: Any) -> bool:
 
 
 def _grouped(args: Any, offsets: Any = None) -> torch.Tensor:
-    """What (tokens, inner) @ (experts, inner, columns) gives, and (inner, tokens) @ (tokens, columns) of every expert,
-    which is the gradient of its weight; the fakes' own kernel refuses all but bfloat16.
+    """Result of (tokens, inner) @ (experts, inner, columns) or (inner, tokens) @ (tokens, columns) of every expert,
+    the gradient of its weight; the fakes' own kernel refuses all but bfloat16.
     """
     data, weight, *others = args
     ends = others[0] if others else offsets

@@ -132,7 +132,7 @@ def fitted(
 
 
 def _robust(errors: Vector) -> Vector:
-    """What squares to a pseudo-Huber loss: as the square of small errors, as twice the size of large ones."""
+    """The roots of a pseudo-Huber loss: as the square of small errors, as twice the size of large ones."""
     return np.asarray(np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)))
 
 

@@ -52,7 +52,7 @@ def at_length(short: Sequence[Recorder], length: int) -> Recorder:
 
 
 def _foretold(short: Sequence[Recorder], times: float) -> Iterator[tuple[tuple[Any, Any], float]]:
-    """Where each number of the last record is, and what it is at so many units, on a parabola (Lagrange's formula)."""
+    """Each number's place in the last record, and its value at so many units, on a parabola (Lagrange's formula)."""
     weights = ((times - 2) * (times - 3) / 2, -(times - 1) * (times - 3), (times - 1) * (times - 2) / 2)
     for slots in zip(*map(_slots, short), strict=True):
         values = [_get(slot) for slot in slots]
@@ -65,7 +65,7 @@ def _num_calls(recorder: Recorder) -> int:
 
 
 def _slots(recorder: Recorder) -> Iterator[tuple[Any, Any]]:
-    """Where the numbers of a record are, each as an object or a dict and the name there."""
+    """The places of a record's numbers, each as an object or a dict and the name there."""
     yield recorder, "output_bytes"
     for stretch in recorder.stretches:
         yield stretch, "seq_len"
@@ -83,7 +83,7 @@ def _get(slot: tuple[Any, Any]) -> float:
 
 
 def _is_alike(recorders: Sequence[Recorder]) -> bool:
-    """Whether the same operations ran, on as many values."""
+    """True if the same operations ran, on as many values."""
     first, *others = (
         [
             (each.block, len(each.saved), len(each.inputs), len(each.read), [one.node.kind for one in each.operations])

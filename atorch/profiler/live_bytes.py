@@ -47,8 +47,6 @@ class Moment:
 
 
 class _Held:
-    """One storage that is alive."""
-
     __slots__ = ("label", "num_bytes", "storage")
 
     def __init__(self, storage: weakref.ref[torch.UntypedStorage], num_bytes: int, label: str) -> None:
@@ -70,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def born(self, label: str) -> Iterator[None]:
-        """What is made inside, outside of backward, has this category."""
+        """Inside, label what is made outside of backward with this category."""
         before, self._born = self._born, label
         try:
             yield
@@ -132,7 +130,7 @@ class LiveBytes(TorchDispatchMode):
         return OTHER if in_backward and not torch.is_grad_enabled() else (ACTIVATIONS if in_backward else self._born)
 
     def _are_on_host(self, inputs: Any) -> bool:
-        """Whether an operation's inputs are on the host, but for numbers, which are anywhere."""
+        """True if an operation's inputs are on the host, but for numbers, which are anywhere."""
         storages = [storage for each in tensors_of(inputs) if each.dim() for storage in _storages(each)]
         held = (self._held.get(id(storage)) for storage in storages)
         return bool(storages) and all(each is not None and each.label == HOST for each in held)

@@ -1,4 +1,4 @@
-"""What an aten operation is to the planner: a product with a weight, attention, or one of a few kinds of others.
+"""Classifies aten operations for the planner: products with a weight, attention, and a few other kinds.
 
 Operations are seen below autograd, where `nn.Linear`, `einsum`, `Conv1D` and `@` have become a handful of products, and
 scaled dot-product attention is one fused operation or products of activations (torch's own FLOP counter misses the one

@@ -41,8 +41,6 @@ class TooManyCallsError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Operation:
-    """One operation."""
-
     node: Node
     is_launched: bool = True  # allocating alone is not
     moved_bytes: int = 0  # by what is neither product nor attention
@@ -119,14 +117,12 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what happens inside."""
         saved = torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor)
         with saved, _Operations(self), _Functions(self):
             yield
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Record nothing of what happens inside."""
         self._is_on = False
         try:
             yield
@@ -134,7 +130,7 @@ class Recorder:
             self._is_on = True
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """What stands for the tensor's storage."""
+        """The value that stands for the tensor's storage."""
         storage = _storage(tensor)
         value = int(storage._cdata)
         if value not in self._known:
@@ -153,7 +149,6 @@ class Recorder:
         return tensor.detach()  # an operation that saves its own output would hold itself for ever
 
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note one call of an aten operation."""
         packet, here = func._overloadpacket, self.stretches[-1]
         here.num_calls += 1
         results = list(tensors_of(out))
@@ -320,7 +315,7 @@ def _kernel_call() -> FrameType | None:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """What an operation has to read or write of a tensor; what is expanded is there once."""
+    """Bytes that an operation has to read or write of a tensor; what is expanded is there once."""
     return min(tensor_bytes(tensor), _storage(tensor).nbytes())
 
 

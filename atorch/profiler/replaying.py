@@ -20,7 +20,7 @@ from atorch.profiler.tensors import map_tensors, tensor_bytes, tensors_of
 
 @dataclass(frozen=True)
 class _Run:
-    """What a block did: its stretch, the values it was given in their order, and what it returned."""
+    """A run of a block: its stretch, the values it was given in their order, and what it returned."""
 
     stretch: Stretch
     given: list[Value]

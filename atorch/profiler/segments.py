@@ -38,7 +38,6 @@ class Ownership:
         )
 
     def elements(self, numbers: AbstractSet[int]) -> float:
-        """Of all these parameters."""
         return float(sum(self.parameters[number].numel() for number in numbers))
 
     def sizes(self, numbers: AbstractSet[int]) -> tuple[float, ...]:
@@ -46,13 +45,12 @@ class Ownership:
         return tuple(float(self.parameters[number].numel()) for number in sorted(numbers, reverse=True))
 
     def trainable(self, numbers: AbstractSet[int]) -> frozenset[int]:
-        """Those that get gradients."""
         return frozenset(number for number in numbers if self.parameters[number].requires_grad)
 
 
 @dataclass
 class _Figures:
-    """What one stretch that ran comes to, apart from what it is given and which parameters are counted elsewhere."""
+    """Figures of one stretch that ran, apart from what it is given and which parameters are counted elsewhere."""
 
     segment: Segment
     split: frozenset[int]
@@ -96,7 +94,6 @@ class _Assembly:
         self.vocabulary = max(tables, default=0)
 
     def segments(self) -> Iterator[Segment]:
-        """One for each stretch."""
         counted: set[int] = set()
         used = {number for each in self.stretches for number in each.params} | self.in_blocks
         unused = set(range(len(self.ownership.parameters))) - used
@@ -157,7 +154,7 @@ class _Assembly:
         return frozenset(shared)
 
     def _saved_elsewhere(self) -> dict[int, int]:
-        """By stretch, bytes that it computed and that blocks were the first to save of what they share."""
+        """Bytes by stretch that it computed and that blocks were the first to save of what they share."""
         found: dict[int, int] = {}
         for stretch in self.stretches:
             for value, size in stretch.saved.items():
@@ -167,7 +164,7 @@ class _Assembly:
         return found
 
     def _leaving(self) -> dict[int, set[Value]]:
-        """By stretch, the values that later ones use."""
+        """Values of each stretch that later ones use."""
         found: dict[int, set[Value]] = {}
         for place, stretch in enumerate(self.stretches):
             for value in (*stretch.inputs, *stretch.read):

@@ -50,7 +50,7 @@ class OwnMemory:
 
 
 def _on(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
-    """What `tensor` is on its own storage, on another."""
+    """A view like `tensor` on another storage."""
     view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 

@@ -9,7 +9,6 @@ import torch
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -48,6 +47,6 @@ def batch_size(batch: Any) -> int:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a DTensor; any other tensor as it is."""
+    """This process's part of a DTensor; any other tensor as it is."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part

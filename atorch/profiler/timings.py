@@ -1,4 +1,4 @@
-"""How long products, attention, copies and collectives of many sizes take on the device of this process.
+"""Timings of products, attention, copies and collectives of many sizes on this process's device.
 
 Every timing is of calls back to back, as training makes them: a device then starts one while the last still runs.
 Values are random, since a processor draws less power, and runs faster, on constant ones. Each function keeps to a
@@ -124,7 +124,7 @@ def _growing(
 
 
 def _calls(work: Work, place: torch.device, budget_s: float) -> int:
-    """How many calls make a row, if four rows fill the budget."""
+    """The number of calls that make a row, if four rows fill the budget."""
     return max(1, min(_MAX_CALLS, int(budget_s / 4 / seconds(work, place))))
 
 

@@ -50,8 +50,6 @@ _UNFUSED = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passe
 
 @dataclass(frozen=True)
 class _Job:
-    """What is traced."""
-
     model: nn.Module
     batch: Any
     call_model: CallModel
@@ -65,7 +63,7 @@ class _Job:
 
     @property
     def functions(self) -> tuple[CallModel, LossFunc | None]:
-        """What may reach the model beside it."""
+        """Functions that may reach the model beside it."""
         return self.call_model, self.loss_func
 
 
@@ -81,7 +79,7 @@ def trace(
     num_counts: int = 0,
     of_length: OfLength | None = None,
 ) -> ModelProfile:
-    """What one forward pass of `model` on `sample_batch`, and its loss, do and keep.
+    """The profile of one forward pass of `model` on `sample_batch`, and of its loss.
 
     Args:
         sample_batch: what `call_model(model, batch)` and `loss_func(batch, output)` take; its tensors may be anywhere.
@@ -211,7 +209,7 @@ def _in_16_bits(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder | None:
 
 
 def _are_alike(segments: tuple[Segment, ...], others: tuple[Segment, ...]) -> bool:
-    """Whether a pass in other numbers was cut as the first one was."""
+    """True if a pass in other numbers was cut as the first one was."""
     first, second = (
         [(each.name, each.count, each.is_block, each.num_params, len(each.matmuls)) for each in those]
         for those in (segments, others)
@@ -330,7 +328,7 @@ class _StepTraffic(TorchDispatchMode):
 
 
 def _of_optimizer(stepped: tuple[Any, _StepTraffic] | None) -> dict[str, Any]:
-    """What a profile says of the optimizer.
+    """The optimizer's fields of a profile.
 
     On a GPU torch steps all parameters by the operations that step one on a CPU, each over a list of tensors.
     """

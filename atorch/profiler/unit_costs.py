@@ -1,4 +1,4 @@
-"""What each unit of a model costs in a step, so that a pipeline can be cut between units.
+"""The cost of each unit of a model in a step, so that a pipeline can be cut between units.
 
 One forward pass on fake tensors, or a real one where the model cannot run on fakes, is recorded unit by unit. A unit's
 seconds, forward and backward, are those that the planner expects of such operations on the device, so that what the
@@ -26,7 +26,7 @@ from atorch.profiler.trace import trace
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """What one call of a unit takes on a device."""
+    """The cost of one call of a unit on a device."""
 
     name: str
     seconds: float  # of a micro-batch, forward and backward
@@ -73,7 +73,6 @@ def unit_costs(
 
 
 def _with(unit: UnitCost, other: UnitCost | None) -> UnitCost:
-    """A unit with what lies beside it."""
     if other is None:
         return unit
     return UnitCost(

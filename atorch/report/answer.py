@@ -126,7 +126,7 @@ def _shares(title: str, values: Mapping[str, float], whole: float, form: Any, wi
 
 
 def _legend(plan: PlanData) -> RenderableType:
-    """What the categories are, and what the allocator takes beside them."""
+    """A legend of the categories, and what the allocator takes beside them."""
     from rich.text import Text
 
     estimate = plan["estimate"]
@@ -154,7 +154,7 @@ def _runners_up(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Iterat
 
 
 def _why_not(rejected: Sequence[Mapping[str, Any]], max_rows: int | None) -> Iterator[RenderableType]:
-    """Of each reason the fastest, and how many more there are."""
+    """The fastest of each reason, and how many more there are."""
     from rich.text import Text
 
     of_reason = Counter[str]()

@@ -15,7 +15,7 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Bars:
-    """What bars have in common: the categories, what a full one is, how figures are written, and lines across."""
+    """Properties that bars share: the categories, the full length, the form of figures, and lines across."""
 
     names: Sequence[str]
     whole: float
@@ -58,7 +58,7 @@ class Bars:
         return element("figure", *lines, self.legend(), element("figcaption", caption))
 
     def legend(self) -> Element:
-        """Which colour is which category."""
+        """The colour of each category."""
         keys = []
         for index, name in enumerate(self.names):
             square = element("rect", width="1", height="1", class_=_colour(index))

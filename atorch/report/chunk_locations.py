@@ -1,4 +1,4 @@
-"""Where each chunk is over time: a row a chunk, a section a kind of chunk, red on the device and blue on the host."""
+"""Chunk locations over time: a row a chunk, a section a kind of chunk, red on the device and blue on the host."""
 
 from __future__ import annotations
 

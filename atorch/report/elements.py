@@ -36,7 +36,6 @@ def table(
 
 
 def row(cells: Sequence[Node], numbers: Iterable[int] = (), tag: str = "td") -> Element:
-    """A row of a table."""
     made = [element(tag, cell) for cell in cells]
     for index in numbers:
         made[index].set("class", "number")

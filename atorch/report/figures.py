@@ -18,7 +18,6 @@ ALIKE = 0.0005  # of a step's seconds: nearer ones are told apart by nothing tha
 
 
 def composition(strategy: Sequence[str]) -> str:
-    """A strategy's methods in one line."""
     return " + ".join(strategy) or "plain training"
 
 
@@ -88,13 +87,13 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 def band(estimate: Mapping[str, Any]) -> str:
-    """Between which seconds a step is expected; "" where it is not told how far the estimate may be off."""
+    """The interval of seconds of a step; "" where it is not told how far the estimate may be off."""
     low, high = estimate.get("low_s"), estimate.get("high_s")
     return f"{format_seconds(low)} to {format_seconds(high)}" if low and high else ""
 
 
 def memory_band(estimate: Mapping[str, Any]) -> str:
-    """Between how many bytes the peak is expected; "" where it is not told how far the estimate may be off."""
+    """The interval of bytes of the peak; "" where it is not told how far the estimate may be off."""
     low, high = estimate.get("low_bytes"), estimate.get("high_bytes")
     return _with_one_unit(low, "to", high) if low and high else ""
 
@@ -107,7 +106,7 @@ def _with_one_unit(low: float, word: str, high: float) -> str:
 
 
 def ties(near: Sequence[Mapping[str, Any]]) -> str:
-    """How many the estimate cannot tell from the choice, and how likely they are faster."""
+    """The number that the estimate cannot tell from the choice, and how likely they are faster."""
     chances = [each["chance"] for each in near if each.get("chance") is not None]
     likeliest = f"; the likeliest of them is faster with a chance of {max(chances):.0%}" if chances else ""
     others = "1 other" if len(near) == 1 else f"{len(near)} others"
@@ -115,7 +114,7 @@ def ties(near: Sequence[Mapping[str, Any]]) -> str:
 
 
 def measuring(plan: PlanData, entry: Mapping[str, Any]) -> str:
-    """What a measurement would save, in words."""
+    """The saving by a measurement, in words."""
     saves = f"saves {entry['saves']:.1%} of a step on average"
     if entry.get("strategy") is None:
         return f"atorch calibrate, for {shown_work(entry['kind'])}, {saves}"
@@ -133,7 +132,6 @@ def _paces(estimate: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _on_host(plan: PlanData) -> str:
-    """What waits in host memory."""
     held = plan["estimate"].get("on_host_bytes")
     if not held:
         return "nothing waits in its memory"
@@ -143,7 +141,7 @@ def _on_host(plan: PlanData) -> str:
 
 
 def _proof(plan: PlanData) -> str:
-    """Whether the search was complete, where that is told."""
+    """A note on the completeness of the search, where that is told."""
     gap = plan.get("gap")
     if gap is None:
         return ""
@@ -155,7 +153,7 @@ def _proof(plan: PlanData) -> str:
 
 
 def usable_bytes(plan: PlanData) -> float:
-    """What a strategy may take of a device's memory."""
+    """Bytes of a device's memory that a strategy may take."""
     return float(plan.get("usable_bytes") or plan["memory_bytes"])
 
 
@@ -165,7 +163,7 @@ def held(memory: Mapping[str, float]) -> dict[str, float]:
 
 
 def reserved(memory: Mapping[str, float]) -> str:
-    """What the allocator may hold beside them, in words; "" where nothing is known of it."""
+    """Bytes that the allocator may hold beside them, in words; "" where nothing is known of it."""
     return f"the allocator may reserve {format_bytes(memory[SLACK])} more" if memory.get(SLACK) else ""
 
 
@@ -186,7 +184,7 @@ def shown_estimates(plan: PlanData, most: int) -> list[tuple[str, PlanData]]:
 
 
 def slower(plan: PlanData, estimate: Mapping[str, Any]) -> str:
-    """How an estimate's time compares with the chosen one's."""
+    """An estimate's time compared with the chosen one's, in words."""
     return _compared(estimate["step_s"] / plan["estimate"]["step_s"])
 
 
@@ -209,7 +207,7 @@ def _compared(ratio: float) -> str:
 
 
 def nearest_changes(entries: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Of the counterfactuals that change the same axis or method the first, but for those that change nothing."""
+    """The first of the counterfactuals that change one axis or method, but for those that change nothing."""
     seen: set[str] = set()
     for entry in entries:
         what = entry.get("what", entry["change"])
@@ -225,7 +223,7 @@ def varied(counts: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, Mappi
 
 
 def simulated(entry: Mapping[str, Any]) -> str:
-    """What simulating a strategy found, in a sentence."""
+    """The result of simulating a strategy, in a sentence."""
     if "why_not" in entry:
         return f"not simulated: {entry['why_not']}"
     found, estimated = entry["peak_bytes"], entry["estimated_bytes"]
@@ -238,7 +236,7 @@ def simulated(entry: Mapping[str, Any]) -> str:
 
 
 def simulations(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """What was simulated, and how many were not for each reason, a line each."""
+    """Results of simulations, and how many were not for each reason, a line each."""
     skipped = Counter[str]()
     for each in entries:
         if "why_not" in each:

@@ -101,7 +101,7 @@ def _sections(plan: PlanData, title: str) -> Iterator[Element]:
 
 
 def _memory_bars(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Bars:
-    """To the scale of the device; what is far too large for it is cut off at twice that."""
+    """Bars to the scale of the device; what is far too large for it is cut off at twice that."""
     estimates = [each["estimate"] for each in (*(each for _, each in shown), *plan["rejected"]) if each.get("estimate")]
     limits = {"limit": plan["memory_bytes"], "usable": usable_bytes(plan)}
     bars = Bars.of([held(each["memory"]) for each in estimates], format_bytes, limits)
@@ -147,7 +147,7 @@ def _ranking(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Element:
 
 
 def _legend(bars: Bars) -> str:
-    """What the bars' categories are, as a sentence."""
+    """The meaning of the bars' categories, as a sentence."""
     told = legend(bars.names)
     return f"{told[:1].upper()}{told[1:]}." if told else ""
 

@@ -1,4 +1,4 @@
-"""How much memory is in use over time: in all, and by chunks, with the phases of training behind the curves."""
+"""Memory in use over time: in all, and by chunks, with the phases of training behind the curves."""
 
 from __future__ import annotations
 

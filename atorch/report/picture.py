@@ -17,7 +17,6 @@ DOTS_PER_INCH = 200
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG."""
     return _drawn(figure, "png")
 
 

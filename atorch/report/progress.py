@@ -1,4 +1,4 @@
-"""How far a search is, by a bar with the time left or a line for every dry run; and what takes more than a moment."""
+"""Progress of a search: a bar with the time left or a line for every dry run; and of other long work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _tell(what: str, is_over: threading.Event, began: float, after_s: float) -> 
 
 
 class State(Protocol):
-    """What a search says of itself after a dry run."""
+    """The state of a search after a dry run."""
 
     @property
     def done(self) -> int: ...
@@ -74,7 +74,6 @@ class State(Protocol):
 
 
 def line(state: State) -> str:
-    """One dry run in one line."""
     found = "rejected" if state.step_s is None else format_seconds(state.step_s)
     best = "" if state.best_s is None else f", best {format_seconds(state.best_s)}"
     left = f", at most {format_seconds(state.left_s)} left" if state.done < state.total else ""

@@ -154,7 +154,7 @@ def _colour(drawn: Timeline, process: int, each: Placed) -> Colour:
 
 
 def _is_dark(colour: Colour) -> bool:
-    """Whether white is read on it better than black: its luma, ITU-R BT.601."""
+    """True if white is read on it better than black: its luma, ITU-R BT.601."""
     red, green, blue = colour
     return 0.299 * red + 0.587 * green + 0.114 * blue < 128
 

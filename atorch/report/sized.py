@@ -1,4 +1,4 @@
-"""What is drawn for the columns that there are: tables that hold on a narrow terminal, and parts side by side."""
+"""Layouts for the columns that there are: tables that hold on a narrow terminal, and parts side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Sized:
     made: Callable[[int], RenderableType]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What rich asks a renderable for."""
         yield self.made(options.max_width)
 
 

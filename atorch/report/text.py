@@ -22,7 +22,7 @@ Rejections = Sequence[Mapping[str, Any]]
 
 MAX_ROWS = 12
 _ORDER = ("slower", "failed", "time", "memory", "refused", "hardware", "not run")
-"""What was learnt comes before what was not."""
+"""Reasons: what was learnt comes before what was not."""
 
 
 def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableType:
@@ -40,7 +40,7 @@ def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableTy
 
 
 def plan_summary(plan: PlanData) -> RenderableType:
-    """What was chosen, what was expected and measured of it, and what it does to the numbers."""
+    """The choice, its estimate and measurement, and its effect on the numbers."""
     from rich.console import Group
     from rich.text import Text
 
@@ -98,7 +98,7 @@ def _facts(plan: PlanData) -> str:
 
 
 def _baseline(plan: PlanData) -> str:
-    """What the choice had to beat, and by how much it did, in turns with it."""
+    """The baseline of the choice, and the gain on it, in turns with it."""
     baseline = plan.get("baseline")
     if baseline is None:
         return ""
@@ -131,7 +131,7 @@ def _sorted(rejected: Rejections) -> list[Mapping[str, Any]]:
 
 
 def _left_out(rejected: Rejections, max_rows: int | None) -> list[RenderableType]:
-    """How many more there are, where there are."""
+    """A line on those left out, if any."""
     from rich.text import Text
 
     rest = [] if max_rows is None else _sorted(rejected)[max_rows:]
@@ -139,7 +139,7 @@ def _left_out(rejected: Rejections, max_rows: int | None) -> list[RenderableType
 
 
 def _common(plan: PlanData) -> list[str]:
-    """What all compositions have, which need not be said in every row."""
+    """Methods of all compositions, which need not be said in every row."""
     compositions = [plan["strategy"], *(each["strategy"] for each in plan["rejected"] if each["why"] != "hardware")]
     return [each for each in plan["strategy"] if len(compositions) > 1 and all(each in other for other in compositions)]
 

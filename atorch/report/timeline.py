@@ -15,7 +15,7 @@ from atorch.errors import StrategyError
 Pass = tuple[str, int, int]
 """(kind, stage, micro-batch); the kinds are those of `TICKS`."""
 TICKS: Mapping[str, int] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
-"""What a pass takes. `input` and `weight` are a backward pass in two parts."""
+"""The ticks of a pass. `input` and `weight` are a backward pass in two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Timeline:
 
     @property
     def num_ticks(self) -> int:
-        """From the start of the first pass to the end of the last one."""
+        """Ticks from the start of the first pass to the end of the last one."""
         return max(each.end for placed in self.processes for each in placed)
 
     @property
@@ -51,7 +51,7 @@ class Timeline:
         return sorted({each.stage for each in self.processes[process]})
 
     def most_held(self, process: int) -> float:
-        """Of how many micro-batches a process holds activations at once, counted in all of its stages."""
+        """The most micro-batches whose activations a process holds at once, counted in all of its stages."""
         placed = self.processes[process]
         begun = [(each.start, 1) for each in placed if each.kind == "forward"]
         done = [(each.end, -1) for each in placed if each.kind in ("backward", "weight")]

@@ -1,4 +1,4 @@
-"""What the short names in a plan stand for: where bytes and seconds go, and why a composition was not taken."""
+"""Meanings of the short names in a plan: categories of bytes and seconds, and reasons for rejection."""
 
 from __future__ import annotations
 
@@ -41,17 +41,15 @@ _WHY: Mapping[str, str] = {
 
 
 def shown_name(category: str) -> str:
-    """A category as people read it."""
     return category.replace("_", " ")
 
 
 def shown_work(kind: str) -> str:
-    """A kind of work as people read it."""
     return WORK.get(kind, kind)
 
 
 def legend(categories: Iterable[str]) -> str:
-    """What those of the categories are that do not say it themselves, in one line; "" where all do."""
+    """Meanings of those of the categories that do not say it themselves, in one line; "" where all do."""
     known = [(shown_name(name), CATEGORIES[name]) for name in dict.fromkeys(categories) if name in CATEGORIES]
     return "; ".join(f"{name}: {meaning}" for name, meaning in known)
 
@@ -62,7 +60,7 @@ def why_not(why: str) -> str:
 
 
 def left_out(rejected: Iterable[Mapping[str, Any]]) -> str:
-    """How many more there are and why they were not taken: `12 more: 7 out of memory, 5 slower`; "" of none."""
+    """The number left out and the reasons: `12 more: 7 out of memory, 5 slower`; "" of none."""
     counts = Counter(why_not(each["why"]) for each in rejected)
     told = ", ".join(f"{number:,} {why}" for why, number in counts.most_common())
     return f"{counts.total():,} more: {told}" if counts else ""

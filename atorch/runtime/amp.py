@@ -68,7 +68,7 @@ def casting_anew() -> Iterator[None]:
 
 
 class LossScale:
-    """What gradients are multiplied by: `scale()`. Dynamic, or constant where growth and backoff are 1.
+    """The factor of gradients: `scale()`. Dynamic, or constant where growth and backoff are 1.
 
     init: the first scale. growth: factor after `interval` good steps in a row. backoff: factor after a skipped step.
     hysteresis: skipped steps after which it backs off; they are counted anew once it has grown.
@@ -96,7 +96,6 @@ class LossScale:
         return self.value
 
     def update(self, skipped: bool) -> None:
-        """The scale after a step."""
         if skipped:
             self.good_steps = 0
             if self.patience > 1:
@@ -126,7 +125,6 @@ class LossScale:
         return {"scale": self.value, "good_steps": self.good_steps, "patience": self.patience}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved scale."""
         self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])
         self.patience = int(state.get("patience", self.hysteresis))
 
@@ -193,7 +191,7 @@ class ScaledOptimizer(WrappedOptimizer):
         return result
 
     def overflows(self) -> bool:
-        """Whether a gradient of any process is infinite or no number, which skips the next step; all processes ask."""
+        """True if a gradient of any process is infinite or no number, which skips the next step; all processes ask."""
         return self._unscaled_overflow(unscales=False)
 
     @torch.no_grad()
@@ -212,7 +210,7 @@ class ScaledOptimizer(WrappedOptimizer):
         return {**super().state_dict(), "loss_scale": self.scale.state_dict()}
 
     def local_state_dict(self) -> dict[str, Any]:
-        """What this process has of the inner optimizer's state."""
+        """This process's part of the inner optimizer's state."""
         return local_state_dict(self.inner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

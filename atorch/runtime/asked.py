@@ -1,4 +1,4 @@
-"""Which leaves a backward pass was asked for: all, those in `loss.backward(inputs=…)`, or `torch.autograd.grad`'s."""
+"""Leaves that a backward pass was asked for: all, those in `loss.backward(inputs=…)`, or `torch.autograd.grad`'s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 
 def can_be_reached(leaf: torch.Tensor) -> bool:
-    """Whether a function may have a leaf as its input only to see whether it is asked for.
+    """True if a function may have a leaf as its input only to see whether it is asked for.
 
     Where the function then has no gradient for it, autograd calls the leaf's hooks all the same, with None. Most hooks
     do not expect that.
@@ -68,7 +68,7 @@ class Postponed:
 
 
 def is_own(hook: Any) -> bool:
-    """Whether a hook is this package's."""
+    """True if a hook is this package's."""
     inner = getattr(hook, "func", hook)  # of a partial
     module = getattr(inner, "__module__", None) or type(inner).__module__
     return hasattr(hook, "expects_none") or module.partition(".")[0] == "atorch"
@@ -106,12 +106,12 @@ def muted(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def is_captured(accumulator: Node) -> bool:
-    """Whether the gradient of a leaf goes to the caller of `torch.autograd.grad`. Called in backward alone."""
+    """True if the gradient of a leaf goes to the caller of `torch.autograd.grad`. Called in backward alone."""
     return not _goes_to_the_leaf(accumulator)
 
 
 def is_asked(accumulator: Node) -> bool:
-    """Whether the backward pass that runs computes the gradient of a leaf, whoever gets it."""
+    """True if the backward pass that runs computes the gradient of a leaf, whoever gets it."""
     return not _goes_to_the_leaf(accumulator) or torch._C._will_engine_execute_node(accumulator)
 
 

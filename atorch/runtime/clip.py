@@ -37,7 +37,7 @@ class ClipsItself:
 
 
 class Binding(Protocol):
-    """What is known about an accelerated model, kept on it as `_atorch`."""
+    """Facts of an accelerated model, kept on it as `_atorch`."""
 
     @property
     def mesh(self) -> Mesh | None: ...
@@ -192,7 +192,7 @@ def _shards(parameter: Any) -> Key:
 
 
 def local_grad(parameter: Any) -> Tensor:
-    """What this process has of the gradient, as a plain tensor."""
+    """This process's part of the gradient, as a plain tensor."""
     grad = parameter.grad
     if not hasattr(grad, "to_local"):
         return grad.as_subclass(Tensor)  # type: ignore[no-any-return]
@@ -202,7 +202,7 @@ def local_grad(parameter: Any) -> Tensor:
 
 
 def _home(parameters: Sequence[Any]) -> torch.device:
-    """Where the norm is made: the accelerator, if any parameter is on one or is gathered on one."""
+    """The device of the norm: the accelerator, if any parameter is on one or is gathered on one."""
     for parameter in parameters:
         mesh = getattr(parameter, "device_mesh", None)
         kind = parameter.device.type if mesh is None else mesh.device_type

@@ -35,14 +35,14 @@ Work = Callable[[], "list[dist.Work | None]"]
 
 
 class Step(NamedTuple):
-    """What a rank is about to do: a collective of one group's parameters, or the begin or end of a pass."""
+    """A rank's next step: a collective of one group's parameters, or the begin or end of a pass."""
 
     action: str
     name: str = ""
     numel: int = 0
     in_backward: bool = False
     is_compared: bool = False
-    """Whether ranks always compare it, also where it is known to come."""
+    """True if ranks always compare it, also where it is known to come."""
 
     def __str__(self) -> str:
         size = f" of {self.numel:,} elements" if self.numel else ""
@@ -130,7 +130,7 @@ class CollectiveOrder:
 
     @classmethod
     def of(cls, groups: Sequence[dist.ProcessGroup | None], device_type: str) -> CollectiveOrder | None:
-        """That of the ranks of some groups; None where there is nobody else."""
+        """The order of the ranks of some groups; None where there is nobody else."""
         several = [group for group in groups if group is not None and group.size() > 1]
         if not several or any(dist.get_backend(group) == "fake" for group in several):
             return None
@@ -138,7 +138,7 @@ class CollectiveOrder:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether nothing has happened since a pass ended."""
+        """True if nothing has happened since a pass ended."""
         return self._last in ENDS
 
     def _stand_in_until_compared(self, wanted: Step) -> None:
@@ -158,7 +158,7 @@ class CollectiveOrder:
             self._passed.add(step)
 
     def _compare(self, what: str, where: str, flag: bool, why: str = "") -> bool:
-        """Whether any rank has set `flag`; raise where one fails, does something else, or strays from somewhere else.
+        """True if any rank has set `flag`; raise where one fails, does something else, or strays from somewhere else.
 
         why: this rank fails.
         """

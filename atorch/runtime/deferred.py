@@ -53,7 +53,6 @@ class Deferred:
         self._model, self._args, self._kwargs = model, args, kwargs
 
     def call(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """The model and the arguments it was called with."""
         return self._model, self._args, self._kwargs
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a forward reads and may change beside its arguments: kept, so that a recompute reads it as forward did.
+"""State that a forward reads and may change beside its arguments: kept, so that a recompute reads the same.
 
     state = ForwardState(modules, leaves, draws=True)    # before forward
     ...                                                  # forward
@@ -78,7 +78,7 @@ class ForwardState:
 
 
 class _Content:
-    """What a value holds that can change in place."""
+    """The contents of a value that can change in place."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.kept = value, _taken(value)
@@ -138,7 +138,7 @@ def _refill(place: dict[str, Any], data: Mapping[str, Any]) -> None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two containers hold the same objects."""
+    """True if two containers hold the same objects."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(value is other[name] for name, value in one.items())
     ids = [*map(id, one)], [*map(id, other)]

@@ -40,7 +40,7 @@ MIN_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 @dataclass(frozen=True, slots=True)
 class Fp8Recipe:
-    """How scales are chosen: the fields of transformer-engine's `DelayedScaling`, with its defaults.
+    """The choice of scales: the fields of transformer-engine's `DelayedScaling`, with its defaults.
 
     torchao scales by the tensor at hand: only `fp8_format` means something there.
     """
@@ -61,7 +61,7 @@ class Fp8Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Report:
-    """What was converted by which backend, and which Linear layers were left and why."""
+    """Layers that were converted, by which backend, and Linear layers that were left, and why."""
 
     backend: Literal["te", "torchao"]
     emulated: bool

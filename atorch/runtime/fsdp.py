@@ -219,7 +219,7 @@ def _real(module: nn.Module, parameters: Collection[nn.Parameter], device: torch
 def _policies(
     module: nn.Module, groups: Sequence[Group], policy: MixedPrecisionPolicy, root_policy: MixedPrecisionPolicy
 ) -> list[tuple[Group, MixedPrecisionPolicy]]:
-    """What is sharded as one, in order, and the dtypes of each: the root comes last."""
+    """Groups that are sharded as one, in order, and the dtypes of each: the root comes last."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policies = [(group, policy) for group in groups] + [(Group((module,)), root_policy)]
@@ -248,7 +248,7 @@ def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _owned(groups: Iterable[Group], left_out: Iterable[Tensor]) -> list[list[tuple[nn.Module, str]]]:
-    """Of each group, the parameters below its modules that no group before it has: a module and a name there."""
+    """Parameters of each group below its modules that no group before it has: a module and a name there."""
     seen, owned = set(left_out), []
     for group in groups:
         mine = []
@@ -262,7 +262,7 @@ def _owned(groups: Iterable[Group], left_out: Iterable[Tensor]) -> list[list[tup
 
 
 def _of_other_dtypes(owned: Iterable[Iterable[tuple[nn.Module, str]]]) -> set[nn.Parameter]:
-    """What trains in another dtype than most of its group does: FSDP2 reduces gradients of one dtype together."""
+    """Trainable parameters in another dtype than most of their group: FSDP2 reduces gradients of one dtype together."""
     others: set[nn.Parameter] = set()
     for places in owned:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}

@@ -1,4 +1,4 @@
-"""What each constructor argument of FullyShardedDataParallel (FSDP1) means under FSDP2, row by row.
+"""The meaning under FSDP2 of each constructor argument of FullyShardedDataParallel (FSDP1), row by row.
 
 *Applied*: it has an effect here. *Always so*: it asks for what FSDP2 does anyway, or for the same
 numbers. *Refused*: it cannot be, for the reason given.
@@ -127,7 +127,7 @@ Recursive = Callable[..., bool]
 
 
 def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | Tensor] = ()) -> tuple[str, ...]:
-    """What `policy` wraps below `root`, asked as FSDP1 asks it, by exact names; `ignored` is not asked about.
+    """Names of what `policy` wraps below `root`, asked as FSDP1 asks it, by exact names; `ignored` is not asked about.
 
     Raises:
         StrategyError: it cannot be asked so, asks for arguments of their own for a module, or the answer is no bool.

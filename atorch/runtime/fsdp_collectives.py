@@ -45,7 +45,7 @@ def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: boo
 
 
 def passes_of(root: nn.Module) -> Passes | None:
-    """What `keep_order` made for this model, if anything."""
+    """The passes that `keep_order` made for this model, if any."""
     found: Passes | None = vars(root).get(PASSES)
     return found
 
@@ -151,7 +151,6 @@ class Passes:
         return True
 
     def begin(self, what: Step) -> None:
-        """A pass begins."""
         if not torch.compiler.is_compiling():
             self._order.come_to(what._replace(in_backward=_is_in_backward()))
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered together under FSDP: by block, by size, by what is frozen, by what is tied."""
+"""Groups of modules gathered together under FSDP: by block, by size, by what is frozen, by what is tied."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_block(root: nn.Module) -> list[Group]:
 
 
 def _embeddings(root: nn.Module, inside: set[nn.Module]) -> list[Group]:
-    """Those of one parent, such as token and position embeddings, together."""
+    """Embeddings of one parent, such as token and position embeddings, together."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     siblings = (
         tuple(child for child in parent.children() if isinstance(child, tables) and child not in inside)
@@ -124,7 +124,7 @@ def _join(cluster: dict[nn.Module, set[nn.Module]], modules: Iterable[nn.Module]
 
 
 def _holders(root: nn.Module, units: set[nn.Module]) -> dict[Tensor, set[nn.Module]]:
-    """For each parameter the units that hold it, and the modules outside all units that do."""
+    """The units that hold each parameter, and the modules outside all units that do."""
     holders: dict[Tensor, set[nn.Module]] = {}
     visited: set[tuple[nn.Module, nn.Module | None]] = set()
 

@@ -81,7 +81,7 @@ class _Gathered:
         self._root, self._passes, self._inside = root, passes, False
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What FSDP2 takes for a forward method of the root."""
+        """Call `method`: FSDP2 takes this for the root's forward."""
         return method(*args, **kwargs)
 
     def generating(self, method: Callable[..., Any], *, several: bool) -> Callable[..., Any]:

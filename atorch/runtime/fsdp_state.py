@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a module that it shards, where there is no public way to it."""
+"""State that FSDP2 keeps of a module that it shards, where there is no public way to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def is_gathered(module: Any) -> bool:
-    """Whether `module`, an FSDPModule, has whole parameters, or shares them out among fewer processes for backward."""
+    """True if `module`, an FSDPModule, has whole parameters, or shares them out among fewer processes for backward."""
     return not all(group.is_sharded for group in groups_of(module))
 
 
@@ -31,7 +31,7 @@ def show_sharded(group: Any) -> None:
 
 
 def versions(module: Any) -> list[int]:
-    """How often the shards of `module`, an FSDPModule, were written, in numbers that change with every write."""
+    """Counts of writes to the shards of `module`, an FSDPModule, in numbers that change with every write."""
     shards = [each.sharded_param for group in groups_of(module) for each in group.fsdp_params]
     with torch._C.DisableTorchFunctionSubclass():
         return [count for each in shards for count in (each._version, each._local_tensor._version)]

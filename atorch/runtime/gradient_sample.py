@@ -39,7 +39,7 @@ class Elements:
     values: Tensor
 
     def __mul__(self, factor: float) -> Elements:
-        """Those of a gradient that is `factor` times as large."""
+        """Elements of a gradient that is `factor` times as large."""
         return replace(self, values=self.values * factor)
 
 
@@ -94,7 +94,7 @@ def farthest(
     group: dist.ProcessGroup | None = None,
     noise: float = 1.0,
 ) -> tuple[float, str]:
-    """How far the gradient farthest from the sample is, as a fraction of it, and whose; (0.0, "") where none is read.
+    """The distance of the gradient farthest from the sample, as a fraction of it, and its name; (0.0, "") for none.
 
     All ranks call it together and get the same. What only some have, as the stages of a pipeline, they look at alone;
     what is kept elsewhere than on the parameters is left out.
@@ -144,7 +144,7 @@ def not_as_written(
 def _reader(
     name: str, parameter: Any, layout: ModelLayout | None, group: dist.ProcessGroup | None
 ) -> Callable[[], Tensor] | None:
-    """What gives the whole gradient of a parameter, on all ranks that have it together; None where none can be had."""
+    """A reader of a parameter's whole gradient, for all ranks that have it together; None where there is none."""
     grad = parameter.grad
     if grad is None and not isinstance(parameter, ChunkedParameter):  # whose gradient is elsewhere
         grad = torch.zeros_like(parameter.detach())

@@ -32,7 +32,7 @@ _SHAPES = (_TENSOR.shape.__get__, _TENSOR.ndim.__get__, Tensor.size, Tensor.dim,
 
 
 class Guard(NamedTuple):
-    """What is known of a gradient that is not plain training's, or not all of it."""
+    """Facts of a gradient that is not plain training's, or not all of it."""
 
     name: str  # of the parameter
     why: str
@@ -54,7 +54,7 @@ class Guard(NamedTuple):
 
 
 class _Guarded:
-    """What is the same of the classes below, which are a gradient's own with nothing added."""
+    """The base of the classes below, which are a gradient's own with nothing added."""
 
     __slots__ = ()
     guard: Guard
@@ -63,7 +63,6 @@ class _Guarded:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` on the gradient."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded)]
@@ -134,7 +133,7 @@ def _check(func: Any, given: list[Any]) -> None:
 
 
 def _marked(func: Any, given: list[Any], result: Any, args: tuple[Any, ...]) -> Any:
-    """What was computed, which refuses numbers, too."""
+    """The result, which refuses numbers, too."""
     name = func.__name__
     if name in _ORDINARY or name.endswith("_like") or name.startswith("new_"):
         return result

@@ -46,7 +46,7 @@ class _Step(NamedTuple):
 
 
 class InitialValues:
-    """What the parameters and buffers of `model` that are on the meta device are to have.
+    """Values for the parameters and buffers of `model` that are on the meta device.
 
     Args:
         fill: called with each module that has such tensors in it, and with those above that it can be called with;
@@ -101,7 +101,7 @@ class InitialValues:
                 before.restore(device)
 
     def _watched(self) -> list[_Step]:
-        """What touches which tensors; raises for those that nothing writes to."""
+        """Steps with the tensors they touch; raises for those that nothing writes to."""
         steps, written = [], set[int]()
         ids = {place.storage: each for each, place in self._places.items()}
         with preserved_rng(), torch.no_grad():
@@ -153,7 +153,7 @@ class InitialValues:
 
 
 class _Place:
-    """Where a meta tensor stands in the model: under several names where it is tied."""
+    """The place of a meta tensor in the model: under several names where it is tied."""
 
     def __init__(self, meta: Tensor) -> None:
         self.meta, self.storage = meta, meta.untyped_storage()._cdata
@@ -166,7 +166,7 @@ class _Place:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether a holder has another tensor."""
+        """True if a holder has another tensor."""
         return any(held[name] is not self.meta for held, name in self._holders)
 
     def put(self, tensor: Tensor) -> None:

@@ -32,9 +32,9 @@ class Loader(DataLoader[Any]):
     """A DataLoader with `set_epoch`, which reshuffles whatever sampler draws its indices."""
 
     was_read = False
-    """Whether somebody began to."""
+    """True once somebody began to."""
     is_part = False
-    """Whether it reads a part of a stream, which may end before others' do."""
+    """True if it reads a part of a stream, which may end before others' do."""
     group: dist.ProcessGroup | None = None
     """Processes that stop together with this one; all of them must iterate."""
 
@@ -77,7 +77,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(seed).generate_state(self.ROUNDS, np.uint64)
 
     def __call__(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """What stands at each of `places`."""
+        """The numbers at each of `places`."""
         found = self._through(places.astype(np.uint64))
         while len(outside := np.flatnonzero(found >= self._num)):
             found[outside] = self._through(found[outside])
@@ -152,7 +152,7 @@ class RankBatches(Sampler[list[Any]]):
 
 
 def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
-    """What `sampler` draws, from random numbers of Python, numpy or torch that are the same on every rank.
+    """The draws of `sampler`, from random numbers of Python, numpy or torch that are the same on every rank.
 
     Many at once where it says how much that is; one that does not may have no end, and is drawn from as it is used.
     """
@@ -177,7 +177,7 @@ def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
 
 
 def _is_sized(sampler: Sampler[Any]) -> bool:
-    """Whether a sampler has a length; torch's BatchSampler has one if the sampler inside has."""
+    """True if a sampler has a length; torch's BatchSampler has one if the sampler inside has."""
     try:
         len(sampler)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -267,7 +267,7 @@ def _made(dataset: Dataset[Any], arguments: Mapping[str, Any]) -> Loader:
 
 
 def shares_out(loader: object, rows: int) -> bool:
-    """Whether a batch of so many rows comes of a loader of `make_loader` that gives every rank as many in each step."""
+    """True if a batch of so many rows comes of a loader of `make_loader` that gives every rank as many in each step."""
     if not isinstance(loader, Loader) or not loader.was_read:
         return False
     if isinstance(loader.batch_sampler, RankBatches):

@@ -26,7 +26,7 @@ from atorch.runtime.still import still, untouched
 from atorch.runtime.wrapper import Wrapper
 
 SAME_OUTPUT = 2e-5
-"""How far, relatively, losses of rows of one output may be from that of all of it, in fp32."""
+"""The relative tolerance of losses of rows of one output to that of all of it, in fp32."""
 KEPT_CALLS = 4
 """Calls of the model before the first loss whose arguments are kept."""
 
@@ -40,18 +40,18 @@ Run = Callable[[Sequence[Sample], bool], Sequence[float]]  # (samples, whether t
 
 
 class Calls:
-    """What a model was called with of late, but for calls of the kinds that nobody asks about any more."""
+    """The latest calls of a model, but for those of the kinds that nobody asks about any more."""
 
     def __init__(self) -> None:
         self.kind: Any = None
-        """What the arguments of the last call were made of."""
+        """The kind of the arguments of the last call."""
         self.known: Collection[Any] = ()
         """Kinds whose arguments are not kept."""
         self._kept: list[tuple[int, Any]] = []
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Calls:
-        """From now on those of `model`."""
+        """The calls of `model` from now on."""
         calls = cls()
         if not nobody_else():
             override(model, "__call__", _noting, calls)
@@ -87,7 +87,7 @@ def _detached(leaf: Any, place: str) -> Any:
 
 
 def kind_of(data: Any) -> Any:
-    """What a batch is made of: the same on every rank, whatever it holds and however long its lists are."""
+    """The kind of a batch: the same on every rank, whatever it holds and however long its lists are."""
     if isinstance(data, Tensor):
         return data.dtype, data.dim()
     if isinstance(data, Mapping):
@@ -98,7 +98,7 @@ def kind_of(data: Any) -> Any:
 
 
 def losses_of(model: nn.Module, loss_func: LossFunc) -> Run:
-    """What tells a `Look` the losses of samples: of their outputs, or by running the model."""
+    """A function that gives a `Look` the losses of samples: of their outputs, or by running the model."""
 
     def run(samples: Sequence[Sample], runs_model: bool) -> list[float]:
         is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
@@ -115,8 +115,6 @@ def losses_of(model: nn.Module, loss_func: LossFunc) -> Run:
 
 
 class _Way(NamedTuple):
-    """How losses of parts are had."""
-
     runs_model: bool
     tolerance: float | None
     masks: bool = False  # labels, where no rows can be cut off or joined
@@ -181,7 +179,7 @@ class Look:
             )
 
     def holds(self) -> bool:
-        """Whether the rules explain this loss, too, as far as this rank can tell from the output alone."""
+        """True if the rules explain this loss, too, as far as this rank can tell from the output alone."""
         rows = shared_rows(self._batch) or 1
         if rows == 1 or not _follows(self._output, rows):
             return True
@@ -265,7 +263,7 @@ class Look:
         return [one[0], two[0]], [1, 1], lambda place: self._losses(way, one, two, lambda: whole, tells=cut > 0)
 
     def _spread(self, cut: int) -> float:
-        """How much the rules differ on the two parts of a batch that is cut there."""
+        """The difference of the rules on the two parts of a batch that is cut there."""
         rows = shared_rows(self._batch) or 1
         one, two = (
             self._rule.counts(portion(self._batch, start, stop, rows), stop - start)
@@ -274,7 +272,7 @@ class Look:
         return _spread(one, two)
 
     def _losses(self, way: _Way, one: Sample, two: Sample, both: Callable[[], Sample], *, tells: bool = True) -> Losses:
-        """Of two samples and of the two as one; nothing where the rank has nothing to tell."""
+        """Losses of two samples and of the two as one; nothing where the rank has nothing to tell."""
 
         def run() -> Sequence[float]:
             losses = self._run([one, two, both()], way.runs_model)
@@ -292,7 +290,7 @@ class Look:
         return self._seen
 
     def failure(self, why: str) -> StrategyError:
-        """What to tell the user who is not told a rule."""
+        """The error for a user who is not told a rule."""
         return StrategyError(
             f"the loss is averaged over the processes, but {why}. Where it is a mean over rows, of which every process "
             "has as many, that is what it is on one process; where it compares samples with one another (in-batch "
@@ -316,7 +314,7 @@ def _short(output: Any) -> torch.dtype | None:
 
 
 def _follows(output: Any, rows: int) -> bool:
-    """Whether all that the loss could reach the model by has the batch's rows, or a multiple."""
+    """True if all that the loss could reach the model by has the batch's rows, or a multiple."""
     dims: list[bool] = []
 
     def note(leaf: Any, place: str) -> Any:
@@ -334,13 +332,13 @@ def _cuts(rows: int) -> list[int]:
 
 
 def _spread(one: Sequence[float], two: Sequence[float]) -> float:
-    """How far what rules count in two parts is from being in one proportion."""
+    """The deviation of the rules' counts in two parts from one proportion."""
     shares = [a / (a + b) if a + b else 0.5 for a, b in zip(one, two, strict=True)]
     return max(shares) - min(shares)
 
 
 def _sums(batch: Any) -> list[float]:
-    """What tells batches apart: ranks that share a sample have the same."""
+    """Sums that tell batches apart: ranks that share a sample have the same."""
     found: list[float] = []
 
     def note(leaf: Any, place: str) -> Any:

@@ -1,4 +1,4 @@
-"""How the losses of micro-batches make the loss of their batch: L = Σ wᵢ Lᵢ.
+"""Weights of the losses of micro-batches in that of their batch: L = Σ wᵢ Lᵢ.
 
     rows            wᵢ = rows in micro-batch i / rows in the batch: a mean over rows
     labels          the same with labels other than −100: a mean over labels, as cross_entropy's
@@ -51,7 +51,7 @@ class LossWeight:
 
     def __init__(self, rule: Rule = "auto", tolerance: float = 1e-4, group: dist.ProcessGroup | None = None) -> None:
         self.rules: tuple[Rule, ...] | None = None if rule == "auto" else (rule,)
-        """What may hold, the best first; None before a batch was seen."""
+        """Rules that may hold, the best first; None before a batch was seen."""
         self.is_checked = self.is_named = rule != "auto"
         self._tolerance, self._group = tolerance, group
         self._errors: dict[Rule, float] = {}
@@ -76,7 +76,7 @@ class LossWeight:
         return tables[0]
 
     def counts(self, part: Any, rows: int) -> list[float]:
-        """What each of `rules` counts in a part of so many rows."""
+        """The count by each of `rules` in a part of so many rows."""
         return [counted[0] for counted in _counts(self.candidates(part), [part], [rows])]
 
     def candidates(self, part: Any) -> tuple[Rule, ...]:
@@ -85,22 +85,21 @@ class LossWeight:
         return _possible(part) if self.rules is None else self.rules
 
     def explains(self, parts: Sequence[Any], rows: Sequence[int], losses: Losses, tolerance: float) -> bool:
-        """Whether one of `rules` makes the third of `losses`, that of both parts, from the two before it."""
+        """True if one of `rules` makes the third of `losses`, that of both parts, from the two before it."""
         errors = [_error(weights, losses) for weights in self._tables(parts, rows)]
         return not math.isfinite(losses[2]) or min(errors) <= tolerance
 
     def keep(self, rules: tuple[Rule, ...]) -> None:
-        """Go on with these alone."""
         self.rules = rules
 
     @property
     def is_told(self) -> bool:
-        """Whether a rule was named, or losses have told which may hold."""
+        """True if a rule was named, or losses have told which may hold."""
         return self.is_named or self._looks > 0
 
     @staticmethod
     def is_one_a_row(part: Any) -> bool:
-        """Whether a batch has one label a row, as classes of images are."""
+        """True if a batch has one label a row, as classes of images are."""
         entry = labels_of(part)
         return entry is not None and entry.dim() == 1
 
@@ -162,7 +161,7 @@ class LossWeight:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether `flag` holds on any process of the job."""
+    """True if `flag` holds on any process of the job."""
     return any_processes([flag])[0]
 
 
@@ -185,7 +184,7 @@ def sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> lis
 
 
 def _counts(rules: Sequence[Rule], parts: Sequence[Any], rows: Sequence[int]) -> list[list[float]]:
-    """What each rule counts in each micro-batch."""
+    """The count by each rule in each micro-batch."""
     counts = {rule: torch.stack([_count(rule, part) for part in parts]) for rule in rules if rule not in _BY_ROWS}
     # One transfer for all of them.
     known = dict(zip(counts, torch.stack(list(counts.values())).tolist(), strict=True)) if counts else {}
@@ -261,7 +260,7 @@ def _count(rule: Rule, part: Any) -> torch.Tensor:
 
 
 def _entry(rule: str, part: Any) -> torch.Tensor | None:
-    """What the rule counts in: the labels, or the entry that it names; without the first of each row where shifted."""
+    """The tensor that the rule counts in: the labels, or its entry; without the first of each row where shifted."""
     entry = labels_of(part) if rule in RULES else _named(rule, part)
     if entry is not None and rule == "shifted_labels":
         return entry[:, 1:] if entry.dim() > 1 else None
@@ -272,7 +271,7 @@ def _entry(rule: str, part: Any) -> torch.Tensor | None:
 
 
 def labels_of(part: Any) -> torch.Tensor | None:
-    """By key or field; of a list or tuple, its last tensor of integers."""
+    """The labels by key or field; of a list or tuple, its last tensor of integers."""
     for name in LABELS:
         entry = _named(name, part)
         if entry is not None and _are_classes(entry):
@@ -299,5 +298,5 @@ def _are_classes(entry: torch.Tensor) -> bool:
 
 
 def tolerance_of(dtype: torch.dtype | None) -> float:
-    """How far, relatively, a weighted sum of losses may be from the loss of the whole when computing in `dtype`."""
+    """The relative tolerance of a weighted sum of losses against the loss of the whole when computing in `dtype`."""
     return {torch.float16: 1e-3, torch.bfloat16: 5e-3}.get(dtype, 1e-4) if dtype is not None else 1e-4

@@ -1,4 +1,4 @@
-"""What a loss function returns: a scalar tensor, or a list or tuple with one first."""
+"""Results of a loss function: a scalar tensor, or a list or tuple with one first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ LossFunc = Callable[[Any, Any], Any]  # (batch, output) → loss
 
 
 def value_of(loss: Any) -> torch.Tensor:
-    """The scalar of a loss."""
     value: torch.Tensor = loss[0] if isinstance(loss, (list, tuple)) else loss
     return value
 

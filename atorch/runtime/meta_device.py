@@ -19,12 +19,11 @@ MAX_NAMED = 3  # in an error
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Whether it has neither memory nor a device."""
     return tensor.device.type == "meta"  # of a fake tensor it is the device that it stands for
 
 
 def has_meta(modules: Iterable[nn.Module]) -> bool:
-    """Whether a parameter or buffer is on the meta device."""
+    """True if a parameter or buffer is on the meta device."""
     return any(map(is_meta, own_tensors(inner for module in modules for inner in module.modules())))
 
 
@@ -93,7 +92,7 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def is_unfilled(tensor: Tensor) -> bool:
-    """Whether this process's part of it is as `unfilled` has made it."""
+    """True if this process's part of it is as `unfilled` has made it."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.numel() > 0 and bool(local.detach().isnan().all())
 

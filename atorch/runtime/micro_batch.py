@@ -95,7 +95,7 @@ class MicroBatched:
             return self._run(model, pieces, weights, self._factor(rule, ranks, model, call, rows))
 
     def _factor(self, rule: LossWeight, ranks: RankWeight | None, model: nn.Module, call: _Call, rows: int) -> float:
-        """What gradients are multiplied by: here, as they are reduced before the loss hands them over."""
+        """The factor of gradients: applied here, as they are reduced before the loss hands them over."""
         if ranks is None:
             return 1.0
         batch, args, kwargs = call
@@ -162,7 +162,7 @@ class MicroBatched:
         self._trials -= 1
 
     def _fits(self, model: nn.Module, call: _Call, size: int, rows: int) -> bool:
-        """Whether all processes have memory for micro-batches of so many rows.
+        """True if all processes have memory for micro-batches of so many rows.
 
         Each tries it alone, so that nobody waits for one that has run out of it. Of several micro-batches two are
         tried: the second has the gradients of the first beside it.
@@ -188,7 +188,7 @@ class MicroBatched:
 
 
 class _Weights(NamedTuple):
-    """What micro-batches, and ranks, weigh for one kind of call."""
+    """Weights of micro-batches, and of ranks, for one kind of call."""
 
     rule: LossWeight
     ranks: RankWeight | None
@@ -199,7 +199,7 @@ class _Weights(NamedTuple):
 
 
 class _Switch:
-    """Whether the model defers its outputs."""
+    """A switch by which the model defers outputs."""
 
     is_on = True
 

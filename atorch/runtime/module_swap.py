@@ -47,7 +47,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class SwapReport:
-    """What was replaced, and what was not and why."""
+    """Modules replaced, and those not and why."""
 
     swapped: tuple[Swap, ...] = ()
     kept: tuple[Kept, ...] = ()
@@ -92,7 +92,7 @@ def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
 
 
 def why_unswappable(module: nn.Module) -> str | None:
-    """What a replacement of this module would lose, or None where all goes over."""
+    """The obstacle to a replacement of this module, or None where all goes over."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if "parametrizations" in module._modules:
@@ -227,7 +227,7 @@ def _fitted(parameter: nn.Parameter, like: nn.Parameter, *, same_role: bool) -> 
 
 
 def _places_outside(model: nn.Module, source: nn.Module, wanted: set[int]) -> dict[int, list[Place]]:
-    """Where else in the model these parameters of the source are held: parameter id → (module, name)."""
+    """Other places of the model that hold these parameters of the source: parameter id → (module, name)."""
     inside = set(source.modules())
     found: dict[int, list[Place]] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""What batches are made of: tensors in nested mappings, lists, tuples, named tuples and dataclasses."""
+"""Nested batches: tensors in mappings, lists, tuples, named tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def map_leaves(change: Change, data: Any, place: str = "batch") -> Any:
 
 
 def is_strings(data: Any) -> bool:
-    """Whether `data` is a list of strings, at least one."""
+    """True if `data` is a list of strings, at least one."""
     return isinstance(data, list) and bool(data) and all(isinstance(item, (str, bytes)) for item in data)
 
 

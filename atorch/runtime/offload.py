@@ -26,7 +26,7 @@ from atorch.runtime.wrapped_optimizer import WrappedOptimizer, local
 
 
 def within(share: float, sizes: Sequence[int], taken: int = 0) -> list[bool]:
-    """Which items are taken, each whole, in order, where it still fits: together at most `share` of all sizes.
+    """Flags of the items taken, each whole, in order, where it still fits: together at most `share` of all sizes.
 
     taken: what of that is taken already, by others than these.
     """
@@ -132,7 +132,7 @@ class HostOptimizer(StandIns):
 
 
 def on_host(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What an optimizer, or those inside of it, keep in host memory by this: copies, masters, and states of both."""
+    """Tensors of an optimizer, or those inside of it, in host memory by this: copies, masters, and states of both."""
     inside = [optimizer]
     while isinstance(inside[-1], WrappedOptimizer):
         inside.append(inside[-1].inner)
@@ -187,7 +187,7 @@ def _down(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _wait(parameters: Iterable[Tensor]) -> None:
-    """Until all copies that are queued, from and to the devices of these parameters, are made."""
+    """Wait until all copies that are queued, from and to the devices of these parameters, are made."""
     for device in {local(each).device for each in parameters}:
         if device.type != "cpu":
             torch.get_device_module(device.type).current_stream(device).synchronize()

@@ -31,7 +31,7 @@ CHOSEN = "_offloads_activations"
 
 
 def num_offloaded(share: float, num_blocks: int) -> int:
-    """How many blocks that share is: whole ones, and not the last of several.
+    """The number of blocks of that share: whole ones, and not the last of several.
 
     Raises:
         ArgumentError: that is no block.
@@ -106,7 +106,7 @@ class _Host:
         forward.end()
 
     def is_small(self, num_bytes: int, device: torch.device) -> bool:
-        """Whether so little is not worth a copy."""
+        """True if so little is not worth a copy."""
         least = (SMALL_BYTES if device.type != "cpu" else 1) if self.small_bytes is None else self.small_bytes
         return num_bytes < least
 
@@ -119,7 +119,7 @@ class _Host:
 
 
 class _View(NamedTuple):
-    """What autograd keeps instead of a tensor."""
+    """A view that autograd keeps instead of a tensor."""
 
     memory: _Memory
     size: torch.Size
@@ -161,7 +161,6 @@ class _Pass:
 
     @torch.no_grad()
     def unpack(self, packed: Tensor | _View) -> Tensor:
-        """The tensor on the device."""
         if isinstance(packed, Tensor):
             return packed
         self.fetch()
@@ -205,13 +204,12 @@ class _Memory:
         self._copy(self._kept, whole, "down")
 
     def fetch(self) -> None:
-        """Begin to bring it up."""
         if self._back is None:
             self._back = torch.empty(self._kept.shape, dtype=self._kept.dtype, device=self._device)
             self._copy(self._back, self._kept, "up")
 
     def on_device(self) -> Tensor:
-        """What it was, on the device; let go of when each view of it has been asked for once."""
+        """The memory, on the device; let go of when each view of it has been asked for once."""
         self.fetch()
         back = self._back
         assert back is not None
@@ -238,7 +236,7 @@ class _Memory:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but numbers in a memory."""
+    """True if a tensor is nothing but numbers in a memory."""
     is_made_of_others = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "fake_device")
     return tensor.layout is torch.strided and not (
         is_made_of_others or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
@@ -254,7 +252,7 @@ def _is_cast_of_parameter(tensor: Tensor) -> bool:
 
 
 def _places(block: nn.Module, inputs: Any) -> Iterator[int]:
-    """Where a block's own tensors are, and those it was given that others hold."""
+    """Storages of a block's own tensors, and of those it was given that others hold."""
     given: Sequence[Any] = [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and not each.requires_grad]
     for tensor in (*block.parameters(), *block.buffers(), *given):
         if _is_plain(tensor):

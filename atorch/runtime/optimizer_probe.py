@@ -1,4 +1,4 @@
-"""Whether an optimizer computes the same where it sees only a part of what it would see on one process.
+"""Tests if an optimizer computes the same where it sees only a part of what it would see on one process.
 
 A method that spreads parameters gives each process's optimizer some parameters (`APART`), some rows or columns of each
 (`ROWS`, `COLUMNS`), some elements of each (`FLAT`), or DTensors, which look whole (`SHARDED`). Steps of one element by
@@ -69,7 +69,7 @@ def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def makes_elementwise(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> bool:
-    """Whether what is made for such groups is such an optimizer, or one around it."""
+    """True if what is made for such groups is such an optimizer, or one around it."""
     made = made_small(make_optimizer, groups)
     while isinstance(made, WrappedOptimizer):
         made = made.inner
@@ -77,7 +77,7 @@ def makes_elementwise(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> b
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Whether its step cannot do without a closure."""
+    """True if its step cannot do without a closure."""
     try:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
     except (TypeError, ValueError):
@@ -171,7 +171,7 @@ class _Trial:
         self._gradients = [[each * (1 + 2 * number) for number, each in enumerate(drawn())] for _ in range(_STEPS)]
 
     def updates(self, view: View) -> list[Any]:
-        """What the steps added to each parameter, or to what `view` has of it."""
+        """Updates by the steps of each parameter, or of what `view` has of it."""
         torch.manual_seed(5)
         mine, groups = self._parameters(view)
         optimizer = self._make(groups)
@@ -226,7 +226,7 @@ def _all_of(index: int, tensor: Tensor) -> Tensor:
 
 
 def _cut(split: Split, number: int, index: int, tensor: Tensor) -> Tensor | None:
-    """What optimizer `number` of two has."""
+    """The part of optimizer `number` of two."""
     if split == "apart":
         return tensor if index % 2 == number else None
     dim = 1 if split == "columns" else 0
@@ -266,6 +266,6 @@ def _tensors(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
 
 
 def _tensor_of(entry: Any) -> Tensor:
-    """Of an entry of a group, which may be a pair of a name and a parameter."""
+    """The tensor of a group's entry, which may be a pair of a name and a parameter."""
     tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
     return tensor

@@ -68,7 +68,7 @@ class Outside(DTensor):
 
 
 class _Stands:
-    """What a gathered parameter has that stands for its sharded one."""
+    """The base of a gathered parameter that stands for its sharded one."""
 
     __slots__ = ()
     sharded: Callable[[], Any]
@@ -79,11 +79,9 @@ class _Stands:
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The sharded one's."""
         return self.sharded().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The sharded one's."""
         return self.sharded().__reduce_ex__(protocol)
 
 
@@ -135,7 +133,7 @@ def stand_for_sharded(root: nn.Module) -> None:
 
 
 class _Between:
-    """What stands for sharded parameters, freed or not: an optimizer may hold it since it was gathered."""
+    """Stand-ins for sharded parameters, freed or not: an optimizer may hold one since it was gathered."""
 
     def __init__(self, root: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -239,7 +237,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes what it is given: `add_`, `__iadd__`, `__setitem__`, `out=`."""
+    """True if a function changes what it is given: `add_`, `__iadd__`, `__setitem__`, `out=`."""
     is_operator = name.startswith("__") and name.endswith("__")
     return name[2:5] in ("set", "del") or name[2] == "i" if is_operator else name.endswith("_") or "out" in kwargs
 
@@ -284,7 +282,7 @@ def _settle(value: Any) -> None:
 
 
 def _joined(value: Any) -> Any:
-    """As it meets plain tensors: a gathered parameter as it is, a number whole."""
+    """The value as it meets plain tensors: a gathered parameter as it is, a number whole."""
     if isinstance(value, _Whole) and not value.untyped_storage().size():  # it was freed
         return value.sharded()
     if not isinstance(value, Outside) or value.dim():
@@ -308,7 +306,7 @@ class _AtOnce(torch.autograd.Function):
 
 
 def as_outside(of: Any, value: Any) -> Any:
-    """What was computed of a parameter meets plain tensors no more than it does."""
+    """Mark what was computed of a parameter: it meets plain tensors no more than that does."""
     if type(value) is DTensor:
         of = _sharded(of)
         value.path, value.meet = of.path, of.meet  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def lift(module: nn.Module, name: str, make: Make) -> None:
 
 
 def is_override(cls: type) -> bool:
-    """Whether a class is one that `override` made of its base."""
+    """True if a class is one that `override` made of its base."""
     return _MARK in vars(cls)
 
 

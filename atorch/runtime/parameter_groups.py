@@ -14,12 +14,11 @@ from atorch.errors import ArgumentError
 
 
 def is_group(entry: object) -> bool:
-    """Whether it is a group, and no parameter."""
     return isinstance(entry, Mapping) and "params" in entry
 
 
 def in_group(group: Any) -> list[Any]:
-    """What is in a group, or stands without one, without the names that may stand beside parameters."""
+    """Entries of a group, or one that stands without one, without the names that may stand beside parameters."""
     entries = group["params"] if is_group(group) else [group]
     entries = [entries] if isinstance(entries, torch.Tensor) else entries
     return [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in entries]

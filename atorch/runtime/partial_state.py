@@ -15,7 +15,7 @@ from atorch.logs import logger
 
 @dataclass(eq=False)
 class _Telling:
-    """What a model does before it gives its state dict."""
+    """A hook of a model before it gives its state dict."""
 
     part: str
     is_done: bool = False

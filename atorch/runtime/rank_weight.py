@@ -1,4 +1,4 @@
-"""What the loss of a process weighs among those of all that see other samples: training is that of the whole batch.
+"""Weights of the losses of processes that see other samples, so that training is that of the whole batch.
 
     loss_func = RankWeighted(model, loss_func, group)
     loss = loss_func(batch, model(batch))        # the user's own loss
@@ -45,7 +45,7 @@ DOUBTED: Set[int] = frozenset(2**power for power in range(8))
 
 
 class Share(NamedTuple):
-    """What gradients of this process's loss are multiplied by."""
+    """The factor of gradients of this process's loss."""
 
     factor: Callable[[], float]  # all ranks must ask together, or none
     is_plain: bool = False  # it is 1
@@ -75,9 +75,9 @@ class RankWeight:
         self._constant: float | None = None
         self._is_settled, self._wanted, self._closed = False, 0, 0
         self.last = 1.0
-        """What gradients of the last loss were multiplied by, once backward ran."""
+        """The factor of the last loss's gradients, once backward ran."""
         self.is_explained = True
-        """Whether a rule explains the loss, as far as it was looked at."""
+        """True if a rule explains the loss, as far as it was looked at."""
 
     def share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
         """This rank's share of a batch, of which it has `rows` rows. All ranks must ask together.
@@ -111,12 +111,12 @@ class RankWeight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether averaging is right in every step."""
+        """True if averaging is right in every step."""
         return self._constant == 1.0
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model will not have to run again to tell what its loss is made of."""
+        """True if the model will not have to run again to tell what its loss is made of."""
         return self._is_settled and (self._constant is not None or len(self.rule.rules or ()) == 1)
 
     def doubt(self, look: Look) -> None:
@@ -135,7 +135,7 @@ class RankWeight:
             logger.warning("%s", why)
 
     def _settle(self, batch: Any, rows: int, look: Callable[[], None]) -> None:
-        """Whether one factor holds for all steps."""
+        """Settle whether one factor holds for all steps."""
         if not self.rule.is_checked and not nobody_else():
             try:
                 look()
@@ -204,7 +204,7 @@ class RankWeight:
         return factors
 
     def _pretended(self) -> float:
-        """Where the other ranks are fake ones: what is sent, and no figure."""
+        """Send what is sent where the other ranks are fake ones; no figure."""
         dist.all_reduce(torch.zeros(self._size, len(self.rule.rules or ()), dtype=torch.float64), group=self._group)
         return 1.0
 
@@ -270,7 +270,7 @@ class RankWeighted:
 
 
 def by_kind(known: dict[Any, T], kind: Any, make: Callable[[], T]) -> T:
-    """What is known for this kind of data; made where it is the first of its kind."""
+    """The known value for this kind of data; made where it is the first of its kind."""
     if kind not in known and len(known) == KINDS:
         kind = next(iter(known))
     return known[kind] if kind in known else known.setdefault(kind, make())

@@ -58,7 +58,7 @@ class _Options(NamedTuple):
 
     @property
     def needs_python(self) -> bool:
-        """Whether backward runs Python that a compiler cannot take along."""
+        """True if backward runs Python that a compiler cannot take along."""
         return self.offload_to_cpu or self.maintain_forward_counter or self.reentrant
 
 
@@ -73,7 +73,7 @@ def disable_checkpointing() -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether the running forward is a recompute in backward; each thread has its own answer."""
+    """True if the running forward is a recompute in backward; each thread has its own answer."""
     return _pass.get()[0]
 
 
@@ -215,7 +215,7 @@ def _chain(functions: Iterable[_Function], value: Any) -> Any:
 
 
 class _CheckpointedForward:
-    """What `module.forward` becomes. It refers to its module weakly, since the module refers to it."""
+    """The checkpointed `module.forward`. It refers to its module weakly, since the module refers to it."""
 
     def __init__(self, module: nn.Module, forward: _Function | None, options: _Options) -> None:
         self.module, self.options, self.run = weakref.ref(module), options, _runner(options)

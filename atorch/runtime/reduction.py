@@ -35,19 +35,19 @@ class Reduction:
 
     @property
     def reuses_gradients(self) -> bool:
-        """Whether `.grad` lies in buckets, which the next reduction writes, or in chunks, which the next pass does."""
+        """True if `.grad` lies in buckets, which the next reduction writes, or in chunks, which the next pass does."""
         if self._replicas is not None:
             return bool(self._replicas.gradient_as_bucket_view)
         return self.keeps_gathered
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether what one pass has gathered may serve the next: chunks for which there is room stay."""
+        """True if what one pass has gathered may serve the next: chunks for which there is room stay."""
         return any(isinstance(parameter, ChunkedParameter) for parameter in self._model.parameters())
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a forward pass gathers parameters from other processes, which then must run one as well."""
+        """True if a forward pass gathers parameters from other processes, which then must run one as well."""
         return self._shards
 
     def only(self, now: bool) -> AbstractContextManager[None]:

@@ -56,7 +56,7 @@ class Replicated(TakesParameters, Wrapper):
 
     @property
     def replicas(self) -> DistributedDataParallel:
-        """What averages, for its communication hooks and the like."""
+        """The averaging wrapper, for its communication hooks and the like."""
         return self._replicas[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +323,7 @@ def average_gradients(
 
 
 def replicas_of(model: nn.Module) -> DistributedDataParallel | None:
-    """What averages the gradients of `model`; None where nothing of torch's does."""
+    """The averager of the gradients of `model`; None where nothing of torch's averages."""
     if isinstance(model, Replicated):
         return model.replicas
     return model if isinstance(model, DistributedDataParallel) else None

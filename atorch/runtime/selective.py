@@ -41,20 +41,20 @@ _ATTENTION: Set[Any] = frozenset(
 
 
 def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """What forward and its recompute run in: the first keeps results, the second hands them out."""
+    """Modes for forward and its recompute: the first keeps results, the second hands them out."""
     contexts: tuple[TorchDispatchMode, TorchDispatchMode] = create_selective_checkpoint_contexts(policy)
     return contexts
 
 
 def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether an operation's result is kept."""
+    """Keep an operation's result, or recompute it."""
     if op in _PRODUCTS or (op in _ATTENTION and not _draws(op, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether attention draws random numbers, for dropout."""
+    """True if attention draws random numbers, for dropout."""
     names = (argument.name for argument in op._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return bool(given.get("dropout_p", 0.0))

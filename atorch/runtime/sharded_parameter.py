@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_read(parameter: _InForward, value: Any) -> Any:
-    """What was made of a parameter, such as a part of it, meets plain tensors no more than it does."""
+    """Mark what was made of a parameter, such as a part of it: it meets plain tensors no more than that."""
     if type(value) is DTensor:
         value.path, value.meet = parameter.path, parameter.meet  # type: ignore[attr-defined]
         _become(_InForward, [value])

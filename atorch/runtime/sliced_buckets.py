@@ -44,7 +44,7 @@ class SlicedBucket:
 
 
 def can_cut(param: Tensor) -> bool:
-    """Whether its elements lie one after another in memory of its own kind."""
+    """True if its elements lie one after another in memory of its own kind."""
     is_plain = param.layout == torch.strided and not is_traceable_wrapper_subclass(param)
     return is_plain and param.is_contiguous() and param.numel() > 0
 

@@ -82,7 +82,7 @@ def _flat_gradient(param: Tensor) -> Tensor | None:
 
 
 def _flat_sparse(gradient: Tensor, where: slice) -> Tensor:
-    """Of a coalesced sparse tensor, laid flat, the elements of a slice."""
+    """The elements of a slice of a coalesced sparse tensor, laid flat."""
     shape, dims = gradient.shape, gradient.sparse_dim()
     numel = math.prod(shape[dims:])  # of an entry
     places = torch.zeros(gradient.indices().shape[1], dtype=torch.long, device=gradient.device)

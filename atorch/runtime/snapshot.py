@@ -20,7 +20,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _Memory:
-    """What one storage holds. In host memory it stays where it is, so that views that others have show it, too."""
+    """The contents of one storage. In host memory it stays where it is, so that views that others have show it, too."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._device = storage.device
@@ -108,7 +108,6 @@ class Snapshot:
         self._tensors = [_Kept.of(tensor, storages) for tensor in (*model.parameters(), *model.buffers())]
 
     def restore(self) -> None:
-        """Put everything back."""
         for module, kind, before in self._modules:
             module.__class__ = kind
             _refill(vars(module), before)
@@ -122,7 +121,7 @@ class Snapshot:
 
 
 def _dicts_in(modules: list[tuple[nn.Module, type, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """What modules hold of dicts, those of hooks and members among them, and the attributes of configurations."""
+    """Dicts that modules hold, those of hooks and members among them, and the attributes of configurations."""
     seen: set[int] = set()
     for _, _, attributes in modules:
         for value in attributes.values():
@@ -133,7 +132,7 @@ def _dicts_in(modules: list[tuple[nn.Module, type, dict[str, Any]]]) -> Iterator
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Those of an ordinary object such as a configuration; a module or a tensor has its own place."""
+    """Attributes of an ordinary object such as a configuration; a module or a tensor has its own place."""
     if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
         return None
     held = getattr(value, "__dict__", None)

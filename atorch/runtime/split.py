@@ -92,7 +92,7 @@ def take(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def merge(pieces: Sequence[Any], weights: Sequence[float]) -> Any:
-    """What the pieces gave, as if it came of the whole.
+    """The results of the pieces, as if from the whole.
 
     Numbers and scalar tensors are summed up by weight (a weight of 0 leaves out even NaN), tensors concatenated along
     dimension 0, containers merged item by item. Of anything else the last is taken.

@@ -25,7 +25,7 @@ from atorch.distributed.collectives import meet
 
 
 class Layout(Protocol):
-    """Which part of a whole along one dim a rank has."""
+    """A rank's part of a whole along one dim."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -33,7 +33,7 @@ class Layout(Protocol):
         ...
 
     def length(self, part: int) -> int:
-        """How long the whole is whose part is as long as `part`."""
+        """The length of the whole whose part is as long as `part`."""
         ...
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
@@ -45,15 +45,15 @@ class Layout(Protocol):
         ...
 
     def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
-        """Of the whole's gradient what this rank's part is given."""
+        """The gradient of this rank's part, from the whole's."""
         ...
 
     def of_gradients(self) -> Layout:
-        """That of the whole's gradient, where parts are gradients of parts."""
+        """The layout of the whole's gradient, where parts are gradients of parts."""
         ...
 
     def named(self) -> str:
-        """What a rank has, for people."""
+        """A rank's part, for people."""
         ...
 
 
@@ -117,7 +117,7 @@ class SplitTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as a static one
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What autograd does by itself: it adds and keeps gradients."""
+        """The operations of autograd itself: it adds and keeps gradients."""
         if func in _OF_AUTOGRAD:
             first = next(each for each in args if isinstance(each, SplitTensor))
             parts = [first._same_part(each) if isinstance(each, Tensor) else each for each in args]
@@ -127,7 +127,7 @@ class SplitTensor(Tensor):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether these, or what they are a view of, were gathered."""
+        """True if these, or what they are a view of, were gathered."""
         return self._whole is not None or (self._origin is not None and self._origin[0]._is_whole)
 
     def _meet(self, func: Callable[..., Any]) -> None:
@@ -139,7 +139,7 @@ class SplitTensor(Tensor):
             self._part._meet(func)
 
     def _same_part(self, other: Tensor) -> Tensor:
-        """Of a tensor of this shape this rank's part, without history."""
+        """This rank's part of a tensor of this shape, without history."""
         if isinstance(other, SplitTensor):
             if other._axis == self._axis and other._layout == self._layout:
                 return other._own()
@@ -255,7 +255,7 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 def _reads_no_values(func: Callable[..., Any]) -> bool:
-    """Whether a function asks for no elements: for sizes, types, or a place in autograd's graph."""
+    """True if a function asks for no elements: for sizes, types, or a place in autograd's graph."""
     return func in _WITHOUT_VALUES or (getattr(func, "__name__", "") in ("__get__", "__set__") and func not in _VIEWS)
 
 

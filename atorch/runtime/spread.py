@@ -15,7 +15,7 @@ from atorch.runtime.clip import Key, norm_of_grads, spread_over
 
 @dataclass(frozen=True)
 class Spread:
-    """What the other processes have of a model whose parameters are spread; without arguments, nothing.
+    """The parts of a spread model that other processes have; without arguments, nothing.
 
     What a DTensor's placements say needs no saying here.
 

@@ -39,7 +39,7 @@ class StandIns(WrappedOptimizer):
         self.copied = self.stand_ins
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What the inner optimizer steps on instead of `parameter`; None for the parameter itself."""
+        """The inner optimizer's stand-in for `parameter`; None for the parameter itself."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -55,7 +55,6 @@ class StandIns(WrappedOptimizer):
         self._note_values()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state."""
         with self._stand_ins_shown():
             return self.inner.state_dict()
 
@@ -106,7 +105,7 @@ class StandIns(WrappedOptimizer):
 
 @torch.no_grad()
 def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
-    """By device: the places of its tensors, and their norms, in which one element of a large one tells."""
+    """Places of tensors by device, and their norms, in which one element of a large one tells."""
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
@@ -117,7 +116,7 @@ def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
 
 
 def unrounded(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
-    """What a parameter, or a slice of one, was before it was rounded, taken out of `values`; None where not known."""
+    """The value of a parameter, or of a slice, before rounding, taken out of `values`; None where not known."""
     whole, where = origin(parameter)
     value = values.pop(whole, None)
     return value if value is None or where is None else value.view(-1)[where].clone()

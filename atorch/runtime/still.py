@@ -46,7 +46,7 @@ def _own(model: nn.Module) -> nn.Module:
 
 
 class Attributes:
-    """What modules hold beside parameters and hooks, to which they can be put back: counters, flags, lists, buffers.
+    """State of modules beside parameters and hooks, to restore: counters, flags, lists, buffers.
 
     Modules and functions stay, since a method of training may have put them there meanwhile.
     """
@@ -69,7 +69,6 @@ class Attributes:
         return found
 
     def restore(self) -> None:
-        """Put everything back."""
         for held, before in self._attributes:
             for name in [*held, *(name for name in before if name not in held)]:
                 now, then = held.get(name), before.get(name)
@@ -130,7 +129,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Change:
-    """What a forward pass made of a parameter, where that is most."""
+    """The largest changes of a parameter by a forward pass."""
 
     places: Tensor
     before: Tensor
@@ -138,13 +137,13 @@ class Change:
 
     @classmethod
     def of(cls, before: Tensor, after: Tensor) -> Change:
-        """Of the whole of a parameter, before and after."""
+        """The change of the whole of a parameter, before and after."""
         before, after = before.detach().reshape(-1).float(), after.detach().reshape(-1).float()
         places = (after - before).abs().topk(min(PLACES, len(before))).indices
         return cls(places.cpu(), before[places].cpu(), after[places].cpu())
 
     def is_in(self, values: Tensor) -> bool:
-        """Whether the change is in these values, too, up to how they are rounded."""
+        """True if the change is in these values, too, up to how they are rounded."""
         found = values.detach().reshape(-1)[self.places.to(values.device)].float().cpu()
         rounding = 4 * torch.finfo(values.dtype).eps * self.after.abs()
         return bool(((found - self.after).abs() <= 0.5 * (self.after - self.before).abs() + rounding).all())
@@ -181,7 +180,7 @@ class Writes(TorchDispatchMode):
                         self._before[name] = self._given[name][1].clone()
 
     def changes(self) -> dict[str, Change]:
-        """By name, those of the parameters that hold other values than before."""
+        """Changes of the parameters that hold other values than before, by name."""
         found = {}
         for name, (parameter, values) in self._given.items():
             before = self._before.get(name, values)
@@ -191,7 +190,6 @@ class Writes(TorchDispatchMode):
         return found
 
     def restore(self) -> None:
-        """Put back what parameters held."""
         for name, before in self._before.items():
             self._given[name][1].copy_(before)
 

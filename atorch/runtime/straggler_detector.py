@@ -1,4 +1,4 @@
-"""How long steps take on each process, what for, and who keeps the others waiting.
+"""Measures step times on each process by kind of work, and names who keeps the others waiting.
 
     detector = StragglerDetector(model, optim, every=50)
     for batch in loader: ...                    # the loop stays as it is
@@ -37,7 +37,7 @@ IN_A_PASS = ("tensor", "sequence", "context")  # axes along which processes wait
 
 
 class Clock(Protocol):
-    """What says when something was: in the order of the work that it is about."""
+    """A clock in the order of the work that it is about."""
 
     def now(self) -> Any: ...
 
@@ -45,7 +45,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Of work that is done when its call returns."""
+    """A clock of work that is done when its call returns."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -55,7 +55,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Of work on a CUDA device, in the stream that is current. Reading it waits for the device."""
+    """A clock of work on a CUDA device, in the current stream. Reading it waits for the device."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -281,7 +281,7 @@ class _Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """What a copy's hook does."""
+    """The hook of a copy."""
 
 
 def _remove(handles: list[Any]) -> None:
@@ -300,7 +300,7 @@ def _roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether a module's forward begins with waiting for its parameters."""
+    """True if a module's forward begins with waiting for its parameters."""
     return hasattr(module, "unshard") and hasattr(module, "reshard")  # FSDP2's, which is not imported for this
 
 

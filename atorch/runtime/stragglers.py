@@ -1,4 +1,4 @@
-"""Which processes are slow, by what each of them took for its own work in the same steps.
+"""Finds slow processes by what each of them took for its own work in the same steps.
 
 Processes that train together take equally long for every step, whichever of them is slow: the others wait. So what is
 compared is what a process does before it can wait for another. Of those that wait for one another in the midst of it,
@@ -21,7 +21,7 @@ NAMED = 8  # ranks that a message names
 
 @dataclass(frozen=True)
 class Straggler:
-    """What is slow in a part of the step: a process, or several that wait for one another in it."""
+    """A slow part of the step: a process, or several that wait for one another in it."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -43,7 +43,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the steps since the last report took, seconds a step, by rank."""
+    """Seconds of a step since the last report, by rank."""
 
     step: int  # steps that the optimizer has taken since the times are measured
     steps_s: Sequence[float]  # whole steps

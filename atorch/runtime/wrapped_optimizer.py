@@ -41,7 +41,7 @@ class WrappedOptimizer(Optimizer):
         self.inner.state = state
 
     def __getattr__(self, name: str) -> Any:
-        """What the inner optimizer has of its own. Its methods may work on parameters and states, not on gradients."""
+        """Attributes of the inner optimizer. Its methods may work on parameters and states, not on gradients."""
         if name == "inner" or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.inner, name)
@@ -74,7 +74,6 @@ class WrappedOptimizer(Optimizer):
             self.inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
         self.inner.zero_grad(set_to_none)
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -87,11 +86,10 @@ class WrappedOptimizer(Optimizer):
                 yield gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state."""
         return self.inner.state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:
-        """What this process has of the state. No communication."""
+        """This process's part of the state. No communication."""
         return self.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -168,7 +166,7 @@ def before_steps(optimizer: Optimizer | None, work: Callable[..., Any]) -> None:
 
 
 def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """What this process has of an optimizer's state. No communication."""
+    """This process's part of an optimizer's state. No communication."""
     return optimizer.local_state_dict() if isinstance(optimizer, WrappedOptimizer) else optimizer.state_dict()
 
 

@@ -54,7 +54,7 @@ class Wrapper(nn.Module):
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """By which torch.distributed.checkpoint knows that names begin inside of `module`."""
+        """Names by which torch.distributed.checkpoint knows that names begin inside of `module`."""
         return {"module": "module"} | {name: "module" for name, _ in self.module.named_children()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -62,9 +62,8 @@ class Wrapper(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's module's."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Into the user's module, by the user's names."""
+        """Load into the user's module, by the user's names."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)

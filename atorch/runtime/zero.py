@@ -76,7 +76,7 @@ class ShardedOptimizer(WrappedOptimizer):
         super().__init__(made() if is_agreed else agreed("ShardedOptimizer", dict, made, self._facts, group))
 
     def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
-        """What must be equal on all ranks."""
+        """Facts that must be equal on all ranks."""
         settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
         return {"settings": settings, "parameters": params}
 
@@ -103,7 +103,7 @@ class ShardedOptimizer(WrappedOptimizer):
         return inner
 
     def _deal_out(self, is_elementwise: bool) -> None:
-        """Which parameters are cut, and which of them this rank has; who has which of the others."""
+        """Choose the parameters that are cut, and deal out all of them over the ranks."""
         num_ranks, mine = self._group.size(), self._group.rank()
         params = dict.fromkeys(self._params)
         self._trained = {param for param in params if param.requires_grad}
@@ -181,7 +181,7 @@ class ShardedOptimizer(WrappedOptimizer):
         gather((bucket for bucket in self._buckets if not params.isdisjoint(bucket.params)), self._group)
 
     def gradients(self) -> Iterator[Tensor]:
-        """Those of this rank's share: each is read on one rank, but for sparse ones that several have slices of."""
+        """Gradients of this rank's share: each is read on one rank, but for sparse ones that several have slices of."""
         with self._share_shown():
             found = list(super().gradients())
         yield from found
@@ -211,7 +211,7 @@ class ShardedOptimizer(WrappedOptimizer):
         return {**inner, "state": state, "param_groups": groups, SLICES: self._held_slices()}
 
     def _held_slices(self) -> dict[int, tuple[int, int]]:
-        """Of parameters of which this rank has a slice, by index, which elements."""
+        """Elements, by index, of the parameters of which this rank has a slice."""
         index_of = {param: index for index, param in enumerate(self._params)}
         return {index_of[param]: (where.start, where.stop) for param, where in map(origin, self._slices) if where}
 
@@ -223,7 +223,7 @@ class ShardedOptimizer(WrappedOptimizer):
         return None if shares is None else merged(shares, self._params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From the whole optimizer's state, or from this rank's share of it.
+        """Load the whole optimizer's state, or this rank's share of it.
 
         Raises:
             CheckpointError: parameters of this rank's share are not among those that the state speaks of.
@@ -262,14 +262,14 @@ class ShardedOptimizer(WrappedOptimizer):
         self._note_states(self._params if saved_state else ())
 
     def _part(self, entry: Any, index: int, is_slice: bool) -> Any:
-        """Of the saved state of a parameter, what this rank has."""
+        """This rank's part of the saved state of a parameter."""
         param = self._params[index]
         _, where = origin(self._pieces.get(param, param))
         return entry if is_slice or where is None else sliced(entry, param, where)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """By the whole model's parameters."""
+        """The states by the whole model's parameters."""
         return self._states
 
     @state.setter
@@ -318,7 +318,7 @@ def _show(optimizer: Optimizer, parts: Sequence[dict[str, Any]]) -> None:
 
 
 def _held(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says of its parameters."""
+    """A group's parameters, and their names."""
     return {key: list(group[key]) for key in ("params", "param_names") if key in group}
 
 

@@ -37,7 +37,6 @@ class DeepSpeedModel(ClipsItself, Wrapper):
         object.__setattr__(self, "engine", engine)  # not a submodule: it holds the module a second time
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
         return self.engine(*args, **kwargs)
 
     def train(self, mode: bool = True) -> DeepSpeedModel:
@@ -96,7 +95,7 @@ class DeepSpeedOptimizer(WrappedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From this process's partition, as `state_dict` gave it."""
+        """Load this process's partition, as `state_dict` gave it."""
         self._engine.optimizer.load_state_dict([state_dict])
         self._share()
 

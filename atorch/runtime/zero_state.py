@@ -32,7 +32,7 @@ def merged(shares: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dic
 
 
 def sliced(entry: Any, param: Tensor, where: slice) -> Any:
-    """Of a parameter's saved state, what belongs to some of its elements, laid flat."""
+    """The part of a parameter's saved state that belongs to some of its elements, laid flat."""
 
     def part(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or value.shape != param.shape:

@@ -27,7 +27,7 @@ OPTIONS = "_smp_checkpointing"
 
 
 class Options(NamedTuple):
-    """How a module is checkpointed.
+    """Options of a module's checkpointing.
 
     size: of a Sequential, how many layers are recomputed together; None for all that lie on one partition.
     """
@@ -153,13 +153,13 @@ def _recomputed(
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether it calls its layers one after another, and does nothing else."""
+    """True if it calls its layers one after another, and does nothing else."""
     theirs = "forward" not in vars(module) and inspect.unwrap(type(module).forward)
     return isinstance(module, nn.Sequential) and theirs is nn.Sequential.forward
 
 
 def size_of(strategy: str) -> int | None:
-    """How many layers a strategy takes together; None for all of a partition.
+    """The number of layers that a strategy takes together; None for all of a partition.
 
     Raises:
         ArgumentError: there is no such strategy.

@@ -36,7 +36,6 @@ class Bucket:
         self.work: Any = None
 
     def index(self) -> int:
-        """Its number."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -48,11 +47,9 @@ class Bucket:
         self._flat = tensor
 
     def is_last(self) -> bool:
-        """Whether no other one follows."""
         return self._is_last
 
     def parameters(self) -> list[nn.Parameter]:
-        """Whose gradients these are."""
         return list(self._parameters)
 
     def gradients(self) -> list[Tensor]:
@@ -62,7 +59,6 @@ class Bucket:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the gradients in."""
         for number, (place, parameter) in enumerate(zip(self.gradients(), self._parameters, strict=True)):
             gradient = parameter.grad
             self._flat[self._numel + number] = gradient is not None
@@ -191,11 +187,9 @@ class PartReduction:
         self._part, self._averaging, self._failed = part, averaging, failed
 
     def forward(self) -> AbstractContextManager[None]:
-        """A forward pass whose backward comes later."""
         return nullcontext()
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
-        """The backward pass of an earlier `forward`."""
         return nullcontext() if self._averaging is None else self._averaging.backward(last=last)
 
     def afterwards(self) -> None:
@@ -205,7 +199,6 @@ class PartReduction:
         """Nothing was gathered."""
 
     def takes(self, error: Exception) -> bool:
-        """Note the error."""
         self._failed(error)
         return True
 

@@ -46,22 +46,22 @@ class Body:
         self._losses: list[Tensor] = []
         self._checks: list[RemovableHandle] = []
         self.call: Arguments | None = None
-        """With what the model was called."""
+        """Arguments of the call of the model."""
         self.output: Any = None
-        """What the call gave."""
+        """The result of the call."""
         self.returned: Any = None
-        """What the function returned, where it ran whole."""
+        """The result of the function, where it ran whole."""
         self.wires: Any = None
-        """What the next stage takes, where it did not."""
+        """The next stage's input, where it did not."""
 
     @property
     def has_backward(self) -> bool:
-        """Whether the function called `model.backward`."""
+        """True if the function called `model.backward`."""
         return bool(self._losses)
 
     @property
     def losses(self) -> Sequence[Tensor]:
-        """What it is to go backward from: scalars."""
+        """Scalars to go backward from."""
         return self._losses
 
     def run(self, seed: int | None = None) -> None:
@@ -203,7 +203,7 @@ def _pairs(tensors: Any, gradients: Any) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _scalar(tensor: Tensor, gradient: Tensor | None) -> Tensor:
-    """What has this gradient of a tensor. In fp32: a sum in 16 bits may overflow."""
+    """A scalar with this gradient of a tensor. In fp32: a sum in 16 bits may overflow."""
     if gradient is None:
         return tensor.reshape(())
     wide = torch.promote_types(tensor.dtype, torch.float32)

@@ -187,7 +187,6 @@ def resume_from_checkpoint(
 
 
 def _check_save(path: Any, tag: Any, partial: bool, model: Any, optimizer: Any, kept: Any) -> None:
-    """What `save_checkpoint` may be given."""
     _check_path(path)
     _check_tag(tag)
     if kept is not None and (type(kept) is not int or kept < 1):
@@ -318,12 +317,12 @@ def _part_folder(folder: Path, tag: str) -> Path:
 
 
 def _name(tag: str, partial: bool) -> str:
-    """What a checkpoint is called among those that are being saved."""
+    """The name of a checkpoint among those that are being saved."""
     return f"{tag}_partial" if partial else f"{tag}_full"
 
 
 def _is_own(name: str) -> bool:
-    """Whether a file in a partial checkpoint's folder is one that a save writes."""
+    """True if a file in a partial checkpoint's folder is one that a save writes."""
     return bool(re.fullmatch(r"(model|optimizer)_\d+\.pt|user_content\.pt|\.[0-9a-f]{16}\.tmp", name))
 
 

@@ -41,7 +41,7 @@ _SHARDS = "parameters are sharded module by module, as FSDP2 does"
 
 
 class Config(Section):
-    """What `smp.init` takes. Sizes are numbers of processes or of micro-batches."""
+    """The configuration of `smp.init`. Sizes are numbers of processes or of micro-batches."""
 
     pipeline_parallel_degree: int = Field(1, ge=1, description="stages of the pipeline; also called `partitions`")
     microbatches: int = Field(1, ge=1, description="parts that a batch is split into")
@@ -119,7 +119,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, given: Any) -> Any:
-        """With one name for each key, and the defaults that follow from other keys."""
+        """Fill in one name for each key, and the defaults that follow from other keys."""
         if not isinstance(given, Mapping):
             return given
         config = dict(given)

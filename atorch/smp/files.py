@@ -70,7 +70,7 @@ def load(
     partial: bool = True,
     **pickle_load_args: Any,
 ) -> Any:
-    """What `save` wrote, or torch.save.
+    """Load what `save` wrote, or torch.save.
 
     A partial checkpoint of processes that were arranged otherwise, or were more or fewer, is put together of all its
     files: its partial states are then whole ones. Loading runs no code that a file names.

@@ -1,4 +1,4 @@
-"""What the first step does before it runs: it partitions the model, and lets what waits for that happen.
+"""Work before the first step: partitions the model, and lets what waits for that happen.
 
 Parameters and buffers of all replicas are the first one's then; loads and hooks come after, and the first forward pass
 last.
@@ -112,7 +112,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
 
 
 def _described(owner: Session, model: DistributedModel) -> Mapping[str, Facts]:
-    """What must be equal on all processes."""
+    """Facts that must be equal on all processes."""
     facts = dict(described_call(model.module, **vars(model.options)))
     return facts | ({} if owner.optimizer is None else {"optimizer": described_optimizer(owner.optimizer)})
 
@@ -157,7 +157,7 @@ def _divided(
 
 
 def _told(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
-    """What must be equal of it: the calls of units, which are counted, and where they lie, if that was said by hand."""
+    """Facts that must be equal: the calls of units, which are counted, and where they lie, if that was said by hand."""
     _, route, division = divided
     where = {} if config.auto_partition else division.partition_of
     return {
@@ -173,7 +173,7 @@ def _told(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Divisio
 def _watched(
     model: DistributedModel, units: Mapping[str, nn.Module], function: Function, sample: Arguments
 ) -> tuple[Arguments, Route]:
-    """With what the function calls the model; what the model's modules hand to one another, and the function reads.
+    """The call of the model by the function; what the model's modules hand to one another, and the function reads.
 
     The model runs on fake tensors, where it can, and the function for real, on zeros for the model's output: what it
     leaves somewhere must be no fake.
@@ -199,7 +199,7 @@ def _watched(
 
 
 def _call(model: DistributedModel, function: Function, sample: Arguments) -> Arguments:
-    """With what the function calls the model."""
+    """Arguments of the function's call of the model."""
     body = Body(function, _beside(model.module, sample), 0, None, {})
     _look(model, body)
     if body.call is None:
@@ -222,7 +222,7 @@ def _look(model: DistributedModel, body: Body) -> None:
 
 
 class _Outputs(list[Any]):
-    """What a copy of the model returns, too: it is not copied with what refers to it."""
+    """The outputs of a copy of the model, too: not copied with what refers to it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Outputs:
         return self

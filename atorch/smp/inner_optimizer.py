@@ -1,4 +1,4 @@
-"""What stands between the optimizer that a script makes and the parameters of its part of the model.
+"""Optimizers between the one that a script makes and the parameters of its part of the model.
 
 From the inside out: the script's optimizer, fp32 masters of 16-bit parameters, the share of states of this replica,
 and the decision of all processes whether gradients are finite. Each is there only where it is needed.

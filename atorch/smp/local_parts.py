@@ -1,4 +1,4 @@
-"""What of a distributed model is on this process: its modules, parameters and buffers, by the whole model's names."""
+"""The parts of a distributed model on this process: modules, parameters and buffers, by the whole model's names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class LocalParts(Wrapper):
 
     _others: tuple[nn.Module, ...]
     split: TensorSplit
-    """Which parameters tensor ranks have parts of."""
+    """The parameters that tensor ranks have parts of."""
 
     @property
     def partitioned(self) -> bool:
-        """Whether the model has been partitioned, which the first step does."""
+        """True if the model has been partitioned, which the first step does."""
         raise NotImplementedError
 
     def train(self, mode: bool = True) -> Any:
@@ -82,7 +82,7 @@ class LocalParts(Wrapper):
         return distributed_modules(self, self.split)
 
     def is_distributed_parameter(self, parameter: Tensor) -> bool:
-        """Whether this process has a part of the parameter, and other tensor ranks the rest."""
+        """True if this process has a part of the parameter, and other tensor ranks the rest."""
         return is_distributed_parameter(self, self.split, parameter)
 
     def is_distributed_buffer(self, buffer: Tensor) -> bool:
@@ -90,7 +90,7 @@ class LocalParts(Wrapper):
         return False
 
     def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
-        """Whether the parameter sees the batches of all tensor ranks: its gradient is averaged over RDP_GROUP alone."""
+        """True if the parameter sees the batches of all tensor ranks: its gradient is averaged over RDP_GROUP alone."""
         return is_scaled_batch(self.split)
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:

@@ -35,7 +35,7 @@ class Message:
 
 
 class Messages:
-    """What this process has sent and nobody has taken yet. Ranks are those of the whole job.
+    """Messages sent by this process that nobody has taken yet. Ranks are those of the whole job.
 
     gloo says that a transfer has ended only to who waits for it, and one who waits too short breaks all connections. So
     each receiver counts in the job's store what it has taken.
@@ -105,7 +105,7 @@ class Messages:
         self._sent = []
 
     def untaken(self, messages: Sequence[Message]) -> list[Message]:
-        """Those of `messages` that have not been received."""
+        """Messages of `messages` that have not been received."""
         dests = {message.dest for message in messages}
         num_taken = {dest: _store().add(f"{self._place}/{_rank()}/{dest}", 0) for dest in dests}
         return [message for message in messages if message.number > num_taken[message.dest]]
@@ -124,7 +124,7 @@ class Messages:
         ]
 
     def _told(self, messages: Sequence[Message]) -> str:
-        """Who has not received `messages`."""
+        """Ranks that have not received `messages`."""
         ranks = sorted({message.dest for message in self.untaken(messages)})
         some = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
         return f"rank {_rank()} has sent an object that {some} did not take; call smp.recv_from there"
@@ -145,7 +145,7 @@ def _isend(part: torch.Tensor, dest: int) -> dist.Work:
 
 
 def on_host(obj: Any) -> Any:
-    """With each tensor's own elements alone: a view's memory may be much larger, and a device is not the receiver's."""
+    """Each tensor's own elements alone: a view's memory may be much larger, and a device is not the receiver's."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), obj)
 
 

@@ -83,15 +83,15 @@ class DistributedModel(LocalParts):
         ).checked()
         self.module = module
         self.division: Division | None = None
-        """What is on which partition, once that is known."""
+        """The modules on each partition, once known."""
         self.split = TensorSplit()
-        """Which parameters tensor ranks have parts of."""
+        """The parameters that tensor ranks have parts of."""
         self._runner: tuple[Runner, ...] = ()  # in a tuple, or the parts would be found a second time
         self._others: tuple[nn.Module, ...] = ()
         self._body: Body | None = None
         self._joins = False
         self.divides_by_all = True
-        """Whether gradients of replicas that may run out of batches are averaged over all of them."""
+        """True if gradients of replicas that may run out of batches are averaged over all of them."""
         self.names = tuple(module.state_dict())
         """Of the whole model's state."""
         self._waiting: list[Callable[[], None]] = []
@@ -150,17 +150,16 @@ class DistributedModel(LocalParts):
 
     @property
     def in_a_step(self) -> bool:
-        """Whether the function of a step runs."""
         return self._body is not None
 
     @property
     def runner(self) -> Runner | None:
-        """What runs steps, once the model is partitioned."""
+        """The runner of steps, once the model is partitioned."""
         return self._runner[0] if self._runner else None
 
     @property
     def partitioned(self) -> bool:
-        """Whether the model has been partitioned, which the first step does."""
+        """True if the model has been partitioned, which the first step does."""
         return bool(self._runner)
 
     def get_module(self) -> nn.Module:
@@ -234,7 +233,6 @@ class DistributedModel(LocalParts):
 
     @property
     def comm_hook(self) -> tuple[Any, CommHook] | None:
-        """What was registered."""
         return self._comm_hook
 
     @contextmanager
@@ -265,7 +263,7 @@ class DistributedModel(LocalParts):
 
     @property
     def joins(self) -> bool:
-        """Whether replicas may take different numbers of steps."""
+        """True if replicas may take different numbers of steps."""
         return self._joins
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -389,7 +387,7 @@ def _check_module(module: Any, owner: Session) -> None:
 
 
 def _num_arguments(hook: Callable[..., Any]) -> int:
-    """How many of (model, optimizer) a hook takes."""
+    """The number of (model, optimizer) that a hook takes."""
     try:
         parameters = inspect.signature(hook).parameters.values()
     except ValueError:  # a builtin that does not say

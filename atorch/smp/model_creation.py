@@ -98,7 +98,7 @@ def model_creation(
 
 
 def delayed_values(model: nn.Module, init: Callable[[nn.Module], Any] | None = None) -> InitialValues | None:
-    """What the parameters that were delayed are to have; None where none was. Ask while the model is whole.
+    """Values of the parameters that were delayed; None where none was. Ask while the model is whole.
 
     init: writes a module's own parameters; None for the model's `_init_weights`, as models of transformers have it, or
         else the modules' own `reset_parameters`.

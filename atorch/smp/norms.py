@@ -19,7 +19,7 @@ from atorch.smp.session import session
 
 
 def spread_of(model: DistributedModel) -> Spread:
-    """What other processes have of a partitioned model: other stages, and other parts of what tensor ranks split."""
+    """The parts of a partitioned model on other processes: other stages, and other parts of what tensor ranks split."""
     runner, split = model.runner, model.split
     own = dict(model.named_parameters(remove_duplicate=False))
     parts: dict[Tensor, Key] = {}

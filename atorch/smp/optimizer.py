@@ -110,12 +110,12 @@ class DistributedOptimizer(WrappedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by, and gradients until they are stepped; 1 but under `fp16`."""
+        """The factor of the loss, and of gradients until they are stepped; 1 but under `fp16`."""
         return 1.0 if self._scale is None else self._scale()
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped, or `update_master_grads` found that the next one has to be."""
+        """True if the last step was skipped, or `update_master_grads` found that the next one has to be."""
         return isinstance(self.inner, ScaledOptimizer) and self.inner.step_was_skipped
 
     def update_master_grads(self) -> None:
@@ -228,7 +228,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return {**named, PARTIAL: True, CUTS: self._model.split.told(named["state"])}
 
     def _named_state(self) -> State:
-        """What is here, by the names of parameters."""
+        """The state that is here, by the names of parameters."""
         own = dict(self._model.named_parameters())
         here = [name for names in self._names for name in names if name in own]
         saved = self.inner.state_dict()

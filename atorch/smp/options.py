@@ -1,4 +1,4 @@
-"""How a distributed model is traced, and how its gradients are averaged: the arguments of `smp.DistributedModel`."""
+"""Tracing and gradient averaging of a distributed model: the arguments of `smp.DistributedModel`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atorch.logs import logger, speaking
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is traced, and how its gradients are averaged."""
+    """Options of a model's tracing, and of its gradients' averaging."""
 
     trace_device: Literal["cpu", "gpu"] = "gpu"
     trace_execution_times: bool = False

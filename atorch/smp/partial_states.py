@@ -46,7 +46,7 @@ def merged(parts: Sequence[Any], place: str = "the checkpoint") -> Any:
 
 
 def is_partial(value: Any) -> bool:
-    """Whether a value is the partial state of a model or an optimizer."""
+    """True if a value is the partial state of a model or an optimizer."""
     return isinstance(value, Mapping) and value.get(PARTIAL) is True
 
 

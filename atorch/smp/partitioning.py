@@ -1,4 +1,4 @@
-"""Which partition each module is on: by the contexts in which modules were made, or by what they cost.
+"""Partitions of modules: by the contexts in which modules were made, or by what they cost.
 
 A model is cut between calls of its *units*. By hand a unit is the outermost module whose parameters are all on one
 partition; automatically it is a repeated block, or outside of them the outermost module with parameters. Units that
@@ -94,7 +94,7 @@ def _check_index(index: Any, call: str) -> None:
 
 @dataclass(frozen=True)
 class Division:
-    """What is on which partition."""
+    """The partition of each module."""
 
     partition_of: Mapping[str, int]
     """By the name of the unit."""
@@ -194,7 +194,7 @@ def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Weighing:
-    """By what units are weighed. `memory_weight` 0 is time alone, 1 is memory alone."""
+    """The weighing of units. `memory_weight` 0 is time alone, 1 is memory alone."""
 
     memory_weight: float
     in_flight: int  # micro-batches whose activations are held at once
@@ -242,7 +242,7 @@ def divided_by_cost(
 
 
 def _together(units: Mapping[str, nn.Module], called: Sequence[str]) -> dict[str, str]:
-    """For each called unit the first one of its group: units that share a parameter."""
+    """The first unit of each called unit's group: units that share a parameter."""
     group: dict[str, str] = {}
     holder: dict[int, str] = {}
     for name in dict.fromkeys(called):

@@ -65,7 +65,7 @@ class Parts:
         write_file(own, self.path(mp_rank()), known_as=(known_as or self).path(mp_rank()))
 
     def read(self, map_location: Any = None, mmap: bool | None = None) -> tuple[Any, str | None]:
-        """What this process's file holds, or all of them put together, where processes are arranged otherwise.
+        """The contents of this process's file, or of all put together, where processes are arranged otherwise.
 
         With it the name of the save.
 
@@ -105,7 +105,7 @@ class Parts:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def _saved(self) -> Mapping[str, Any]:
-        """How the processes were arranged that saved; as these are where no partial state says so, if as many files
+        """The arrangement of the processes that saved; as these are where no partial state says so, if as many files
         are there.
         """
         numbers = self.numbers()
@@ -123,7 +123,7 @@ class Parts:
         return here if len(numbers) == here["mp_size"] else {"mp_size": len(numbers)}
 
     def _glance(self, number: int) -> Any:
-        """What a file holds, whose tensors are not read until they are looked at."""
+        """The contents of a file, whose tensors are not read until they are looked at."""
         path = self.path(number)
         check_source(path, CHECKPOINT)
         return read_weights(path, ADVICE, mmap=zipfile.is_zipfile(path))
@@ -169,7 +169,7 @@ def _refusal(path: str) -> str:
 
 
 def _arrangement() -> dict[str, Any]:
-    """How the processes that hold one model are arranged: what says which of them holds what, by its `mp_rank`."""
+    """The arrangement of the processes that hold one model: it says which of them holds what, by its `mp_rank`."""
     stages, slices = pp_size(), tp_size()
     order = session().config.placement.replace("D", "") if stages > 1 and slices > 1 else ""
     return {"mp_size": mp_size(), "pp_size": stages, "tp_size": slices, "order": order}

@@ -1,4 +1,4 @@
-"""Where the modules of a partitioned model lie, told to those that have to know while they run."""
+"""Places of the modules of a partitioned model, for those that have to know while they run."""
 
 from __future__ import annotations
 

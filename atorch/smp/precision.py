@@ -55,7 +55,7 @@ class DynamicScale:
     init_scale: float = 2.0**32
     """The first scale."""
     scale_factor: float = 2.0
-    """What it is multiplied or divided by."""
+    """The factor that it grows or falls by."""
     scale_window: int = 1000
     """Good steps in a row after which it grows."""
     min_scale: float = 1.0
@@ -63,11 +63,11 @@ class DynamicScale:
     delayed_shift: int = 1
     """Skipped steps after which it falls."""
     consecutive_hysteresis: bool = False
-    """Whether a good step lets these be counted anew; else the scale's growth does."""
+    """True if a good step lets these be counted anew; else the scale's growth does."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> DynamicScale:
-        """Of arguments by name.
+        """The settings from arguments by name.
 
         Raises:
             ArgumentError: there is no such setting, or one holds what it cannot.
@@ -94,7 +94,6 @@ class DynamicScale:
         return cls(**given)
 
     def scale(self) -> LossScale:
-        """The scale."""
         return LossScale(
             float(self.init_scale),
             growth=float(self.scale_factor),

@@ -1,4 +1,4 @@
-"""Who this process is: its ranks, and the groups that it is in, by their documented names.
+"""Ranks and groups of this process, by their documented names.
 
 A model is held by an `mp` group, pipeline × tensor. Along `pp` its stages differ, along `tp` the slices of its tensors.
 `dp` is everyone who sees other samples, data × tensor, and `rdp` who holds the same parameters, data alone. A group
@@ -28,7 +28,7 @@ class CommGroup(Enum):
 
 
 class RankType(Enum):
-    """What a rank's number counts: the processes of all, or of this process's group of a kind."""
+    """The kind of a rank's number: among all processes, or in this process's group of a kind."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"
@@ -86,7 +86,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return session().here.size
 
 
@@ -96,7 +96,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many processes there are on its machine; all of them, where no launcher says so."""
+    """The number of processes on its machine; all of them, where no launcher says so."""
     held = world.variable("LOCAL_WORLD_SIZE")
     return size() if held is None else int(held[1])
 
@@ -107,7 +107,7 @@ def mp_rank() -> int:
 
 
 def mp_size() -> int:
-    """How many processes there are that hold one model."""
+    """The number of processes that hold one model."""
     return _size(MP_GROUP)
 
 
@@ -127,7 +127,7 @@ def dp_rank() -> int:
 
 
 def dp_size() -> int:
-    """How many processes there are that see different samples."""
+    """The number of processes that see different samples."""
     return _size(DP_GROUP)
 
 
@@ -147,7 +147,7 @@ def pp_rank() -> int:
 
 
 def pp_size() -> int:
-    """How many processes there are that hold the stages of one model."""
+    """The number of processes that hold the stages of one model."""
     return _size(PP_GROUP)
 
 
@@ -167,7 +167,7 @@ def tp_rank() -> int:
 
 
 def tp_size() -> int:
-    """How many processes there are that split the same tensors."""
+    """The number of processes that split the same tensors."""
     return _size(TP_GROUP)
 
 
@@ -187,7 +187,7 @@ def rdp_rank() -> int:
 
 
 def rdp_size() -> int:
-    """How many processes there are that hold the same parameters."""
+    """The number of processes that hold the same parameters."""
     return _size(RDP_GROUP)
 
 

@@ -56,12 +56,11 @@ class Faults:
         self.first: Exception | None = None
 
     def note(self, error: Exception) -> None:
-        """Something went wrong."""
         self.first = self.first or error
 
 
 class Runner:
-    """What runs steps on the parts of this process.
+    """Runs steps on the parts of this process.
 
     Args:
         parts: the stages of this process, or the whole model.
@@ -99,16 +98,15 @@ class Runner:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before they go backward."""
+        """The factor of losses before they go backward."""
         return 1.0 if self._owner.optimizer is None else float(self._owner.optimizer.loss_scale)
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
         return self._owner.device
 
     def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
-        """What the function returned for each micro-batch, on every process of the pipeline.
+        """Results of the function for each micro-batch, on every process of the pipeline.
 
         Raises:
             ArgumentError, StrategyError: what any process raised; there what it raised itself.
@@ -156,14 +154,14 @@ class Runner:
             broadcast([(dist.get_group_rank(data, told[0]), [each.detach() for each in parameters])], data)
 
     def seed_of(self, number: int) -> int | None:
-        """Of what a micro-batch draws before the model's call, which all processes of a pipeline draw alike."""
+        """The seed of a micro-batch's draws before the model's call, alike on all processes of a pipeline."""
         if self.engine is None:
             return None
         place = self._owner.mesh.rank("data", "zero")
         return zlib.crc32(repr((self.seed, self.num_steps, place, number)).encode())
 
     def _goes_back(self, work: _Work, is_alike: bool) -> bool:
-        """Whether a step of this kind goes backward, which its first one shows before it runs."""
+        """True if a step of this kind goes backward, which its first one shows before it runs."""
         if self.engine is None:
             return torch.is_grad_enabled()
         group = self.engine.group
@@ -228,7 +226,7 @@ class Runner:
                 each.grad = gradient if each.grad is None else each.grad + gradient
 
     def _ends_together(self, is_new: bool) -> bool:
-        """Whether any process gives something of a new form. Raises what any raised: the exchange at the end."""
+        """True if any process gives something of a new form. Raises what any raised: the exchange at the end."""
         failed, some_new = largest([self.faults.first is not None, is_new])
         if failed:
             together(partial(raise_it, self.faults.first))
@@ -244,9 +242,9 @@ class _Work:
         self.kind, self.pieces, self.train = kind, pieces, False
         self.returned: list[Any] = [None] * len(pieces)
         self.looked = False
-        """Whether the function has called `model.backward`, where it was looked at."""
+        """True if the function has called `model.backward`, where it was looked at."""
         self.went_back = False
-        """Whether gradients were computed."""
+        """True if gradients were computed."""
         self._runner, self._function, self._detach = runner, function, detach
         self._owners: Owners = {}
         options = runner.model.options
@@ -254,7 +252,6 @@ class _Work:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches."""
         return len(self.pieces)
 
     @property
@@ -263,7 +260,6 @@ class _Work:
         return self.kind, sizes_of(self.pieces[0])
 
     def look(self, part: nn.Module) -> None:
-        """Run the function on the first micro-batch."""
         with tracing():
             self.looked = self._body(0, part).has_backward
 
@@ -329,7 +325,7 @@ class _Work:
         return total
 
     def _nothing(self, part: nn.Module) -> Any:
-        """What stands for a stage's result after something went wrong: zeros, with a gradient of zeros."""
+        """A stand-in for a stage's result after something went wrong: zeros, with a gradient of zeros."""
         stage, engine = stage_of(part), self._runner.engine
         assert engine is not None
         assert engine.job is not None

@@ -1,4 +1,4 @@
-"""What `smp.init` made: one configuration, and one arrangement of the processes, for a whole script.
+"""The session of `smp.init`: one configuration, and one arrangement of the processes, for a whole script.
 
 The documented functions (`smp.rank()`, `smp.step`, `smp.barrier()`) take no object that could carry these, so the
 session is what a script has begun and not ended.
@@ -40,7 +40,7 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(eq=False)
 class Session:
-    """What `smp.init` made, until `smp.shutdown`.
+    """The session of `smp.init`, until `smp.shutdown`.
 
     `mesh` has the axes data, pipeline and tensor, in the order that `placement_strategy` says; with
     `sharded_data_parallel_degree` above 1 also zero, the replicas that share one copy, inside of data.
@@ -59,7 +59,6 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
         return self.here.device
 
 
@@ -109,7 +108,7 @@ def shutdown() -> None:
 
 
 def session() -> Session:
-    """What `init` made.
+    """The session made by `init`.
 
     Raises:
         ArgumentError: it has not been called.
@@ -120,18 +119,17 @@ def session() -> Session:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called in this process."""
+    """True if `init` has been called in this process."""
     return bool(_sessions)
 
 
 def is_tracing() -> bool:
-    """Whether the function of a step runs to be looked at, before its first real run: it computes nothing of worth."""
+    """True if the function of a step runs to be looked at, before its first real run: it computes nothing of worth."""
     return session().is_tracing
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Inside, `is_tracing` says so."""
     current = session()
     before, current.is_tracing = current.is_tracing, True
     try:

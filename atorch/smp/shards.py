@@ -13,7 +13,7 @@ from atorch.smp.states import PATIENCE
 
 
 def meet_replicas(call: str, *, states: bool = True) -> bool:
-    """Where replicas share something out, wait until all processes make this call, which puts it together.
+    """Wait, where replicas share something out, until all processes make this call, which puts it together.
 
     states: of the optimizer, which they may share alone.
 
@@ -35,7 +35,7 @@ def whole_over_shards(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shards_like(parameter: Tensor, held: Mapping[str, Any]) -> dict[str, Any]:
-    """What this process has of tensors that are as large as the whole parameter, and all others as they are."""
+    """This process's part of tensors that are as large as the whole parameter, and all others as they are."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return dict(held)

@@ -19,7 +19,7 @@ FEW = 16
 
 
 class StepOutput(Sequence[Any]):
-    """What one place of a step's result was in each micro-batch: tensors, or anything else that was returned there.
+    """One place of a step's result in each micro-batch: tensors, or anything else that was returned there.
 
     The same on every process of a pipeline. It is also the sequence of these: scripts take `sum` of numbers.
     """
@@ -77,7 +77,7 @@ class StepOutput(Sequence[Any]):
 
 
 def outputs_of(returned: Sequence[Any]) -> Any:
-    """What a step returns of what its micro-batches did: of the same nesting, with a `StepOutput` for every leaf.
+    """The result of a step from its micro-batches': of the same nesting, with a `StepOutput` for every leaf.
 
     Raises:
         ArgumentError: they do not return alike.
@@ -102,7 +102,7 @@ def outputs_of(returned: Sequence[Any]) -> Any:
 
 
 class Slicing:
-    """How the arguments of a step's function are cut.
+    """The cut of the arguments of a step's function.
 
     Args:
         function: whose arguments these are, by name.

@@ -33,17 +33,17 @@ class Staged:
 
     @property
     def part(self) -> Path:
-        """Where it is written."""
+        """Its folder while it is written."""
         return self._at(".part")
 
     @property
     def whole(self) -> Path:
-        """Where it is once all have written."""
+        """Its folder once all have written."""
         return self._at("")
 
     @property
     def old(self) -> Path:
-        """Where what it has replaced waits to be removed."""
+        """The folder of what it has replaced, to be removed."""
         return self._at(".old")
 
     def _at(self, ending: str) -> Path:
@@ -97,7 +97,7 @@ def whole_saves(folder: Path, name: str) -> list[str]:
 
 
 def entry_of(folder: Path, name: str, saves: Sequence[str], entry: str) -> Path:
-    """Where an entry of a name's checkpoint is. `saves` are those that `whole_saves` gave."""
+    """The path of an entry of a name's checkpoint. `saves` are those that `whole_saves` gave."""
     staged = [Staged(folder, name, save) for save in saves]
     found = (path for each in staged for path in (each.whole / entry, each.part / entry) if path.exists())
     return next(found, folder / entry)

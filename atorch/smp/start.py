@@ -17,13 +17,13 @@ from atorch.smp.slicing import Arguments
 
 
 class Start(NamedTuple):
-    """How a step begins."""
+    """The start of a step."""
 
     pieces: Sequence[Arguments]
     told: Hashable
     """Of its kind."""
     is_alike: bool
-    """Whether all processes of this pipeline have batches of the same sizes."""
+    """True if all processes of this pipeline have batches of the same sizes."""
 
 
 NOBODY = -(2**62)  # what a process without a batch says of its step
@@ -83,13 +83,12 @@ def _filled(arguments: Arguments, values: Sequence[Tensor], device: torch.device
 
 
 def has_begun_none(owner: Session) -> bool:
-    """Whether no process begins a step: what one without a batch asks while others begin theirs."""
+    """True if no process begins a step: what one without a batch asks while others begin theirs."""
     begun, _, _ = largest([NOBODY, NOBODY, 0])  # as `agreed` has it
     return begun == NOBODY
 
 
 def raise_it(fault: Exception | None) -> None:
-    """Raise what went wrong, where something did."""
     if fault is not None:
         raise fault
 

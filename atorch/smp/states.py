@@ -16,7 +16,7 @@ from atorch.smp.partial_states import MARKS, PARTIAL, merged
 from atorch.smp.session import session
 
 PATIENCE = timedelta(seconds=10)
-"""How long a process waits, after it has said so, for others that must call together what it calls."""
+"""The wait of a process, after it has said so, for others that must call together what it calls."""
 
 Whole = Callable[[str, Tensor], Tensor]
 """A tensor that is spread over processes put together, by its name in the model."""
@@ -47,7 +47,7 @@ def merged_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_all(state: Mapping[str, Any]) -> list[Any]:
-    """What all processes of a replica have given."""
+    """States given by all processes of a replica."""
     mesh = session().mesh
     if mesh.size("pipeline", "tensor") == 1:
         return [dict(state)]

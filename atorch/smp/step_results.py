@@ -1,4 +1,4 @@
-"""What the last stage's function returned, on every process of its pipeline.
+"""Results of the last stage's function, on every process of its pipeline.
 
 What it returns has the same form step after step, nearly always: tensors of these shapes at these places. Then its
 tensors alone are sent, the small ones side by side. A new form is sent as an object first.
@@ -29,7 +29,7 @@ class Form:
     def __init__(self, data: Any) -> None:
         self.shapes: list[Shape] = []
         self.is_exact = True
-        """Whether all but the tensors is known by its words."""
+        """True if all but the tensors is known by its words."""
 
         def note(leaf: Any, place: str) -> Any:
             if isinstance(leaf, Tensor):
@@ -41,7 +41,7 @@ class Form:
         self.words = repr(map_leaves(note, data))
 
     def is_as(self, other: Form | None) -> bool:
-        """Whether both are certainly of one form."""
+        """True if both are certainly of one form."""
         return other is not None and self.is_exact and other.is_exact and self.words == other.words
 
 
@@ -57,7 +57,7 @@ class StepResults:
         self._known: dict[Hashable, tuple[Form, Any]] = {}  # a form, and data of it
 
     def is_new(self, kind: Hashable, data: Any) -> bool:
-        """Whether `data` is not of the form that such steps had before; on other processes, whether none is known."""
+        """True if `data` is not of the form that such steps had before; on other processes, whether none is known."""
         form, _ = self._known.get(kind, (None, None))
         return form is None or (self._group.rank() == self._place and not Form(data).is_as(form))
 

@@ -1,4 +1,4 @@
-"""Which modules are marked for tensor parallelism: `smp.tensor_parallelism` and `smp.set_tensor_parallelism`.
+"""Marks of modules for tensor parallelism: `smp.tensor_parallelism` and `smp.set_tensor_parallelism`.
 
 A mark lies on the module and goes with its copies. Modules that are created inside `smp.tensor_parallelism` are seen
 by torch's own hook for the registration of parameters, and those whose class is registered by their constructor.
@@ -21,12 +21,12 @@ from atorch.logs import logger
 M = TypeVar("M", bound=nn.Module)
 
 ATTRIBUTE = "_smp_tensor_parallelism"
-"""Where a module has its mark."""
+"""The attribute of a module's mark."""
 
 
 @dataclass(frozen=True)
 class TensorMark:
-    """Whether a module is to be split, and the arguments for what replaces it."""
+    """A mark of a module: to be split or not, and the arguments for what replaces it."""
 
     enabled: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -87,7 +87,6 @@ def current_mark() -> TensorMark | None:
 
 
 def put_mark(module: nn.Module, mark: TensorMark) -> None:
-    """Mark one module."""
     vars(module)[ATTRIBUTE] = mark
 
 

@@ -32,7 +32,7 @@ _MADE_WITH = "_smp_made_with"  # on its modules: the arguments
 
 @dataclass(frozen=True)
 class Registered:
-    """What replaces the modules of a class, and how arguments, results and values are translated."""
+    """The replacement of a class's modules, and how arguments, results and values are translated."""
 
     dist_module: type[nn.Module]
     init_hook: Hook | None = None

@@ -37,14 +37,14 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TensorSplit:
-    """How a model was split over its tensor ranks. Names are the user's, and each of a tied parameter's is known."""
+    """The split of a model over its tensor ranks. Names are the user's, and each of a tied parameter's is known."""
 
     degree: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
-    """What was marked and stays whole on every rank, and why."""
+    """Marked parts that stay whole on every rank, and why."""
 
     def whole(self, name: str, tensor: Any) -> Tensor:
         """The whole of a parameter's part, or of what an optimizer holds for it: a tensor of the part's shape.
@@ -72,7 +72,7 @@ class TensorSplit:
         return cut.rows.take(whole, self.rank).contiguous()
 
     def told(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Which rows of the parameters of these names this rank has, in words that a file can hold."""
+        """This rank's rows of the parameters of these names, in words that a file can hold."""
         return {
             name: {"dim": cut.rows.dim, "runs": [list(run) for run in cut.rows.by_rank[self.rank]], "shape": cut.shape}
             for name in names
@@ -150,13 +150,13 @@ def distributed_modules(model: nn.Module, split: TensorSplit) -> Iterator[nn.Mod
 
 
 def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: Any) -> bool:
-    """Whether a parameter of a split model is this rank's part of one."""
+    """True if a parameter of a split model is this rank's part of one."""
     named = model.named_parameters(remove_duplicate=False)
     return any(each is parameter and name in split.cuts for name, each in named)
 
 
 def is_scaled_batch(split: TensorSplit) -> bool:
-    """Whether parameters and buffers see the batch of all tensor ranks, so that their gradients are averaged over
+    """True if parameters and buffers see the batch of all tensor ranks, so that their gradients are averaged over
     RDP_GROUP, the ranks that hold the same; else over DP_GROUP. It is the same for all of a model.
     """
     return split.degree > 1

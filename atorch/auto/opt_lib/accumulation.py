@@ -1,4 +1,4 @@
-"""What becomes of gradients while micro-batches add to them."""
+"""The cost of gradient accumulation over micro-batches."""
 
 from __future__ import annotations
 

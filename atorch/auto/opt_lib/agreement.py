@@ -1,4 +1,4 @@
-"""What a mesh and the methods beside it owe each other.
+"""Agreement between a mesh and the methods beside it.
 
 An axis is there for a method that splits over it, and a method that splits has its axis. Methods name their axes
 (`Method.splits`) and companions (`Method.needs`), so that the rule knows none of them by name.

@@ -65,7 +65,6 @@ class Checkpoint(Method):
         return super().of(config)
 
     def unfit(self, cost: Cost) -> str | None:
-        """The pipeline's schedule takes blocks that are recomputed in this way."""
         return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
@@ -103,7 +102,6 @@ class Checkpoint(Method):
         return chosen
 
     def apply(self, ctx: Context) -> Context:
-        """Checkpoint the chosen modules of every part in place."""
         for part in ctx.parts:
             chosen = self._chosen(part)
             if self.wrap_class is None and not repeated_blocks(part):

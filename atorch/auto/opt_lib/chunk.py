@@ -69,7 +69,7 @@ class Chunk(Method):
     needs_sample: ClassVar[bool] = True
 
     budget_bytes: Annotated[int, Field(ge=1)] | None = None
-    """What a device may hold at any moment, in bytes."""
+    """Bytes that a device may hold at any moment."""
     budget_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """The same as a fraction of the device's memory, less the workspaces of cuBLAS; None, and no bytes: 0.9."""
     hybrid: bool = True
@@ -88,11 +88,10 @@ class Chunk(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Where the mesh has zero and data, the chunks are shared over zero."""
+        """The axis zero, over which the chunks are shared where the mesh has data, too."""
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:
-        """What `apply` refuses."""
         beside = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1}
         return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
 
@@ -229,7 +228,7 @@ def _axes(mesh: Cost | Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What a tensor without values has until its chunk has them: a parameter no memory, a buffer its own."""
+    """A tensor without values until its chunk has them: a parameter has no memory, a buffer its own."""
     if isinstance(tensor, nn.Parameter):
         return stand_in(tensor.shape, tensor.dtype, device)
     return unfilled(tensor, device)
@@ -252,7 +251,7 @@ def _state_bytes(ctx: Context) -> float:
 
 
 def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:
-    """What the first pass comes to, for whoever reads the strategy."""
+    """Figures of the first pass, for whoever reads the strategy."""
     assert first.schedule is not None
     sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
     return {

@@ -97,7 +97,7 @@ def stack_of(model: nn.Module, compiled: Collection[str]) -> Stack | None:
 
 
 def _parameters(model: nn.Module, prefix: str) -> tuple[list[int], set[int]]:
-    """By identity, the parameters below `prefix`, those that have several names several times, and all others."""
+    """Ids of the parameters below `prefix`, those with several names several times, and of all others."""
     inside: list[int] = []
     outside: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -172,7 +172,7 @@ class Calls(TorchDispatchMode):
         self.after = tuple(self._operations)
 
     def is_continued(self, other: Calls, stack: Stack, depth: int) -> bool:
-        """Whether `other`, of full depth, is this pass of `depth` blocks, with further ones treated as those before."""
+        """True if `other`, of full depth, is this pass of `depth` blocks, with further ones treated as those before."""
         if self.after is None or self._numbers is None or not self._numbers.are_used_alike:
             return False
         if [each.place for each in self.calls] != list(range(depth)):
@@ -229,7 +229,7 @@ class Calls(TorchDispatchMode):
         self.calls.append(Call(index, (*self._context(), *_described(given, {})), operations))
 
     def _context(self) -> tuple[Hashable, ...]:
-        """What is in force around a block, beside what was around the first."""
+        """The modes and hooks in force around a block, beside what was around the first."""
         modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
         self._num_modes = self._num_modes or modes
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -43,7 +43,7 @@ def foreseen(
     for_real: bool = False,
     whole: bool = False,
 ) -> Pass:
-    """What forward, loss and backward of `model` on `batch` need, operation by operation. The model is not touched.
+    """The pass of forward, loss and backward of `model` on `batch`, by operation. The model is not touched.
 
     Args:
         batch: what `loss(model, batch)` takes; its tensors may be anywhere.
@@ -85,8 +85,6 @@ def _extended(job: _Job, stack: Stack) -> Pass | None:
 
 
 class _Job(NamedTuple):
-    """What is to be foreseen."""
-
     model: nn.Module
     batch: Any
     loss: Callable[[nn.Module, Any], Any]
@@ -135,7 +133,7 @@ class _Job(NamedTuple):
             return found, live.instants[1:]
 
     def called(self, stack: Stack) -> Calls:
-        """How the model calls all blocks of a list in a forward pass, for which but the first few run."""
+        """The model's calls of all blocks of a list in a forward pass, for which but the first few run."""
         depth, calls = stack.depths[-1], Calls(self.device_type)
         with self._copied(stack.blocks[depth:]) as (duplicate, loss, batch, passing):
             calls.stand_in(stack, duplicate, depth)
@@ -169,8 +167,6 @@ class _Job(NamedTuple):
 
 
 class _Passing(NamedTuple):
-    """What a pass runs on."""
-
     convert: Callable[[Tensor], Tensor]
     """Of the model's tensors."""
     convert_input: Callable[[Tensor], Tensor]
@@ -232,7 +228,7 @@ class _Beside(LiveBytes):
         super().__init__()
         self._parameters, self._before, self._on_host = parameters, before, on_host
         self.instants: list[list[int]] = [[0]]
-        """What there is beside parameters, at each change, by the moments that `other_bytes` tells the most of."""
+        """Bytes beside parameters, at each change, by the moments that `other_bytes` tells the most of."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()  # type: ignore[no-untyped-call]
@@ -243,11 +239,9 @@ class _Beside(LiveBytes):
 
     @property
     def other_bytes(self) -> list[int]:
-        """The most of each moment."""
         return [int(each.total_bytes - each.memory.get(PARAMETERS, 0.0)) for each in self.moments]
 
     def mark(self, name: str, index: int | None = None) -> None:
-        """End a moment."""
         super().mark(name, index)
         self.instants.append([self._beside])
 

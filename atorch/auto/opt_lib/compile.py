@@ -34,7 +34,7 @@ class Compile(Method):
     mode: str | None = None
     """torch.compile's mode, such as "max-autotune"."""
     dynamic: bool | None = None
-    """Whether shapes vary; None lets torch find out."""
+    """True if shapes vary; None lets torch find out."""
     fullgraph: bool = False
     """Refuse modules that do not compile into one graph."""
 
@@ -46,7 +46,6 @@ class Compile(Method):
         return super().of(config)
 
     def unfit(self, cost: Cost) -> str | None:
-        """The pipeline's schedule takes compiled blocks."""
         return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
@@ -74,7 +73,6 @@ class Compile(Method):
             self.chosen(part)
 
     def apply(self, ctx: Context) -> Context:
-        """Compile the chosen modules of every part in place."""
         for part in ctx.parts:
             compile_in_place(
                 self.chosen(part).values(),
@@ -86,7 +84,6 @@ class Compile(Method):
         return ctx
 
     def chosen(self, part: nn.Module) -> Mapping[str, nn.Module]:
-        """The modules to compile, by name."""
         if self.wrap_class is None:
             return repeated_blocks(part) or {"": part}
         return find_modules(part, self.wrap_class, "compile wrap_class")

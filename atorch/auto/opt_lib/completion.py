@@ -1,4 +1,4 @@
-"""What a strategy needs to run on the processes that are there: the mesh filled, and a data-parallel method."""
+"""Completes a strategy for the processes that are there: fills the mesh, and adds a data-parallel method."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def batch_place(strategy: Strategy, device_type: str) -> tuple[int, int]:
 
 
 def has_fsdp(strategy: Strategy) -> bool:
-    """Whether torch's FSDP2 shards parameters: under fsdp, and zero2 without another backend."""
+    """True if torch's FSDP2 shards parameters: under fsdp, and zero2 without another backend."""
     sharding = strategy.get(Fsdp)  # zero2 is one, whatever its backend
     return sharding is not None and getattr(sharding, "backend", "fsdp") == "fsdp"
 

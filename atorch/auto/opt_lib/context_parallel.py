@@ -44,7 +44,6 @@ class ContextParallel(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis context."""
         return ("context",)
 
     def unfit(self, cost: Cost) -> str | None:
@@ -63,7 +62,6 @@ class ContextParallel(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """With load balance, where the model attends to sequences and several devices share them."""
         if cluster.world_size > 1 and any(block.attention_flops and block.sequence_length for block in profile.blocks):
             yield cls()
 

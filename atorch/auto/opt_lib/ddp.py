@@ -44,12 +44,10 @@ class Ddp(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """As it is."""
         if cluster.world_size > 1:
             yield cls()
 
     def apply(self, ctx: Context) -> Context:
-        """Wrap every part."""
         group = ctx.need_mesh().group(*REPLICA_AXES)
         ctx.give_memory()
         parts = tuple(
@@ -68,7 +66,7 @@ class Ddp(Method):
 
 
 def looks_for_unused(ctx: Context, is_asked: bool = False) -> bool:
-    """Whether torch is to look; not where losses hand gradients over later, which it would take for those of a pass."""
+    """True if torch is to look; False where losses hand gradients over later, which it would take for a pass's."""
     names = () if ctx.strategy is None else ctx.strategy.names()
     return (is_asked or ctx.find_unused_parameters) and {"micro_batch", "pipeline_parallel"}.isdisjoint(names)
 

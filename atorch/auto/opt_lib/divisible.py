@@ -1,4 +1,4 @@
-"""What a model can be divided by: heads, groups of keys and values, experts and tokens are shared out whole."""
+"""Divisibility of a model: heads, groups of keys and values, experts and tokens are shared out whole."""
 
 from __future__ import annotations
 

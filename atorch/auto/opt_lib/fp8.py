@@ -72,7 +72,6 @@ class Fp8(Method):
 
     @property
     def numbers(self) -> str:
-        """Where 8 bits are."""
         return "the products of the converted Linear layers are of numbers rounded to 8 bits, under scales"
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
@@ -97,14 +96,14 @@ class Fp8(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Where the hardware multiplies in fp8: the Linear layers of the repeated blocks; the head stands it badly."""
+        """The Linear layers of the repeated blocks, where the hardware multiplies in fp8; the head stands it badly."""
         if "Linear" in (profile.block_classes if profile.blocks else profile.module_classes):
             lists = sorted({block.name.rpartition(".")[0] for block in profile.blocks} - {""})
             by_shape = bool(profile.blocks) and not lists  # of a shape, modules have no names
             yield cls(include=tuple(lists) or None, exclude=("head",) if by_shape else None)
 
     def check(self, ctx: Context) -> None:
-        """Its backend runs here, beside the others, and there is a layer to convert."""
+        """Check that its backend runs here beside the others, and a layer can be converted."""
         choose_backend(self._backend_beside(ctx), self._recipe(), self.emulate, ctx.device.type)
         for part in ctx.parts:
             if not changes_modules(ctx, self.name) and not any(True for _ in self._chosen(part)):
@@ -123,7 +122,6 @@ class Fp8(Method):
                 yield name
 
     def apply(self, ctx: Context) -> Context:
-        """Convert the Linear layers of every part in place."""
         mesh = ctx.mesh
         pipelined = mesh is not None and mesh.size("pipeline") > 1
         group = mesh.group(*(axis for axis in AXES if axis != "pipeline")) if mesh is not None and pipelined else None

@@ -145,11 +145,10 @@ class Fsdp(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Where the mesh has zero and data, the shards stay in zero."""
+        """The axis zero, in which the shards stay where the mesh has data, too."""
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:
-        """The pipeline's schedule takes parameters that are gathered for backward."""
         return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
@@ -224,7 +223,6 @@ class Fsdp(Method):
         need_own_storage(ctx, self.name, lambda values: torch.chunk(values, 2), ignored)
 
     def apply(self, ctx: Context) -> Context:
-        """Shard every part in place."""
         settled = self.settled(ctx.root)
         if settled is not self:
             return settled.apply(ctx)

@@ -39,9 +39,9 @@ class MixedPrecision(BaseModel):
     reduce_dtype: Dtype | None = None
     """Of the gradients' reduction; None: param_dtype."""
     output_dtype: Dtype | None = None
-    """What the outputs of gathered modules are cast to."""
+    """The dtype of the outputs of gathered modules."""
     buffer_dtype: Dtype | None = None
-    """What floating-point buffers are cast to, once."""
+    """The dtype of floating-point buffers, cast once."""
     cast_forward_inputs: bool = True
     """Cast the inputs of every gathered module to param_dtype."""
     cast_root_forward_inputs: bool = True
@@ -49,7 +49,6 @@ class MixedPrecision(BaseModel):
 
     @classmethod
     def of_compute(cls, dtype: torch.dtype) -> Self:
-        """Compute in `dtype`, reduce in fp32."""
         return cls(param_dtype=_NAMES[dtype], reduce_dtype="fp32")
 
     @staticmethod

@@ -42,8 +42,8 @@ class MicroBatch(Method):
     count: Annotated[int, Field(ge=1)] | None = None
     """The number of micro-batches, instead of their size."""
     loss_weight: str = "auto"
-    """How micro-batches' losses make the batch's: "rows", "labels", "shifted_labels", "sum", the name of an entry of
-    the batch that is a mask or holds labels, or "auto" to find out which of the four."""
+    """The rule for micro-batches' losses to make the batch's: "rows", "labels", "shifted_labels", "sum", the name of an
+    entry of the batch that is a mask or holds labels, or "auto" to find out which of the four."""
     reduce: Literal["once", "each"] = "once"
     """Sharded gradients: whole until they are reduced once, or reduced with "each" micro-batch, so that shards are all
     that is kept."""
@@ -153,5 +153,5 @@ def _in_pipeline(ctx: Context) -> bool:
 
 
 def is_ample(cost: Cost) -> bool:
-    """Whether memory is no concern at all; not where nothing is known of the device."""
+    """True if memory is no concern at all; not where nothing is known of the device."""
     return cost.device_bytes < math.inf and AMPLE * peak_memory(cost).total < cost.device_bytes

@@ -75,7 +75,7 @@ class ModuleReplace(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Where there is something to replace: attention that is written out, norms in Python, a user's pair."""
+        """All, where there is something to replace: attention that is written out, norms in Python, a user's pair."""
         is_written_out = profile.attention == "replaceable"
         has_own_norm = any(name.endswith("RMSNorm") and name != "RMSNorm" for name in profile.module_classes)
         if is_written_out or has_own_norm or any(REPLACEMENTS[name].takes_config for name in REPLACEMENTS):

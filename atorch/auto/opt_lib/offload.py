@@ -57,7 +57,7 @@ class Offload(Method):
         return self
 
     def __str__(self) -> str:
-        """What waits: `activations offloaded`, `parameters, 50% of optimizer offloaded`."""
+        """The offloaded parts: `activations offloaded`, `parameters, 50% of optimizer offloaded`."""
         shares = {"parameters": self.parameters, "optimizer": self.optimizer, "activations": self.activations}
         waiting = (name if share == 1 else f"{100 * share:.3g}% of {name}" for name, share in shares.items() if share)
         return f"{', '.join(waiting)} offloaded"

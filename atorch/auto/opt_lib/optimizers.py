@@ -1,4 +1,4 @@
-"""What methods ask of the user's optimizer before anything is applied: that it computes the same in their hands.
+"""Checks, before anything is applied, that the user's optimizer computes the same under each method.
 
 A method that gives each process a part of the parameters names the split. The optimizer is tried on small parameters
 like the model's (`runtime/optimizer_probe.py`), so that one which nobody has listed is judged by what it does.
@@ -28,7 +28,6 @@ _WHAT: Mapping[Split, str] = {
 
 
 def replicas(ctx: Context) -> int:
-    """How many processes will hold the same parameters."""
     return size_of(ctx, *REPLICA_AXES)
 
 

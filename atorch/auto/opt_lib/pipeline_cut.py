@@ -1,4 +1,4 @@
-"""Where pipeline_parallel cuts a model that the user gave no split points for: by traced time, within memory."""
+"""Cut points for pipeline_parallel where the user gave none: by traced time, within memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _within_memory(
 
 
 def _folded(ctx: Context, micro_batches: int, cost: Cost) -> Cost:
-    """What the strategy makes of the cost of a unit."""
+    """The cost of a unit under the strategy."""
     cost = cost.but(axes=dict(ctx.need_mesh().slices))
     for each in ctx.strategy or Strategy():
         if each.phase in _FOLDED:

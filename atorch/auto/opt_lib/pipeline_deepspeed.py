@@ -1,4 +1,4 @@
-"""What pipeline_parallel does with DeepSpeed's engine in place of torch's schedules."""
+"""pipeline_parallel on DeepSpeed's engine in place of torch's schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check(ctx: Context, method: PipelineParallel) -> None:
-    """That DeepSpeed can take the job; nothing is changed.
+    """Check that DeepSpeed can take the job; nothing is changed.
 
     Raises:
         CapabilityError: deepspeed is not installed.

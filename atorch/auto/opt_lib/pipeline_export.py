@@ -1,4 +1,4 @@
-"""Where pipeline_parallel cuts a model whose modules do not tell: by the graph of its forward pass."""
+"""Cuts a model for pipeline_parallel by the graph of its forward pass, where its modules do not tell."""
 
 from __future__ import annotations
 

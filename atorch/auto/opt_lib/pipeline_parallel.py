@@ -37,7 +37,7 @@ class PipelineParallel(Method):
     needs_sample: ClassVar[bool] = True
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """In which order a stage runs forward and backward of micro-batches."""
+    """The order in which a stage runs forward and backward of micro-batches."""
     micro_batches: Annotated[int, Field(ge=1)] | None = None
     """Parts of the batch of a step; None: those of micro_batch, without it the most that divide the batch, up to four a
     stage."""
@@ -46,9 +46,9 @@ class PipelineParallel(Method):
     interleave: Annotated[int, Field(ge=2)] | None = None
     """interleaved: pieces of the model that each process has; None: 2."""
     loss_weight: str = "auto"
-    """How micro-batches' losses make the batch's, as for micro_batch."""
+    """The rule for micro-batches' losses to make the batch's, as for micro_batch."""
     backend: Literal["torch", "deepspeed"] = "torch"
-    """Whose schedules: torch.distributed.pipelining's, or DeepSpeed's 1F1B."""
+    """The schedules: torch.distributed.pipelining's, or DeepSpeed's 1F1B."""
     ds_config: dict[str, Any] | None = None
     """deepspeed: its own configuration, beside the sizes of batches and the ZeRO stage."""
 
@@ -71,11 +71,9 @@ class PipelineParallel(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis pipeline."""
         return ("pipeline",)
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Nothing: it runs everywhere, where its backend is installed."""
         if self.backend == "deepspeed":
             from atorch.runtime.zero_deepspeed import need_deepspeed
 
@@ -136,7 +134,7 @@ class PipelineParallel(Method):
             check(ctx, self)
 
     def check_at_work(self, ctx: Context) -> None:
-        """Its neighbours suit where it is cut: between modules, or by the graph where these do not tell."""
+        """Check that its neighbours suit where it is cut: between modules, or by the graph where these do not tell."""
         if size_of(ctx, "pipeline") > 1:
             from atorch.auto.opt_lib.pipeline_stages import check_at_work
 

@@ -1,4 +1,4 @@
-"""What pipeline_parallel does to a model: where it is cut, how a batch is, and what is built of that."""
+"""Applies pipeline_parallel to a model: cuts model and batch, and builds the stages."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ _CALLS = "pipeline_parallel: calls of modules between which the model can be cut
 
 
 def _calls(ctx: Context, model: nn.Module) -> int | str:
-    """How many there are, or why they are not known."""
+    """The number of calls, or the reason why it is not known."""
     batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
     try:
         return len(route_of(model, units(model), _few(batch), ctx.call_model, ctx.loss_func).calls)
@@ -154,14 +154,14 @@ def _few(batch: Any) -> Any:
 
 
 def _rounding(ctx: Context) -> float:
-    """How far the loss of a batch may be from that of its micro-batches."""
+    """The tolerance between the loss of a batch and that of its micro-batches."""
     if ctx.strategy is not None and "fp8" in ctx.strategy.names():
         return FP8_ROUNDING
     return tolerance_of(ctx.compute_dtype)
 
 
 class Batches:
-    """How a batch is cut into micro-batches: as micro_batch says where it is in the strategy, else as the method."""
+    """The cut of a batch into micro-batches: as micro_batch says where it is in the strategy, else as the method."""
 
     def __init__(self, method: PipelineParallel, other: MicroBatch | None, stages: int) -> None:
         self._method, self._stages = method, stages
@@ -175,14 +175,13 @@ class Batches:
 
     @classmethod
     def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
-        """For the strategy that is being applied."""
         other: Any = next((each for each in ctx.strategy or () if each.name == "micro_batch"), None)
         batches = cls(method, other, size_of(ctx, "pipeline"))
         batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
         return batches
 
     def check(self, rows: int) -> None:
-        """That batches of so many rows are cut as was asked for; raises StrategyError."""
+        """Check that batches of so many rows are cut as was asked for; raises StrategyError."""
         asked = self._count if self._size is None else f"micro-batches of {self._size} rows"
         if asked is not None and self.count(rows) != (self._count if self._size is None else rows / self._size):
             what = f"{asked} micro-batches" if self._size is None else asked
@@ -284,7 +283,7 @@ def rows_of_a_process(ctx: Context) -> int:
 
 
 def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, ...]) -> None:
-    """That an optimizer has something to do on every process."""
+    """Check that an optimizer has something to do on every process."""
     trains = any(each.requires_grad for part in parts for each in part.parameters())
     if ctx.make_optimizer is not None and not trains:
         raise StrategyError(

@@ -1,4 +1,4 @@
-"""What the precision methods share: a 16-bit type, and the knobs of fp16's loss scale."""
+"""The base of the precision methods: a 16-bit type, and the knobs of fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def compute_dtype(ctx: Context) -> torch.dtype | None:
-    """What the precision method of the strategy that is being applied computes in, also before it has acted."""
+    """The dtype that the precision method of the strategy being applied computes in, also before it has acted."""
     precision = next((each for each in ctx.strategy or () if isinstance(each, Precision)), None)
     return ctx.compute_dtype if precision is None else DTYPES[precision.dtype]
 
 
 def keeps_masters(strategy: Strategy | None) -> bool:
-    """Whether a method of the strategy keeps fp32 masters itself, and divides gradients by the loss scale."""
+    """True if a method of the strategy keeps fp32 masters itself, and divides gradients by the loss scale."""
     return any(each.keeps_masters for each in strategy or ())
 
 
 def is_fp32(profile: ModelProfile) -> bool:
-    """Whether the model's parameters are in fp32, so that 16 bits would change something."""
+    """True if the model's parameters are in fp32, so that 16 bits would change something."""
     return profile.param_bytes == 4 * profile.num_params
 
 
@@ -83,7 +83,6 @@ class Precision(Method):
         return None
 
     def check(self, ctx: Context) -> None:
-        """All parameters are real."""
         need_real_parameters(ctx, self.name, "for which there is no type of 16 bits")
 
     def make_scale(self) -> LossScale:

@@ -43,12 +43,10 @@ class SequenceParallel(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis sequence, or none of its own."""
         return ("sequence",) if self.mode == "ulysses" else ()
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """megatron completes tensor_parallel."""
         return () if self.mode == "ulysses" else ("tensor_parallel",)
 
     def unfit(self, cost: Cost) -> str | None:
@@ -62,7 +60,6 @@ class SequenceParallel(Method):
         return reason or uncuttable(cost.segments, cost.size("sequence", "context"), self.name)
 
     def cost(self, cost: Cost) -> Cost:
-        """The split; what it sends follows from the products and the attention."""
         if self.mode == "megatron":
             splits = cost.size("tensor") > 1
             return cost.but(splits_norms=splits, held_gathers=2.0 * splits)  # before attention, and before the MLP

@@ -1,4 +1,4 @@
-"""What a model has that methods cannot take, and whether it is known before any method has changed it."""
+"""Checks of a model's structure for methods, and whether earlier methods change it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from atorch.errors import StrategyError
 
 
 def changes_modules(ctx: Context, apart_from: str = "") -> bool:
-    """Whether a method of the strategy puts other modules in the place of the user's, which names may mean."""
+    """True if a method of the strategy puts other modules in the place of the user's, which names may mean."""
     return any(each.phase == Phase.MODULE and each.name != apart_from for each in ctx.strategy or ())
 
 
 def has_compiled_loss(ctx: Context) -> bool:
-    """Whether the loss function is a compiled one. Compilers take no split logits."""
+    """True if the loss function is a compiled one. Compilers take no split logits."""
     return hasattr(ctx.loss_func, "_torchdynamo_orig_callable")
 
 

@@ -12,7 +12,7 @@ from atorch.errors import shown
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout, why_not_of
 
 KEY = "tensor_layout"
-"""Where a strategy's metadata has it."""
+"""Its key in a strategy's metadata."""
 
 
 def written(layout: ModelLayout, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class TensorParallel(Method):
     needs_sample: ClassVar[bool] = True
 
     plan: dict[str, Literal["column", "row"]] | None = None
-    """How layers are split, by patterns of their names: {"layers.*.attn.q_proj": "column", …}; None: as the model
+    """The split of layers, by patterns of their names: {"layers.*.attn.q_proj": "column", …}; None: as the model
     itself tells."""
     parameter_bytes: Annotated[float, Field(gt=0)] | None = None
     """The most bytes of parameters that a process holds; the layout that sends least for that is taken. None: as little
@@ -70,7 +70,6 @@ class TensorParallel(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis tensor."""
         return ("tensor",)
 
     def unfit(self, cost: Cost) -> str | None:
@@ -88,7 +87,6 @@ class TensorParallel(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """As the model itself tells, where several devices can share it."""
         if cluster.world_size > 1 and any(block.num_heads > 1 for block in profile.blocks):
             yield cls()
 
@@ -98,7 +96,6 @@ class TensorParallel(Method):
             need_same(ctx, self.name, "rows", "columns")
 
     def check(self, ctx: Context) -> None:
-        """Its neighbours take split products."""
         if size_of(ctx, "tensor") > 1:
             _check_neighbours(ctx.strategy or Strategy())
 
@@ -173,7 +170,6 @@ class TensorParallel(Method):
         return found
 
     def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
-        """The layout."""
         degree = axes.get("tensor", 1)
         if degree == 1:
             return {}

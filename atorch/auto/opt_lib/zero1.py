@@ -34,7 +34,7 @@ class Zero1(Method):
     needs_replicas: ClassVar[bool] = True
 
     backend: Literal["torch", "fairscale", "deepspeed"] = "torch"
-    """Whose implementation: this package's, FairScale's OSS, or DeepSpeed's stage 1."""
+    """The implementation: this package's, FairScale's OSS, or DeepSpeed's stage 1."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
@@ -42,7 +42,6 @@ class Zero1(Method):
         return super().of(named(cls.name, config, {"use_ds_zero": "deepspeed"}))
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Nothing: it runs everywhere, where its backend is installed."""
         need(self.backend)
         return None
 
@@ -64,7 +63,6 @@ class Zero1(Method):
             need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 
     def check(self, ctx: Context) -> None:
-        """What its backend asks for."""
         check(ctx, self.name, self.backend)
 
     def apply(self, ctx: Context) -> Context:

@@ -29,7 +29,7 @@ class Zero2(Fsdp):
     """Shard gradients and optimizer states."""
 
     backend: Literal["fsdp", "fairscale", "deepspeed"] = "fsdp"
-    """Whose implementation: fsdp with all its knobs, FairScale's ShardedDataParallel, or DeepSpeed's stage 2."""
+    """The implementation: fsdp with all its knobs, FairScale's ShardedDataParallel, or DeepSpeed's stage 2."""
     reshard_after_forward: bool | int | None = False
     """False: keep gathered parameters for backward. A number keeps them over that many processes."""
 
@@ -49,7 +49,6 @@ class Zero2(Fsdp):
         return self
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Nothing: it runs everywhere, where its backend is installed."""
         need(self.backend)
         return None
 
@@ -68,7 +67,6 @@ class Zero2(Fsdp):
             need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 
     def check(self, ctx: Context) -> None:
-        """What fsdp's knobs ask for, or its backend."""
         if self.backend == "fsdp":
             super().check(ctx)
         else:

@@ -34,7 +34,7 @@ def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
 
 
 def in_pipeline(strategy: Iterable[Method] | None) -> bool:
-    """Whether DeepSpeed runs a pipeline of the strategy, and so does its share of the other methods too."""
+    """True if DeepSpeed runs a pipeline of the strategy, and so does its share of the other methods too."""
     return any(
         each.name == "pipeline_parallel" and getattr(each, "backend", "") == "deepspeed" for each in strategy or ()
     )

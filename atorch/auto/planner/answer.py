@@ -1,4 +1,4 @@
-"""Which composition trains a model best on a cluster that need not be here, by arithmetic alone, and why.
+"""The best composition for a model on a cluster that need not be here, by arithmetic alone, and why.
 
 The best under the estimate is found, or how far from it the answer may be is told (`best_first`); what is nearer to it
 than the estimate is right is shown beside it, with what other choices would have done, and what binds the others.
@@ -114,7 +114,6 @@ class _Question:
     reserve: float
 
     def fits(self) -> bool:
-        """Whether anything fits."""
         try:
             return bool(self.found(self.space(), nearest=False, most=1).columns.fits.any())
         except StrategyError:
@@ -177,7 +176,7 @@ _Search = tuple[_Question, Space, Found]
 
 
 def _searched(question: _Question, host_memory: bool | None, objective: str, **wanted: Any) -> _Search:
-    """What was found in which space; with host memory where nothing fits without, or it is allowed and saves enough."""
+    """Search, in a space with host memory where nothing fits without, or it is allowed and saves enough."""
     plain = _without_host(question, objective, wanted) if host_memory is None else None
     if plain is not None:
         return plain
@@ -193,7 +192,6 @@ def _searched(question: _Question, host_memory: bool | None, objective: str, **w
 
 
 def _without_host(question: _Question, objective: str, wanted: Mapping[str, Any]) -> _Search | None:
-    """What was found without host memory; None where nothing fits then."""
     try:
         plain = _searched(question, False, objective, **{**wanted, "nearest": False})
     except StrategyError:
@@ -268,7 +266,7 @@ def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) 
 
 
 def _counts(columns: Columns, space: Space) -> dict[str, dict[str, int]]:
-    """How many scored compositions have each size of each axis, and each method or none in each slot."""
+    """Numbers of scored compositions by size of each axis, and by method or none in each slot."""
     sets = Counter(map(id, chain.from_iterable(columns.methods)))
     held = {id(each): each for each in chain.from_iterable(columns.methods)}
     counts: dict[str, Counter[str]] = {axis: Counter() for axis in AXES}

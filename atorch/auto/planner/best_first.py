@@ -31,7 +31,7 @@ _Branch = tuple[float, int, Node, Part | None]  # bound, number, node, and what 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search scored, and of what it knew enough without."""
+    """Results of a search, and what it knew enough of without."""
 
     columns: Columns
     num_slow: int  # branches and compositions that were not opened or kept: none of them is the best, or simpler
@@ -175,20 +175,19 @@ class _Search:
                 self._push(node, self._bounds.cut(part), short=short)
 
     def _is_over(self) -> bool:
-        """Whether as much was done as may be."""
         if not self._fitting:
             return self._looks >= PATIENCE * self._most_looks
         return len(self.columns) >= self._most or self._looks >= self._most_looks
 
     def _enough_s(self) -> float:
-        """What is slower than this is neither among the best nor ties with the best, nor is it needed to compare."""
+        """Seconds beyond which a step is not among the best, does not tie, and is not needed to compare."""
         wanted = max(self._keep, self._breadth)
         if len(self._fitting) < wanted:
             return self._limit_s
         return min(self._limit_s, max(self._fitting[self._keep - 1][0], self._fitting[0][0] * (1 + TIE)))
 
     def _is_known(self, bound: float, node: Node, part: Part | None) -> bool:
-        """Whether nothing of a branch is among the best, or both ties with the best and is simpler than what does.
+        """True if nothing of a branch is among the best, or both ties with the best and is simpler than what does.
 
         Bounds ascend: once one is above what was found, that is the best.
         """

@@ -1,4 +1,4 @@
-"""What the best of all compositions below a node of the tree can at most reach: least seconds, and least bytes.
+"""Lower bounds on the seconds and bytes of all compositions below a node of the tree.
 
 A node's cost is relaxed to one that is no worse than that of any composition below it, and then estimated by the same
 functions. What is below is told apart by what is recomputed, and then by the number of micro-batches, so that seconds
@@ -47,7 +47,7 @@ Fold = Callable[[Cost], Cost]
 
 
 class Part(NamedTuple):
-    """Of what is below a node, what recomputes alike or, once settled, cuts, compiles and uses the host alike, too."""
+    """A part below a node that recomputes alike or, once settled, cuts, compiles and uses the host alike, too."""
 
     short_bytes: float  # at least
     seconds: float  # of a step, at least; where none is short
@@ -79,7 +79,7 @@ class Bounds:
         return self._seconds_of_any(self._compiled(node.cost.but(cast_traffic_bytes=0.0)))
 
     def parts(self, node: Node) -> Iterator[Part]:
-        """What is below a node at the depth of bounds, apart by what is recomputed."""
+        """Parts below a node at the depth of bounds, by what is recomputed."""
         shard = self._sharing(node.cost)
         for only, cost in self._each(Checkpoint, node.cost):
             part = Part(0.0, 0.0, only, cost, shard)
@@ -158,7 +158,6 @@ class Bounds:
         return lambda cost: cost.but(**most, **least)
 
     def _compiled(self, cost: Cost) -> Cost:
-        """A cost compiled, where it can be."""
         return next((choice.method.cost(cost) for choice in self._legal(Compile, cost)), cost)
 
     def _settled(self, part: Part, least_s: float | None = None) -> Iterator[Part]:
@@ -203,12 +202,12 @@ class Bounds:
         return max(0.0, least_on_host(cost) * (1 - SLACK) - self.host_bytes)
 
     def _seconds(self, quick: Cost) -> float:
-        """Of a step, but for the optimizer's, which may be sharded further or wait on the host."""
+        """Seconds of a step, but for the optimizer's, which may be sharded further or wait on the host."""
         whole = self.times.of(quick)
         return (whole.total_s - whole.optimizer_s) * (1 - SLACK)
 
     def _seconds_of_any(self, cost: Cost) -> float:
-        """Of a step in any number of micro-batches."""
+        """Seconds of a step in any number of micro-batches."""
         quick = _without_reductions(cost)
         if MicroBatch not in self._below:
             return self._seconds(quick)
@@ -218,7 +217,7 @@ class Bounds:
 
 
 def _without_reductions(cost: Cost) -> Cost:
-    """For seconds: nothing waits on the host, and nothing is sent but gathers for every micro-batch.
+    """A cost for seconds: nothing waits on the host, and nothing is sent but gathers for every micro-batch.
 
     When and how gradients are reduced, micro-batches change.
     """

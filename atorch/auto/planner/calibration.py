@@ -1,4 +1,4 @@
-"""What dry runs measured on this machine, kept for its next searches: a small JSON file in the user's cache directory.
+"""Dry runs' measurements on this machine, kept for its next searches: a small JSON file in the user's cache directory.
 
 A file belongs to one machine: a device, its count, and the versions that computed on it. It holds single measurements
 and nothing derived from them, the newest last and at most `KEPT`; what they say of other compositions and of other
@@ -45,7 +45,7 @@ class Observation(BaseModel):
 
 @dataclass(frozen=True)
 class Past:
-    """What earlier searches on the machine measured, and whose search this is."""
+    """Measurements of earlier searches on the machine, and whose search this is."""
 
     job: str = ""
     observations: tuple[Observation, ...] = ()
@@ -81,7 +81,7 @@ class Calibration:
         return cls(folder / "calibration" / f"{name}.json", machine)
 
     def read(self) -> tuple[Observation, ...]:
-        """What was measured on this machine, the oldest first; nothing where there is no file that tells."""
+        """The measurements on this machine, the oldest first; nothing where there is no file that tells."""
         try:
             if not self.path.exists():
                 return ()
@@ -119,7 +119,7 @@ def job_of(start: Cost) -> str:
 
 
 def _machine(cluster: ClusterSpec, versions: Mapping[str, str]) -> dict[str, str | int]:
-    """What makes this a machine of its own: where one of these differs, times are expected to."""
+    """Facts that make this a machine of its own: where one of these differs, times are expected to."""
     return {
         **versions,
         "device": cluster.device.name,

@@ -1,4 +1,4 @@
-"""What a dry run works on: a copy of the context with memory of its own, and real batches.
+"""The subject of a dry run: a copy of the context with memory of its own, and real batches.
 
 Whatever a candidate does to modules and tensors in place, the user's model, random states and samplers are as before
 afterwards.
@@ -75,7 +75,7 @@ class Feed:
     _batches: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
 
     def batches(self, rank: int, size: int) -> list[Any]:
-        """What rank `rank` of `size` ranks that see different samples gets first.
+        """The first batches of rank `rank` of `size` ranks that see different samples.
 
         Raises:
             ArgumentError: the loader has no batch.

@@ -31,17 +31,15 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
         return self.now() - self.began
 
     @property
     def whole(self) -> float:
-        """The limit, less what is kept."""
         return (self._default if self.limit is None else self.limit) * (1 - KEPT)
 
     @property
     def left(self) -> float:
-        """Of the limit, less what is kept for the end; negative where it is over."""
+        """Seconds left of the limit, less what is kept for the end; negative where it is over."""
         return self.whole - self._kept - self.seconds
 
     def keep(self, seconds: float) -> None:
@@ -49,5 +47,4 @@ class Clock:
         self._kept = seconds
 
     def saw_step(self, seconds: float) -> None:
-        """A step of the baseline takes so long."""
         self._default = max(DEFAULT_S, DEFAULT_STEPS * seconds)

@@ -23,28 +23,26 @@ class Ranked:
     chance: float | None = None  # that it is faster than the chosen one
 
     def to_json_data(self) -> dict[str, Any]:
-        """All of it as plain JSON data."""
         data = {"strategy": strategy_data(self.strategy), "estimate": estimate_data(self.estimate)}
         return data | ({} if self.chance is None else {"chance": self.chance})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """What one measurement is worth before the choice is believed."""
+    """The value of one measurement before the choice is believed."""
 
     saves: float  # of a step, on average: as often as it tells that another composition is faster, and by how much
     strategy: Strategy | None = None  # five steps of it and of the chosen one
     kind: str = ""  # or a kind of work (`cost.uncertainty`), by a calibration of the machine
 
     def to_json_data(self) -> dict[str, Any]:
-        """All of it as plain JSON data."""
         strategy = None if self.strategy is None else strategy_data(self.strategy)
         return {"saves": self.saves, "strategy": strategy, "kind": self.kind}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counterfactual:
-    """What one other choice would have done."""
+    """The effect of one other choice."""
 
     change: str  # "tensor 4", "zero1 instead of fsdp", "without checkpoint"
     what: str  # the axis that has another size, or the method that comes or goes
@@ -52,13 +50,12 @@ class Counterfactual:
     reason: str
 
     def to_json_data(self) -> dict[str, Any]:
-        """All of it as plain JSON data."""
         return {"change": self.change, "what": self.what, "ratio": self.ratio, "reason": self.reason}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan(Plan):
-    """What arithmetic alone answers. Nothing was run; `simulated` is for who simulates the best of the ranking."""
+    """A plan by arithmetic alone. Nothing was run; `simulated` is for who simulates the best of the ranking."""
 
     estimate: Estimate
     cluster: ClusterSpec
@@ -78,7 +75,7 @@ class ClusterPlan(Plan):
 
     @property
     def fits_narrowly(self) -> bool:
-        """Whether the choice fits by less than its memory may be off: some such runs go out of memory."""
+        """True if the choice fits by less than its memory may be off: some such runs go out of memory."""
         return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
 
     def to_json_data(self) -> dict[str, Any]:

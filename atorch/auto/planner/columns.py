@@ -50,12 +50,10 @@ class Columns:
 
     @property
     def step_s(self) -> Floats:
-        """Seconds of a step."""
         return np.frombuffer(self._step_s) if self.methods else np.zeros(0)
 
     @property
     def peak_bytes(self) -> Floats:
-        """Bytes of a device at the peak."""
         return np.frombuffer(self._peak) if self.methods else np.zeros(0)
 
     @property
@@ -65,7 +63,7 @@ class Columns:
 
     @property
     def on_host(self) -> Floats:
-        """Bytes on the host for a device."""
+        """Bytes in host memory for each device."""
         return np.frombuffer(self._on_host) if self.methods else np.zeros(0)
 
     @property
@@ -75,12 +73,11 @@ class Columns:
 
     @property
     def binds(self) -> npt.NDArray[np.int8]:
-        """Whether it fits, or what is short."""
+        """Codes of what is short, or of a fit."""
         return np.frombuffer(self._binds, dtype=np.int8) if self.methods else np.zeros(0, np.int8)
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Whether it fits on device and host."""
         return np.equal(self.binds, FITS)
 
     @property
@@ -90,14 +87,13 @@ class Columns:
         return np.where(self.binds == HOST, self.on_host - self.host_bytes, device)
 
     def why(self) -> list[str]:
-        """What binds each composition: "" where it fits, else the memory that is short, and what takes most of it."""
+        """The limit of each composition: "" where it fits, else the memory that is short, and what takes most of it."""
         largest = self.memory.argmax(axis=1) if self.methods else []
         names = {HOST: ["host memory"] * len(CATEGORIES), FITS: [""] * len(CATEGORIES)}
         names[DEVICE] = [f"memory: {category}" for category in CATEGORIES]
         return [names[int(binds)][column] for binds, column in zip(self.binds, largest, strict=True)]
 
     def labels(self) -> list[str]:
-        """Each composition as text."""
         return list(_labels(self.methods))
 
     def fastest(self, number: int | None = None) -> list[int]:

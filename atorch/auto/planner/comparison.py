@@ -24,14 +24,13 @@ LOOKS = (10, 20, 40)  # turns after which what is surely slower leaves
 
 @dataclass(frozen=True)
 class Verdict:
-    """What turns said of one contender: its seconds over the baseline's in the same turn."""
+    """The result of turns for one contender: its seconds over the baseline's in the same turn."""
 
     ratio: float  # the median
     noise: float  # the standard error of its logarithm
 
     @classmethod
     def of(cls, seconds: Sequence[float], baseline: Sequence[float]) -> Verdict:
-        """From the seconds of the same turns."""
         logs = [math.log(mine / theirs) for mine, theirs in zip(seconds, baseline, strict=True)]
         middle = statistics.median(logs)
         spread = 1.4826 * statistics.median(abs(each - middle) for each in logs)  # σ, of normal ones
@@ -39,17 +38,17 @@ class Verdict:
 
     @property
     def is_faster(self) -> bool:
-        """Whether by more than what counts as a tie, beyond the noise."""
+        """True if faster by more than counts as a tie, beyond the noise."""
         return math.log(self.ratio) + SURE * self.noise < -TIE
 
 
 def num_turns(step_s: float) -> int:
-    """How many turns make a verdict on steps so long."""
+    """The number of turns that make a verdict on steps so long."""
     return min(MAX_TURNS, max(MIN_TURNS + 2, int(TURNS_S / max(step_s, 1e-6))))
 
 
 def seconds_needed(startups: Sequence[float], steps: Sequence[float]) -> float:
-    """What a comparison takes that starts these and lets them step in turns."""
+    """Seconds to start these and let them step in turns."""
     return sum(startups) + (WARM_UP + num_turns(min(steps, default=1.0))) * sum(steps)
 
 
@@ -92,7 +91,7 @@ def in_turns(
 
 
 def _beaten(times: Mapping[int, Sequence[float]]) -> set[int]:
-    """Those that are surely slower than the fastest, of the same turns."""
+    """Trials that are surely slower than the fastest, of the same turns."""
     if not times:
         return set()
     fastest = min(times, key=lambda index: statistics.median(times[index]))
@@ -100,5 +99,5 @@ def _beaten(times: Mapping[int, Sequence[float]]) -> set[int]:
 
 
 def _is_clear(times: Sequence[Sequence[float]]) -> bool:
-    """Whether noise is small in what one is to another."""
+    """True if noise is small in what one is to another."""
     return all(Verdict.of(each, times[0]).noise <= NOISY for each in times[1:])

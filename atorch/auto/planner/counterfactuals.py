@@ -1,4 +1,4 @@
-"""What one other choice would have done: the chosen composition's neighbours, each with what it loses and why.
+"""Neighbours of the chosen composition, one choice apart, each with what it loses and why.
 
 A neighbour has another method in one slot, or none, or a mesh of which one axis has another size; another axis then
 makes up for it, and methods that split over an axis come and go with it. Where a neighbour's micro-batches do not
@@ -27,13 +27,10 @@ Methods = tuple[Method, ...]
 
 @dataclass(frozen=True)
 class Room:
-    """What a composition may take."""
-
     device_bytes: float
     host_bytes: float
 
     def short(self, estimate: Estimate) -> str | None:
-        """Why an estimate does not fit, or None."""
         if estimate.needed_bytes > self.device_bytes:
             return needs(estimate, self.device_bytes)
         if estimate.on_host_bytes > self.host_bytes:

@@ -100,7 +100,7 @@ def _end_what_is_suspended(error: BaseException | None, outer: BaseException | N
 
 
 class _Modes:
-    """What torch keeps for this thread, or for all, and code sets for what is inside of it."""
+    """State of torch for this thread, or for all, that code sets for what is inside of it."""
 
     def __init__(self) -> None:
         self._gradients, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
@@ -139,7 +139,7 @@ class _Modes:
 
 
 def _num_autocasts() -> int:
-    """How many are around: torch keeps casts until the last is left."""
+    """The number of autocasts around: torch keeps casts until the last is left."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
@@ -150,7 +150,7 @@ def _saved_tensors_hooks() -> tuple[Any, Any] | None:
 
 
 def _num_alike(now: Sequence[Any], then: Sequence[Any]) -> int:
-    """How many of the first are the same."""
+    """The length of the common prefix, by identity."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(now, then, strict=False)))
 
 

@@ -27,7 +27,7 @@ class _Tried:
 
 
 def lacks_degrees(strategy: Strategy) -> bool:
-    """Whether a strategy splits the model over axes of a mesh that it does not give; shards lie along any mesh."""
+    """True if a strategy splits the model over axes of a mesh that it does not give; shards lie along any mesh."""
     return strategy.get(ParallelMode) is None and any(each.splits and each.slot != SLOT for each in strategy)
 
 

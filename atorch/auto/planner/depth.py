@@ -22,7 +22,7 @@ Sent = Mapping[tuple[str, tuple[str, ...]], tuple[float, float]]  # (kind, axes)
 
 @dataclass(frozen=True)
 class Observed:
-    """What one step was seen to hold and to send."""
+    """Bytes held and sent in one step."""
 
     moments: tuple[Moment, ...]
     sent: Sent
@@ -51,7 +51,7 @@ class UnlikeError(Exception):
 
 
 def extend(short: Observed, long: Observed, repeats: int) -> Observed:
-    """What a model of `repeats` blocks does, from what was seen at SHORT and at LONG of them.
+    """The step of a model of `repeats` blocks, from what was seen at SHORT and at LONG of them.
 
     Raises:
         UnlikeError: the two do not go through the same moments, or do not send the same kinds of messages.

@@ -1,4 +1,4 @@
-"""What the estimate cannot tell of compositions that come near the fastest, which is chosen then, what would tell.
+"""Uncertainty of estimates near the fastest: the choice under it, and the measurement that would settle it.
 
 Candidates share the machine and its kernels, so that errors of estimates are alike but for the kinds of work of which
 two candidates have different shares (`cost.uncertainty`). Regret is what the choice takes longer than the best, as a
@@ -35,7 +35,7 @@ Methods = tuple[Method, ...]
 
 
 class Doubt:
-    """How far off the estimates of one job's compositions may be; what was worked out once is kept."""
+    """Uncertainty of the estimates of one job's compositions; what was worked out once is kept."""
 
     def __init__(self, start: Cost, cluster: ClusterSpec, times: StepTimes | None = None) -> None:
         self._start, self._uncertainty = start, Uncertainty(cluster, times)
@@ -56,7 +56,7 @@ class Doubt:
         )
 
     def shares(self, methods: Methods) -> Shares:
-        """What each kind of work is of a composition's step."""
+        """The share of each kind of work in a composition's step."""
         if methods not in self._shares:
             self._shares[methods] = self._uncertainty.shares(Strategy(methods).cost(self._start))
         return self._shares[methods]
@@ -88,7 +88,7 @@ class Doubt:
         )
 
     def chance(self, columns: Columns, row: int, chosen: int) -> float:
-        """That a row is faster than the chosen one."""
+        """The chance that a row is faster than the chosen one."""
         slower, spread = self._against(columns, row, chosen)
         return _NORMAL.cdf(-slower / spread)
 
@@ -118,7 +118,7 @@ class Doubt:
         return tuple(sorted(told, key=lambda each: -each.saves))
 
     def _against(self, columns: Columns, row: int, chosen: int) -> tuple[float, float]:
-        """By how much a row is expected to be slower than the chosen one, a logarithm, and how surely."""
+        """The expected lag of a row behind the chosen one, as a logarithm, and its standard deviation."""
         slower = math.log(self._expected_s(columns, row) / self._expected_s(columns, chosen))
         apart = self._uncertainty.apart(self.shares(columns.methods[row]), self.shares(columns.methods[chosen]))
         return slower, apart
@@ -142,7 +142,7 @@ def _near(columns: Columns) -> list[int]:
 
 
 def _saved(slower: float, spread: float) -> float:
-    """What knowing a difference saves, where the other is taken if it is faster: E max(0, -x), x normal.
+    """The expected saving from knowing a difference, if the faster one is taken: E max(0, -x), x normal.
 
     That is expected improvement (Jones, Schonlau and Welch 1998), less what could be had without measuring.
     """
@@ -151,7 +151,7 @@ def _saved(slower: float, spread: float) -> float:
 
 
 def _saved_by_kind(slower: Sequence[float], moves: Sequence[float]) -> float:
-    """What knowing a kind's error saves, of which one sigma moves each of several so far ahead of the choice."""
+    """The saving from knowing a kind's error, of which one sigma moves each of several so far ahead of the choice."""
     both = list(zip(slower, moves, strict=True))
     saved = sum(max(0.0, *(move * draw - behind for behind, move in both)) for draw in _DRAWS) / len(_DRAWS)
     return saved - max(0.0, *(-behind for behind in slower))

@@ -30,12 +30,10 @@ def score(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
 
 
 def scored(leaves: Iterable[Node], cluster: ClusterSpec) -> list[Scored]:
-    """Whole compositions with their estimates, the fastest first."""
     return fastest_first(Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves)
 
 
 def fastest_first(found: Iterable[Scored]) -> list[Scored]:
-    """Compositions in the order of their estimates."""
     return sorted(found, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
 
 
@@ -72,17 +70,16 @@ def _by_category(spent: StepTime) -> dict[str, float]:
 
 
 def usable_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
-    """What a strategy may take of a device's memory."""
     return cluster.device.memory_bytes * (1 - reserve)
 
 
 def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
-    """What a strategy may take of host memory for each device."""
+    """Bytes of host memory that a strategy may take for each device."""
     return cluster.host_memory_bytes / cluster.devices_per_node * (1 - reserve)
 
 
 def split_by_memory(candidates: Sequence[Scored], cluster: ClusterSpec) -> tuple[list[Scored], list[Rejected]]:
-    """What fits, and what cannot, with the bytes by category."""
+    """Candidates that fit, and those that cannot, with bytes by category."""
     limit = usable_bytes(cluster)
     fitting = [each for each in candidates if each.estimate.needed_bytes <= limit]
     rejected = [

@@ -42,8 +42,6 @@ TRAINING_S = 600.0  # how long training lasts at least, and at least an epoch: w
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search is."""
-
     done: int
     total: int  # at most
     strategy: str
@@ -54,7 +52,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is searched for, alike on all ranks."""
+    """The subject of a search, alike on all ranks."""
 
     ctx: Context
     feed: Feed
@@ -123,7 +121,6 @@ class Explorer:
                 self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
 
     def observations(self, search: str) -> list[Observation]:
-        """All that was measured."""
         return [
             Observation(
                 job=self._job.past.job,
@@ -178,7 +175,7 @@ class Explorer:
         return ", but enough others were run" if self.num_runs >= MAX_RUNS else ", but not surely enough to be run"
 
     def next_run(self) -> int | None:
-        """What promises most among those whose turn it is, and late among those that had none; decided on rank 0."""
+        """The most promising of those whose turn it is, and late of those that had none; decided on rank 0."""
         gains, baseline, best = self._guide.gains(), self.baseline, self._fastest()
         if baseline is None or best is None:
             return None
@@ -201,7 +198,7 @@ class Explorer:
         return min(places)[-1] if places else None
 
     def _is_refused(self, index: int) -> bool:
-        """Whether it is known on some rank that it cannot be applied: then it is rejected, and takes no dry run."""
+        """True if it is known on some rank that it cannot be applied: then it is rejected, and takes no dry run."""
         candidate, ctx = self._candidates[index], self._job.ctx
         for check in (candidate.strategy.check_at_work, candidate.strategy.check_optimizer):
             reasons = self._crew.gather(_why_not(check, ctx))
@@ -344,7 +341,7 @@ class Explorer:
         return self.measured[index].startup_s * (WARM_START if compiles(self._candidates[index].strategy) else 1.0)
 
     def _has_time(self, index: int) -> bool:
-        """Whether a dry run is expected to end in time, and to leave some for the comparison at the end."""
+        """True if a dry run is expected to end in time, and to leave some for the comparison at the end."""
         best, baseline = self._best_s(), self.baseline
         if best is None or baseline is None:
             return self._clock.left > 0
@@ -355,7 +352,7 @@ class Explorer:
         return start + STEPS * best + compared <= self._clock.left
 
     def _pays(self, index: int) -> bool:
-        """Whether what a compilation can gain in training is worth its start."""
+        """True if what a compilation can gain in training is worth its start."""
         best = self._best_s()
         if best is None or not compiles(self._candidates[index].strategy):
             return True
@@ -371,7 +368,6 @@ class Explorer:
 
 
 def _why_not(check: Callable[[Context], None], ctx: Context) -> str | None:
-    """What a check of a strategy raises, or None."""
     try:
         check(ctx)
     except Exception as error:  # users' methods, models and optimizers may raise anything
@@ -380,7 +376,7 @@ def _why_not(check: Callable[[Context], None], ctx: Context) -> str | None:
 
 
 def told(ratio: float) -> str:
-    """What a step takes beside the chosen one's."""
+    """A step time over the chosen one's, in words."""
     if ratio >= 2:
         return f"{ratio:.1f}× as slow"
     if abs(ratio - 1) < 0.005:

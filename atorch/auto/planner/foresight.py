@@ -1,4 +1,4 @@
-"""What methods that watch the model at work would learn of it, found out before a world of fakes is there.
+"""Runs methods' own watching of the model ahead of simulation, before a world of fakes is there.
 
 Fake tensors have no values to watch. So these methods look at a real copy first, in one process, and what they say
 goes with the strategy as a saved one has it. Values do not matter to them: a model on the meta device gets some.

@@ -39,7 +39,6 @@ class Crew:
         self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's plain value."""
         return gather_objects(value, self._group)
 
     def hear(self, value: Any) -> Any:
@@ -47,7 +46,7 @@ class Crew:
         return from_rank_zero(value, self._group)
 
     def led(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, which alone does it, on every rank.
+        """The result of `work` on rank 0, which alone does it, on every rank.
 
         Raises:
             Exception: on rank 0 whatever `work` raises, on the others an error of that kind if it is one of atorch's,
@@ -72,7 +71,6 @@ class Crew:
         return heard
 
     def close(self) -> None:
-        """End the group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
@@ -119,13 +117,12 @@ class Guard:
             self._group = dist.new_group(timeout=timedelta(seconds=max(timeout_s, 1.0)))
 
     def connect(self) -> None:
-        """The first phase."""
         # Over nccl the first collective connects, and nothing can wake who waits in that for a rank that failed before.
         if self._group is not None and self._device.type == "cuda":
             dist.all_reduce(torch.zeros((), device=self._device), group=self._group)
 
     def together(self, work: Callable[[], Any]) -> list[Any] | None:
-        """What `work` returns on each rank; None, and everything closed, where it raised on any."""
+        """The results of `work` on each rank; None, and everything closed, where it raised on any."""
         value, failed, left_s = None, None, self._limit_s - (time.monotonic() - self._began)
         watch = self._watch(left_s)
         try:
@@ -163,7 +160,7 @@ class Guard:
         return self._device.type == "cuda"
 
     def _watch(self, left_s: float) -> Watch | None:
-        """Over the next phase; None where closing a group wakes who waits in it."""
+        """A watch over the next phase; None where closing a group wakes who waits in it."""
         if self._group is None or not self._is_watched:
             return None
         self._others = {each for each in _groups() if each not in self._made}
@@ -171,7 +168,7 @@ class Guard:
         return Watch(self._own_groups, dist.distributed_c10d._get_default_store(), key, left_s)
 
     def _own_groups(self) -> list[dist.ProcessGroup]:
-        """Those that the phases have made by now, this one with them, and the one of all ranks."""
+        """Groups that the phases have made by now, this one with them, and the one of all ranks."""
         now = _groups()
         self._made.update((each, None) for each in now if each not in self._others)
         return [each for each in now if each in self._made or each is self._group]
@@ -195,7 +192,6 @@ class Guard:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """All that this process has."""
     return list(dist.distributed_c10d._world.pg_map)
 
 

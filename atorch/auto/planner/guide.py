@@ -1,4 +1,4 @@
-"""What measurements say of compositions that were not run: a correction of the estimates, learnt as they come in.
+"""Predictions for compositions that were not run: a correction of the estimates, learnt from measurements.
 
 What a method does to a step's time is close to a factor: compiling, a lower precision or recomputation each multiply
 it by about the same number whatever they are combined with. So the logarithm of measured over estimated is modelled as
@@ -61,7 +61,7 @@ class Guide:
         self.num_known = len({index for index in own if index is not None})  # candidates that ran in earlier searches
 
     def _covariances(self, rows: npt.NDArray[np.int_], columns: npt.NDArray[np.int_]) -> npt.NDArray[np.float64]:
-        """Of some candidates, or, behind these, earlier observations, with some others.
+        """Covariances of some candidates, or, behind these, earlier observations, with some others.
 
         Only what was seen is ever a column: each with each would grow with the square of the candidates.
         """
@@ -75,17 +75,15 @@ class Guide:
         return np.asarray(unknowns * np.where(is_own, 1.0, SHARED) + DRIFT**2 * is_now)
 
     def _variances(self) -> npt.NDArray[np.float64]:
-        """Of the candidates, before anything was seen."""
+        """Variances of the candidates, before anything was seen."""
         held = self._features[: len(self._tokens)].sum(axis=1)
         return np.asarray(MACHINE**2 + METHOD**2 * held + PAIR**2 * held * (held - 1) / 2 + REST**2)
 
     def tell(self, index: int, seconds: float) -> None:
-        """A candidate's measured step."""
         self._measured[index] = seconds
         self._known.clear()
 
     def tell_failed(self, index: int) -> None:
-        """A candidate that does not run."""
         self._measured.pop(index, None)
         self._failed.append(index)
         self._known.clear()
@@ -97,7 +95,7 @@ class Guide:
         return sorted(token for token, count in counts.items() if count > 1)
 
     def _suspects(self, index: int) -> frozenset[str]:
-        """What a failed candidate has that no measured one has, and not all have."""
+        """Methods of a failed candidate that no measured one has, and not all have."""
         return self._tokens[index].difference(self._everywhere, *(self._tokens[i] for i in self._measured))
 
     def predictions(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -147,7 +145,7 @@ class Guide:
 
 
 def _features(tokens: Sequence[frozenset[str]]) -> npt.NDArray[np.float64]:
-    """What each has: a row a composition, a column a method in its settings."""
+    """Features: a row a composition, a column a method in its settings."""
     vocabulary = {token: column for column, token in enumerate(sorted(set().union(*tokens)))}
     features = np.zeros((len(tokens), len(vocabulary)))
     for row, held in enumerate(tokens):
@@ -169,10 +167,9 @@ def _expected_gain(margin: float, deviation: float) -> float:
 
 
 def tokens_of(strategy: Strategy) -> frozenset[str]:
-    """What sets a composition apart: each method in its settings."""
+    """Tokens of a composition: each method in its settings."""
     return frozenset(repr(each) for each in strategy)
 
 
 def has(strategy: Strategy, token: str) -> bool:
-    """Whether the strategy has a method in these settings."""
     return token in tokens_of(strategy)

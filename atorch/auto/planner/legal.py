@@ -1,4 +1,4 @@
-"""How many legal compositions a space has: what a proof that one of them is the best is about.
+"""The number of legal compositions of a space, over which optimality is proved.
 
 Nodes of the tree that may be followed by the same choices are counted once. That is known of methods which `bounds`
 covers: of what is recomputed, compiled, shared out, kept on the host, and cut into micro-batches. What these refuse
@@ -21,7 +21,6 @@ _ROUNDS = frozenset(("interleaved", "zero_bubble"))  # schedules that take micro
 
 
 def num_legal(space: Space, start: Cost) -> int:
-    """Whole compositions of a space, for a plain cost to begin with."""
     return _Counter(space).below(space.root(start))
 
 
@@ -35,7 +34,7 @@ class _Counter:
         self._asks_stages = Offload in kinds  # whose activations are whole blocks of a stage
 
     def below(self, node: Node) -> int:
-        """Of those below a node, or itself where it is whole."""
+        """Whole compositions below a node, or itself."""
         if node.depth == len(self._space.levels):
             return 1
         alike = self._alike(node)
@@ -47,7 +46,7 @@ class _Counter:
         return found
 
     def _alike(self, node: Node) -> Hashable | None:
-        """What tells what may follow a node; None where that is more than is worth to be told apart."""
+        """A key that tells what may follow a node; None where that is more than is worth to be told apart."""
         cost = node.cost
         if node.depth < self._covered or (cost.stages == 1 and node.depth < self._last):
             return None

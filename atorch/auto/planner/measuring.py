@@ -62,5 +62,4 @@ def _enough(step_s: float) -> int:
 
 
 def failure_of(trial: Trial) -> Failure:
-    """Why a trial ended."""
     return Failure("time" if trial.is_overdue else "failed", str(trial.failure))

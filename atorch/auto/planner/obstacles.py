@@ -1,4 +1,4 @@
-"""What to change where no composition is legal, each way really tried."""
+"""Changes to make where no composition is legal, each really tried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def obstacles(
     fixed: Strategy | None,
     precision: Exactness,
 ) -> str:
-    """What to change where no composition is legal: each name that alone leaves some when it is not given."""
+    """Advice where no composition is legal: each name that alone leaves some when it is not given."""
     barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
     start = plain_cost(profile, profile.batch_size * cluster.world_size)
 

@@ -1,4 +1,4 @@
-"""In which order compositions are run: the baseline, autocast with it, single changes, what combines them.
+"""The order of dry runs: the baseline, autocast with it, single changes, combinations.
 
 The baseline is what a careful user would write: plain training on one process, `ddp` on several; where that does not
 fit, what is estimated fastest of those as exact that need no compiler and split nothing.
@@ -17,8 +17,6 @@ from atorch.distributed.mesh import BATCH_AXES
 
 
 class Turn(IntEnum):
-    """What is run before what."""
-
     AUTOCAST = 0  # with the baseline, and nothing else
     SINGLE = 1  # one change of the baseline or of the best so far, or several that ran one by one
     COMBINED = 2
@@ -68,7 +66,7 @@ class Order:
         return Turn.SINGLE if alone.issuperset(changes) else Turn.COMBINED
 
     def is_new(self, index: int, ran: Iterable[int]) -> bool:
-        """Whether a candidate splits the model as none that ran does, and compiles nothing."""
+        """True if a candidate splits the model as none that ran does, and compiles nothing."""
         if not self._axes[index] or self._compiles[index]:
             return False
         return all(self._axes[each] != self._axes[index] for each in ran)
@@ -83,7 +81,6 @@ class Order:
 
 
 def compiles(strategy: Strategy) -> bool:
-    """Whether something of it is compiled at the first step."""
     return any(each.phase == Phase.COMPILE for each in strategy)
 
 
@@ -93,7 +90,7 @@ def split_axes(strategy: Strategy) -> frozenset[str]:
 
 
 def _extras(strategy: Strategy) -> list[Method]:
-    """What plain training on these processes has not."""
+    """Methods beyond plain training on these processes."""
     mode = strategy.get(ParallelMode)
     rest: list[Method] = [each for each in strategy if not isinstance(each, (ParallelMode, Ddp))]
     return rest if mode is None or mode.size("data") == mode.size(*dict(mode.slices)) else [*rest, mode]

@@ -1,4 +1,4 @@
-"""What a search found: the strategy, what was expected and measured of it, and why each of the others was not taken."""
+"""The result of a search: the strategy, its estimate and measurement, and why each of the others was not taken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Why = Literal["hardware", "memory", "refused", "failed", "time", "slower", "not 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What arithmetic says of a strategy, on one device."""
+    """The estimate of a strategy by arithmetic, on one device."""
 
     step_s: float
     peak_bytes: float
@@ -37,13 +37,12 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> float:
-        """Of a device: what fits, or not."""
         return self.peak_bytes + self.reserve_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What real steps of a strategy took, on the slowest rank."""
+    """Measurements of real steps of a strategy, on the slowest rank."""
 
     step_s: float  # the median
     num_steps: int
@@ -63,7 +62,6 @@ class Rejected:
     measured: Measurement | None = None
 
     def to_json_data(self) -> dict[str, Any]:
-        """What was rejected and why, as plain JSON data."""
         return {
             "strategy": strategy_data(self.strategy),
             "why": self.why,
@@ -82,7 +80,6 @@ class Baseline:
     gain: float = 0.0  # of its step, what the choice takes less
 
     def to_json_data(self) -> dict[str, Any]:
-        """As plain JSON data."""
         measured = estimate_data(self.measured)
         return {"strategy": strategy_data(self.strategy), "measured": measured, "gain": self.gain}
 
@@ -121,7 +118,7 @@ class Plan:
 
     @property
     def numbers(self) -> str:
-        """What the choice does to the numbers that are trained with."""
+        """The effect of the choice on the numbers that are trained with."""
         said = [each.numbers for each in self.strategy if each.numbers]
         return "; ".join(said) or "as in plain training, but that sums may be taken in another order"
 
@@ -143,10 +140,8 @@ class Plan:
 
 
 def estimate_data(value: Estimate | Measurement | None) -> dict[str, Any] | None:
-    """Figures as plain JSON data."""
     return None if value is None else asdict(value)
 
 
 def strategy_data(strategy: Strategy) -> list[str]:
-    """The methods as text."""
     return [str(each) for each in strategy]

@@ -220,7 +220,7 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
 
 
 def sample_of(ctx: Context, feed: Feed) -> Any:
-    """What the model is watched on: the batch that was given for that, or rank 0's first."""
+    """The batch that the model is watched on: the one that was given for that, or rank 0's first."""
     return feed.batches(0, ctx.world.size)[0] if ctx.sample_batch is None else ctx.sample_batch
 
 

@@ -1,4 +1,4 @@
-"""Which of the compositions that the estimate cannot tell apart is preferred: the simplest.
+"""The preference among compositions that the estimate cannot tell apart: the simplest.
 
 What waits on the host is less simple than what does not, and a method more than one less; then what splits the model
 along fewer axes of the mesh is simpler.
@@ -21,12 +21,11 @@ Intricacy = tuple[bool, int, int]  # whether something waits on the host, method
 
 
 def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
-    """How far from simple a composition is."""
     return on_host, len(methods), _num_axes(methods)
 
 
 def least_intricacy(node: Node, only: Only) -> Intricacy:
-    """How simple at most what is below a node can be, of these alone."""
+    """The least intricacy that is possible below a node, of these alone."""
     slots = {choice.method.slot for choices in only.values() if None not in choices for choice in choices if choice}
     if not node.large.isdisjoint(REPLICA_AXES):
         slots.add(DATA_PARALLEL)  # for something keeps parameters equal that several processes hold
@@ -35,7 +34,7 @@ def least_intricacy(node: Node, only: Only) -> Intricacy:
 
 
 def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> int:
-    """Of the rows that are as good as the fastest the simplest.
+    """The simplest of the rows that are as good as the fastest.
 
     `expected`: seconds in place of the estimate's, of the rows that are to be chosen from.
     """
@@ -53,7 +52,6 @@ def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> 
 
 
 def is_simpler(columns: Columns, one: int, other: int) -> bool:
-    """Whether one row is simpler than another."""
     mine, yours = (intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)) for row in (one, other))
     return mine < yours
 

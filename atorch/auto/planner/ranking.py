@@ -1,4 +1,4 @@
-"""Which compositions are worth a dry run: those that fit, the fastest by estimate first, and why the others are out.
+"""Compositions worth a dry run: those that fit, the fastest by estimate first, and why the others are out.
 
 A small space is scored whole. Of a large one, which on a thousand devices has tens of thousands, bounds lead to the
 fastest (`best_first`), and what is simplest is added. Either way some hundreds are left, so what a search holds does
@@ -40,7 +40,7 @@ NEAREST = 20  # that are told where nothing fits
 
 @dataclass(frozen=True)
 class Ranking:
-    """What is known before anything ran: the compositions that fit, the fastest first, and those that are out."""
+    """A ranking before anything ran: the compositions that fit, the fastest first, and those that are out."""
 
     fitting: tuple[Scored, ...]
     rejected: tuple[Rejected, ...]
@@ -53,7 +53,7 @@ class Ranking:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a search may take: see `space.compositions`.
+    """The space that a search may take: see `space.compositions`.
 
     precision: the least exact numbers; None for autocast, and for less only where nothing else fits.
     """
@@ -65,11 +65,10 @@ class Wanted:
 
     @property
     def levels(self) -> tuple[Exactness, ...]:
-        """What is allowed, and what more where nothing fits."""
+        """Exactness that is allowed, and what more where nothing fits."""
         return EXACTNESS[EXACTNESS.index("autocast") :] if self.precision is None else (self.precision,)
 
     def space(self, profile: ModelProfile, cluster: ClusterSpec, precision: Exactness) -> Space:
-        """What may be tried in such numbers."""
         return compositions(
             profile, cluster, excluded=self.excluded, included=self.included, fixed=self.fixed, precision=precision
         )
@@ -126,7 +125,7 @@ def _simple(space: Space, start: Cost) -> set[Strategy]:
 
 
 def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Scored], list[Scored]]:
-    """Those that dry runs are chosen from: the fastest by estimate, and the simplest."""
+    """Those to choose dry runs from, the fastest and the simplest; and the rest."""
     kept = {*range(RUNNABLE), *Order(fitting, fixed).simplest[: RUNNABLE // 4]}
     return (
         [each for index, each in enumerate(fitting) if index in kept],
@@ -152,7 +151,7 @@ class Told:
 
     @classmethod
     def of(cls, ranking: Ranking) -> Told:
-        """What other processes need of a ranking."""
+        """The part of a ranking that other processes need."""
         places: dict[str, int] = {}
 
         def numbered(strategy: Strategy) -> tuple[int, ...]:
@@ -163,7 +162,7 @@ class Told:
         return cls(tuple(places), tuple(rows))
 
     def unknown(self, methods: Mapping[str, Method]) -> list[str]:
-        """What is not among a process's own `methods`."""
+        """Methods that are not among a process's own `methods`."""
         return [text for text in self.methods if text not in methods]
 
     def ranking(self, methods: Mapping[str, Method]) -> Ranking:

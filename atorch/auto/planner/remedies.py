@@ -1,4 +1,4 @@
-"""Where nothing fits: what would make the job fit, each remedy really tried."""
+"""Changes that would make a job fit where nothing does, each really tried."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ Fits = Callable[["Job"], bool]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to fit."""
-
     profile: ModelProfile
     cluster: ClusterSpec
     global_batch: int

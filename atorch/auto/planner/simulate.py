@@ -69,7 +69,7 @@ _FORESEEN_APART: Set[str] = frozenset(("chunk",))  # keep what they move in memo
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What one rank holds and sends in a training step."""
+    """Bytes that one rank holds and sends in a training step."""
 
     moments: tuple[Moment, ...]
     collectives: Sent
@@ -78,7 +78,6 @@ class Simulated:
 
     @property
     def peak(self) -> Moment:
-        """The moment that holds most."""
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
     @property
@@ -88,7 +87,6 @@ class Simulated:
 
     @property
     def on_host_bytes(self) -> float:
-        """The most that is in host memory."""
         return max(moment.memory.get(HOST, 0.0) for moment in self.moments)
 
     @property
@@ -97,7 +95,6 @@ class Simulated:
         return self.peak.memory
 
     def to_json_data(self) -> dict[str, Any]:
-        """As plain data."""
         peak = self.peak
         return {
             "peak_bytes": peak.total_bytes,
@@ -122,7 +119,7 @@ def simulate(
     rank: int = 0,
     until: float = math.inf,
 ) -> Simulated:
-    """What rank `rank` of `world_size` does in a step of the context's job under `strategy`.
+    """Simulate rank `rank` of `world_size` in a step of the context's job under `strategy`.
 
     Args:
         ctx: with an optimizer and a loss function; its model may be anywhere, also on the meta device.
@@ -178,7 +175,7 @@ def _stage(
     world_of_fakes: AbstractContextManager[World],
     until: float,
 ) -> Simulated:
-    """What a rank of a pipeline does, with all blocks of its stage."""
+    """Simulate a rank of a pipeline, with all blocks of its stage."""
     repeats = num_repeats(ctx.root)
     looked_at = SHORT if repeats is not None and repeats > SHORT else None
     fewer = with_fewer_micro_batches(foreseen(ctx, strategy, batch, looked_at, told_of=repeats), samples)
@@ -212,7 +209,7 @@ def _simulate_here(make_ctx: Callable[[], Context], strategy: Strategy, batch: A
 def observe(
     ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending | None = None, source: nn.Module | None = None
 ) -> Observed:
-    """What this process holds and sends in the last of a few steps; `ctx.root` is changed.
+    """Observe bytes held and sent by this process in the last of a few steps; `ctx.root` is changed.
 
     batch: this rank's own. pretending: None where tensors and processes are real. source: what the model is a copy of.
     """
@@ -303,7 +300,7 @@ class _Watch:
             block.register_forward_hook(partial(self._end, index, index + 1 == len(blocks)))
 
     def sent_between_starts(self) -> Counts:
-        """What was sent between the last two starts of a forward pass."""
+        """Counts of messages between the last two starts of a forward pass."""
         before, after = self._at_starts[-2:]
         between = {}
         for key, (calls, size) in after.items():
@@ -341,7 +338,7 @@ class _Watch:
 
 
 def _label(result: AccelerateResult, live: LiveBytes) -> None:
-    """What is known by now to be a parameter, a buffer, a gradient or the optimizer's."""
+    """Label tensors known by now to be a parameter, a buffer, a gradient or the optimizer's."""
     live.label(result.model.parameters(), PARAMETERS)
     live.label(result.model.buffers(), BUFFERS)
     live.label(_gradients(result.model), GRADIENTS)

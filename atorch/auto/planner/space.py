@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What may be chosen of one method, or in a slot that is closed."""
+    """Choices of one method, or of a slot that is closed."""
 
     kind: type[Method]
     choices: tuple[Choice, ...]
@@ -97,7 +97,6 @@ class Space:
         return max((depth for depth, is_party in enumerate(parties, start=1) if is_party), default=0)
 
     def root(self, cost: Cost) -> Node:
-        """No method yet."""
         return Node(0, (), cost)
 
     def leaves(self, node: Node, only: Only | None = None) -> Iterator[Node]:
@@ -130,7 +129,7 @@ class Space:
         return node
 
     def children(self, node: Node, only: Only | None = None) -> Iterator[Node]:
-        """What the next level makes of a node: with each of its choices, and without; or of these `only` some."""
+        """The children of a node at the next level: with each of its choices, and without; or of these `only` some."""
         level = self.levels[node.depth]
         among = level.options if only is None else only.get(node.depth, level.options)
         for choice in among if level.kind.slot not in node.slots else (None,) if None in among else ():
@@ -169,7 +168,7 @@ class Space:
         return Node(node.depth + 1, methods, folded, node.slots | {kind.slot}, large, split, lacks)
 
     def _is_open(self, node: Node) -> bool:
-        """Whether something legal may be below."""
+        """True if something legal may be below."""
         if not self.is_checked:
             return True
         names, axes = self._coming[node.depth]
@@ -197,7 +196,7 @@ def compositions(
     fixed: Strategy | None = None,
     precision: Exactness = EXACTNESS[-1],
 ) -> Space:
-    """What may be tried on devices: of methods that can be applied.
+    """The space to try on devices: of methods that can be applied.
 
     Args:
         excluded: methods that no composition has.
@@ -237,7 +236,7 @@ def plannable(
     precision: Exactness = EXACTNESS[-1],
     host_memory: bool = True,
 ) -> Space:
-    """What may be planned for a cluster.
+    """The space to plan for a cluster.
 
     Args:
         excluded, included: as for `compositions`.

@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether that was that it took longer than `limit_s`."""
+        """True if the failure was that it took longer than `limit_s`."""
         return self._guard.is_overdue
 
     @property
@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def memory_kind(self) -> str:
-        """How peak bytes are measured on this device."""
+        """The kind of measurement of peak bytes on this device."""
         return self._memory.kind
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Trial:
         self._batches = itertools.cycle(self._feed.batches(*place))
 
     def _check(self) -> bool:
-        """That it computes what plain training does, and that the model can still be evaluated."""
+        """Check that it computes what plain training does, and that the model can still be evaluated."""
         expected = self._base.plain_pass
         if expected is not None:
             assert self._applied is not None, "built"

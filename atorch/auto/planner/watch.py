@@ -1,4 +1,4 @@
-"""Whoever waits in a collective over NCCL for a peer that has given up: woken by aborting the groups on this process.
+"""Wakes ranks that wait in an NCCL collective for a failed peer, by aborting the groups on this process.
 
 Gloo wakes waiting processes when a peer closes its connections. A kernel of NCCL waits on, the host with it where it
 waits for the kernel, and once a collective has taken as long as its group's time-out torch ends the whole process. So a
@@ -22,7 +22,7 @@ LATE_S = 5.0  # after a limit: what Python can give up by itself has been given 
 
 
 class Watch:
-    """Over one phase of work: aborts on this process once a peer has failed in it, or it takes longer than it may.
+    """A watch over one phase of work: aborts on this process once a peer has failed in it, or it takes too long.
 
     Args:
         groups: those that the work communicates over by now.

@@ -1,4 +1,4 @@
-"""What a list of methods may hold, and the place of whatever does not hold in it.
+"""Parses a list of methods, and names the place of each item that does not hold.
 
 Names resolve in the registries alone; nothing is imported.
 """
@@ -35,7 +35,7 @@ OTHER_NAMES: Mapping[str, str] = {
     r"cpu_offload": "'offload'",
     r"3d(_parallel)?|megatron": "'mixed_parallel'",
 }
-"""What methods are called elsewhere, and how they are written here."""
+"""Names of methods elsewhere, and how they are written here."""
 ITEM_FORMS = 'a method is written "name" or ("name", config)'
 
 
@@ -64,7 +64,7 @@ def strategy_of(items: Sequence[Any], metadata: Mapping[str, Any] | None = None,
 
 
 def _is_one_pair(items: Sequence[Any]) -> bool:
-    """Whether a list is a method's name and its configuration, perhaps tunable, where a list of such items stands."""
+    """True if a list is a method's name and its configuration, perhaps tunable, where a list of such items stands."""
     is_triple = len(items) == 3 and isinstance(items[2], bool)
     if not (len(items) == 2 or is_triple) or not _is_name(items[0]) or isinstance(items[1], Method):
         return False

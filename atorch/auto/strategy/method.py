@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Exactness = Literal["fp32", "autocast", "half", "fp8"]
 EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
-"""What numbers a method trains in, the most exact first: the model's own, autocast ones, 16-bit or 8-bit parameters."""
+"""Numbers that a method trains in, the most exact first: the model's own, autocast ones, 16-bit or 8-bit parameters."""
 
 
 class Phase(IntEnum):
@@ -59,15 +59,15 @@ class Method(BaseModel):
     phase: ClassVar[Phase]
     slot: ClassVar[str]
     needs_replicas: ClassVar[bool] = False
-    """Whether it has nothing to do where one process holds the parameters."""
+    """True if it has nothing to do where one process holds the parameters."""
     keeps_masters: ClassVar[bool] = False
-    """Whether it keeps fp32 masters of 16-bit parameters itself, and divides gradients by the loss scale."""
+    """True if it keeps fp32 masters of 16-bit parameters itself, and divides gradients by the loss scale."""
     needs_sample: ClassVar[bool] = False
-    """Whether it watches the model at work on a batch, `ctx.sample_batch`, before it changes anything."""
+    """True if it watches the model at work on a batch, `ctx.sample_batch`, before it changes anything."""
 
     keeps_on_host: ClassVar[bool] = False  # what a step needs waits in host memory, which a plan asks for
     exactness: ClassVar[Exactness] = "fp32"
-    """What numbers it trains in; a search takes nothing less exact than the user allows."""
+    """The numbers it trains in; a search takes nothing less exact than the user allows."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
@@ -134,7 +134,7 @@ class Method(BaseModel):
 
     @property
     def numbers(self) -> str:
-        """What it does to the numbers that are trained with, as a clause; nothing where they stay the model's own."""
+        """The effect on the numbers that are trained with, as a clause; nothing where they stay the model's own."""
         return ""
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
@@ -182,7 +182,7 @@ class Method(BaseModel):
         raise NotImplementedError(f"{type(self).__name__} does not define apply")
 
     def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
-        """What `apply` would learn by watching the model, for a mesh that is not there: metadata of the strategy.
+        """Foresee what `apply` would learn by watching the model, for a mesh that is not there: a strategy's metadata.
 
         With it, `apply` does without values. The model of `ctx`, which methods before this one were applied to, is real
         and stays as it is. axes: sizes by name.

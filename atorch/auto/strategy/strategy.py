@@ -122,7 +122,7 @@ class Strategy(Sequence[Method]):
         return iter(self.methods)
 
     def __contains__(self, item: object) -> bool:
-        """Whether a method, or one of that name, is in the strategy."""
+        """True if a method, or one of that name, is in the strategy."""
         return item in self.methods or item in self.names()
 
     def names(self) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ class Strategy(Sequence[Method]):
         return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
 
     def _facts(self, ctx: Context) -> Mapping[str, Facts]:
-        """What must be equal on all processes."""
+        """Facts that must be equal on all processes."""
         from atorch.distributed.description import Fact, described_model
 
         return {"strategy": {"the strategy": Fact(f"[{self}]")}, **described_model(ctx.root)}

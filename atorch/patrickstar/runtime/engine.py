@@ -42,7 +42,7 @@ BYTES_TRAINED = 16  # a parameter: 2 for itself, 2 for its gradient, 4 for its m
 
 
 def _shared_settings(config: EngineConfig) -> Mapping[str, Facts]:
-    """What must be equal on all processes; what each may use of its own machine need not be."""
+    """Facts that must be equal on all processes; what each may use of its own machine need not be."""
     shared = config.model_dump()
     shared["client"].pop("mem_tracer", None)
     return {"config": described("config", shared)}
@@ -84,16 +84,16 @@ class PatrickStarEngine(ClipsItself, Wrapper):
 
     @property
     def residency(self) -> Residency | None:
-        """What brings chunks to the device; None before the first batch."""
+        """The chunks' residency on the device; None before the first batch."""
         return None if self._operations is None else self._operations.residency
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """What the loss is multiplied by; None where there is no such thing."""
+        """The scale of the loss; None where there is no such thing."""
         return self.optimizer.loss_scaler
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives; floating-point inputs are cast to fp16.
+        """The model's output; floating-point inputs are cast to fp16.
 
         Raises:
             OutOfBudgetError: on the first batch, where no order of fetching keeps the budget.
@@ -132,7 +132,6 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         return self.clip_gradients(max_norm, norm_type)
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        """The same."""
         return self.optimizer.clip_grad_norm_(max_norm, norm_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +158,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             self._recorder.phase(name)
 
     def _passes(self, data: Any) -> list[ScaledBackward]:
-        """Whose loss scale what is computed from `data` by the model should have; of nobody where there is none."""
+        """Passes whose loss scale the results from `data` should have; of nobody where there is none."""
         found: list[ScaledBackward] = [] if self.loss_scaler is None else [self._backward]
 
         def look(leaf: Any, place: str) -> Any:

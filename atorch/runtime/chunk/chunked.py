@@ -139,7 +139,7 @@ def chunk(
 
 @dataclass(frozen=True)
 class _Planned:
-    """Where chunks lie, and what moves when in the first pass."""
+    """The layout of chunks, and their moves in the first pass."""
 
     layout: Layout
     pinned: Collection[int]
@@ -149,7 +149,7 @@ class _Planned:
     first: Course
 
     def facts(self) -> Mapping[str, Facts]:
-        """What must be equal on processes that share the chunks."""
+        """Facts that must be equal on processes that share the chunks."""
         return {"chunks": _facts({f"chunk {each.index}": each for each in self.layout.chunks})}
 
 
@@ -201,7 +201,7 @@ def course(
     shards: int = 1,
     pinned: frozenset[int] = frozenset(),
 ) -> Course:
-    """What moves when in a pass of these accesses; `pinned` chunks are on the device for good.
+    """The moves in a pass of these accesses; `pinned` chunks are on the device for good.
 
     Raises:
         OutOfBudgetError: nothing keeps the budget.
@@ -269,7 +269,7 @@ def _itemsize(dtype: str) -> int:
 
 
 class _Bound:
-    """Whose chunks a model's parameters are in; a copy of the model has parameters of its own."""
+    """The operations that manage a model's parameters; a copy of the model has parameters of its own."""
 
     def __init__(self, operations: Operations | None = None) -> None:
         self.operations = operations

@@ -35,11 +35,10 @@ class CompiledModules:
         return cls([known[each] for each in model.get_submodule(name).parameters()] for name in names)
 
     def begin(self) -> None:
-        """A pass begins."""
         self._running = None
 
     def needs(self, names: frozenset[str]) -> frozenset[str] | None:
-        """What must be there for an operation on these parameters; None where it is part of the one that runs."""
+        """Parameters that an operation on these needs; None where it is part of the one that runs."""
         whole = next((self._of[name] for name in names if name in self._of), None)
         if whole is None or not names <= whole:
             self._running = None
@@ -50,12 +49,12 @@ class CompiledModules:
         return whole
 
     def __contains__(self, name: str) -> bool:
-        """Whether compiled code takes a parameter of this name."""
+        """True if compiled code takes a parameter of this name."""
         return name in self._of
 
 
 def outermost(names: Collection[str]) -> list[str]:
-    """Those of these modules that are in no other of them.
+    """Modules of these that are in no other of them.
 
     Raises:
         StrategyError: the whole model is one.

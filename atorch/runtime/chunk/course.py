@@ -33,7 +33,7 @@ class Pass(NamedTuple):
     gradients: Sequence[tuple[int, str]]
     """The number of accesses that were before, and the parameter; in order."""
     varies: bool = False
-    """Whether processes may take ways of their own: values decide, or they have been seen to."""
+    """True if processes may take ways of their own: values decide, or they have been seen to."""
 
 
 def moments(
@@ -140,7 +140,7 @@ def _said(access: Access) -> str:
 
 
 class Nodes:
-    """What the node of the backward pass that runs was given already, which stays until it is done.
+    """Things given to the node of the backward pass that runs, which stay until it is done.
 
     A node asks for what it saved one by one, and a checkpoint computes again inside of one of these requests.
     """
@@ -150,7 +150,7 @@ class Nodes:
         self._given: frozenset[Any] = frozenset()
 
     def given(self) -> frozenset[Any]:
-        """What the node that runs has; nothing outside of a backward pass."""
+        """Things that the running node has; none outside of a backward pass."""
         running = _running_node()
         if running != self._running:
             self._running, self._given = running, frozenset()
@@ -168,12 +168,10 @@ class HeldViews:
         self._of: dict[Any, set[int]] = {}  # nothing whose views are gone: most are, and all are asked for often
 
     def add(self, owner: Any, view: torch.Tensor) -> None:
-        """Somebody is given `view`."""
         self._of.setdefault(owner, set()).add(id(view))
         weakref.finalize(view, self._gone, owner, id(view))
 
     def held(self) -> Collection[Any]:
-        """Owners of views that are held."""
         return tuple(self._of)
 
     def _gone(self, owner: Any, view: int) -> None:
@@ -197,18 +195,17 @@ class Course:
     schedule: Schedule | None
     varies: bool = False
     strayed: bool = False
-    """Whether a pass of training left the course."""
+    """True if a pass of training left the course."""
 
     def __post_init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A pass begins."""
         self.seen: list[tuple[str, frozenset[int]]] = []
         self.on_course = self.schedule is not None
 
     def next(self, operation: str, needs: frozenset[int]) -> Step | None:
-        """What to do before an operation that needs these chunks; None off course."""
+        """The step before an operation that needs these chunks; None off course."""
         position = len(self.seen)
         self.seen.append((operation, needs))
         if position >= len(self.moments):
@@ -222,7 +219,7 @@ class Course:
 
     @property
     def other_bytes(self) -> int:
-        """What else lives at the operation under way: as foreseen there, or anywhere."""
+        """Bytes of all else at the operation under way: as foreseen there, or anywhere."""
         if self.on_course and 0 < len(self.seen) <= len(self.moments):
             return self.moments[len(self.seen) - 1].other_bytes
         return max((each.other_bytes for each in self.moments), default=0)

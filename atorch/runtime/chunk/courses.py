@@ -102,7 +102,7 @@ class Courses:
         return self._shapes if self._group is None else "largest"
 
     def _largest_attempt(self) -> tuple[int, Pass | AtorchError]:
-        """What the process with the largest batch foresees, and that batch's elements; or what stops any of them.
+        """The pass foreseen on the process with the largest batch, and that batch's elements; or what stops any.
 
         One of them tells it: a pass is megabytes, and what all have to tell would grow with their number.
         """

@@ -71,7 +71,7 @@ def deeper(passes: Sequence[Sequence[Event]], rename: Rename, periods: int) -> P
 
 
 class _Parts(NamedTuple):
-    """How the first pass becomes that of a deeper model: by stretches that are inserted at two places."""
+    """The extension of the first pass to a deeper model: by stretches that are inserted at two places."""
 
     forward_at: int
     forward: int
@@ -81,7 +81,7 @@ class _Parts(NamedTuple):
     """The same; it is like those right behind the place."""
 
     def origins(self, length: int, more: int) -> Iterator[_Origin]:
-        """Where each event of a pass with `more` periods more comes from: its place in the first, and periods later.
+        """The origin of each event of a pass with `more` periods more: its place in the first, and periods later.
 
         length: of the first pass.
         """
@@ -99,7 +99,7 @@ class _Parts(NamedTuple):
             yield place, 0
 
     def make(self, first: Sequence[Event], other: Sequence[Event], more: int, rename: Rename) -> bool:
-        """Whether `other` is the first pass with `more` periods more, bytes apart."""
+        """True if `other` is the first pass with `more` periods more, bytes apart."""
         if len(other) != len(first) + more * (self.forward + self.backward):
             return False
         origins = self.origins(len(first), more)
@@ -138,7 +138,7 @@ def _renamed(names: frozenset[str], later: int, rename: Rename) -> frozenset[str
 def _growth(
     parts: _Parts, first: Sequence[Event], second: Sequence[Event], third: Sequence[Event]
 ) -> dict[int, tuple[_Numbers, _Numbers]] | None:
-    """What each event's bytes grow by with each period that the model has more, and with each that it comes later.
+    """The growth of each event's bytes with each period that the model has more, and with each that it comes later.
 
     None where they do not grow evenly.
     """

@@ -1,4 +1,4 @@
-"""Where gradients go as soon as backward has them: to the host, whole, or every process its share of the average.
+"""Moves gradients as soon as backward has them: to the host, whole, or to every process its share of the average.
 
 They travel beside computation where the transfer can. The memory of one is free again when the next one comes, as it
 was foreseen (`trace`, `course.moments`), and when backward returns the host has all of them.
@@ -70,7 +70,6 @@ class Gradients:
         self._chunks.chunks[chunk].accumulate(self._slots[name], gradient, self._way(chunk))
 
     def _finish(self) -> None:
-        """Backward is over."""
         self.settle()
         self._under_way = False
 

@@ -1,4 +1,4 @@
-"""Which parameter lies in which chunk, and how large chunks are.
+"""The assignment of parameters to chunks, and the size of chunks.
 
 A chunk is what moves: a flat buffer of parameters that are used one after another (the chunks of PatrickStar, Fang et
 al. 2021, arXiv 2108.05818). A chunk allocates what its parameters need and no more, so that its capacity is a bound and
@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where in its chunk a parameter lies, in elements."""
+    """A parameter's place in its chunk, in elements."""
 
     name: str
     offset: int
@@ -93,14 +93,14 @@ def pack(items: Sequence[Item], capacity: int, shards: int = 1, aligned: int = 1
 
 @dataclass(frozen=True)
 class Filling:
-    """Which item is in which chunk, without the chunks."""
+    """The chunk of each item, without the chunks."""
 
     chunk_of: np.ndarray[Any, Any]
     """The chunk of each item."""
     firsts: Sequence[int]
     """The first item of each chunk."""
     numels: Sequence[int]
-    """What each chunk allocates, in elements."""
+    """The allocation of each chunk, in elements."""
 
 
 class _Row(NamedTuple):
@@ -111,7 +111,7 @@ class _Row(NamedTuple):
     ends: list[int]  # the same with its own
 
     def starts(self, capacity: int, most: float = inf) -> list[int]:
-        """Where in the row chunks begin; `most` + 1 of them are enough."""
+        """The places in the row where chunks begin; `most` + 1 of them are enough."""
         found: list[int] = []
         start = 0
         while start < len(self.ends) and len(found) <= most:
@@ -135,7 +135,6 @@ class Packer:
         self._rows: tuple[int, list[_Row]] | None = None  # by how many items share chunks
 
     def layout(self, capacity: int) -> Layout:
-        """The chunks that `capacity` makes."""
         filling = self.fill(capacity)
         groups: list[list[int]] = [[] for _ in filling.firsts]
         for index, chunk in enumerate(filling.chunk_of.tolist()):
@@ -198,7 +197,7 @@ class Packer:
         return int(np.searchsorted(self._sorted, capacity, side="right"))
 
     def _sharing(self, capacity: int) -> list[_Row]:
-        """By kind, the items that are no larger than `capacity`."""
+        """Items by kind that are no larger than `capacity`."""
         num = self._num_sharing(capacity)
         if self._rows is None or self._rows[0] != num:
             rows = []

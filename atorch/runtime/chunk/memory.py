@@ -1,4 +1,4 @@
-"""Where chunks live, and what each process keeps of them between the steps.
+"""The memory of chunks, and what each process keeps of them between the steps.
 
 A chunk is flat: parameters of one dtype side by side. It is kept up to three times, as in PatrickStar (Fang et al.,
 arXiv 2108.05818), each copy a tensor of its own: `compute`, in the dtype that operations see and the only one that
@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Form:
-        """That of `tensor`, or the nearest one without gaps."""
+        """The form of `tensor`, or the nearest one without gaps."""
         return Form(tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
 
     def flat(self, value: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Form(NamedTuple):
 
 
 class ChunkMemory:
-    """What one process keeps of one chunk.
+    """One process's part of one chunk.
 
     Args:
         spec: which parameters lie where in the chunk.
@@ -110,7 +110,7 @@ class ChunkMemory:
         return slice(min(start, slot.numel), min(stop, slot.numel))
 
     def part(self, flat: Tensor, slot: Slot) -> Tensor | None:
-        """What `flat`, a share, holds of a slot: all, shaped like the parameter; else a 1-D piece, or None."""
+        """The part of a slot in `flat`, a share: all, shaped like the parameter; else a 1-D piece, or None."""
         held = self.within(slot)
         offset = slot.offset + held.start - self.share.start
         if held == slice(0, slot.numel) and 0 <= offset <= len(flat):
@@ -237,7 +237,6 @@ class ChunkMemory:
         keep(part, value, add)
 
     def _gradient(self, names: Iterable[str]) -> Tensor:
-        """Where to put gradients of `names`."""
         if self.gradient is None:
             self.gradient = self.compute if self._in_place else self._empty(self.dtype)
         if self._in_place:
@@ -314,11 +313,11 @@ class ChunkSet:
 
     @property
     def num_shares(self) -> int:
-        """How many processes share every chunk."""
+        """The number of processes that share every chunk."""
         return 1 if self.group is None else self.group.size()
 
     def place(self, parameter: Tensor) -> tuple[ChunkMemory, Slot] | None:
-        """Where a parameter lies; None for one that is not managed."""
+        """The place of a parameter; None for one that is not managed."""
         return self._places.get(parameter)
 
     def parameters(self) -> Iterator[tuple[Tensor, Slot]]:

@@ -1,4 +1,4 @@
-"""What operations on managed parameters do: in a pass on the device, elsewhere on the host's copy.
+"""Operations on managed parameters: in a pass on the device, elsewhere on the host's copy.
 
 Every operation that takes a managed parameter comes here, forward and backward (`parameter`, `saving`). In a pass, or
 where gradients are recorded, it runs on the device, and its chunks are there while it runs. Elsewhere (`p.norm()`,
@@ -44,7 +44,7 @@ FORWARD_BEGINS = Step("begins a forward pass without gradients", is_compared=Tru
 
 
 def host_values(model: nn.Module) -> dict[str, Tensor]:
-    """What a model's parameters are, by name: of those in chunks what the host keeps, which may be wider.
+    """The values of a model's parameters, by name: of those in chunks the host's, which may be wider.
 
     Where processes share the chunks, all of them must ask at once.
     """
@@ -175,7 +175,7 @@ class Operations:
 
     @contextmanager
     def _saving(self, managed: Sequence[Any]) -> Iterator[None]:
-        """What is saved becomes handles, and what is written into managed memory is written through."""
+        """Inside, save handles in place of tensors, and write through what is written into managed memory."""
         with torch._C.DisableTorchFunctionSubclass():
             versions = [each._version for each in managed]
         with saved_as_handles(self) if torch.is_grad_enabled() else nullcontext():
@@ -187,7 +187,6 @@ class Operations:
 
     @property
     def in_a_pass(self) -> bool:
-        """Whether a forward pass is under way."""
         return self._passes > 0
 
     def place_of(self, tensor: Tensor) -> str | None:
@@ -214,7 +213,7 @@ class Operations:
             self.residency.need(operation, chunks.union(self._nodes.given(), self._views.held()))
 
     def _special(self, func: Any) -> Callable[..., Any] | None:
-        """What is done by this package alone."""
+        """The replacement of a function, if any."""
         if func == _GRADIENT:
             return self._gradient
         if func == _SET_GRADIENT:
@@ -271,7 +270,7 @@ class Operations:
         return replaced.get(id(result), result)
 
     def host_value(self, parameter: ChunkedParameter) -> Tensor:
-        """What the host keeps of a parameter, as wide as it keeps it: a view, which may be written.
+        """The host's value of a parameter, as wide as it keeps it: a view, which may be written.
 
         Raises:
             ArgumentError: other processes keep some of it.

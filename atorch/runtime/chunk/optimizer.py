@@ -116,7 +116,6 @@ class ChunkOptimizer(StandIns):
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
         for parameter in self._parameters():
             place = self._chunks.place(parameter)
             if place is None:
@@ -282,7 +281,7 @@ class ChunkOptimizer(StandIns):
             return closure()
 
     def _chunks_with_gradients(self) -> list[ChunkMemory]:
-        """Those that a step changes, the same on all processes: also where this one has nothing of what is stepped."""
+        """Chunks that a step changes, the same on all processes: also where this one has nothing of what is stepped."""
         places = [place for parameter in self._pieces if (place := self._chunks.place(parameter)) is not None]
         return list({chunk.spec.index: chunk for chunk, slot in places if slot.name in chunk.has_gradient}.values())
 
@@ -309,7 +308,7 @@ class ChunkOptimizer(StandIns):
         return min(RUN_NUMEL, total // 16) if any(map(gradients.widens, live)) else total
 
     def _unmanaged(self, factor: float) -> list[list[Tensor]]:
-        """By group, the parameters elsewhere that have gradients, and those times `factor`."""
+        """Parameters elsewhere that have gradients, by group; these are multiplied by `factor`."""
         listed = [[p for p in group if p not in self._pieces and p.grad is not None] for group in self._shown]
         gradients = [gradient for group in listed for p in group if (gradient := dense_gradient(p)) is not None]
         if factor != 1.0 and gradients:
@@ -317,7 +316,7 @@ class ChunkOptimizer(StandIns):
         return listed
 
     def _in_pieces(self) -> list[list[Tensor]]:
-        """By group, all that the inner optimizer knows: pieces, and parameters elsewhere."""
+        """Pieces and parameters elsewhere that the inner optimizer knows, by group."""
         return [[view for each in group for view in self._views(each)] for group in self._shown]
 
     def _views(self, parameter: Tensor) -> list[Tensor]:

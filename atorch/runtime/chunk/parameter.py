@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Home(NamedTuple):
-    """Where a parameter's values are kept."""
+    """The home of a parameter's values."""
 
     operations: Operations
     name: str
@@ -49,7 +49,6 @@ class ChunkedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` where the values are."""
         return _run(func, args, {} if kwargs is None else kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -74,7 +73,6 @@ class ChunkedView(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` where the values are."""
         return _run(func, args, {} if kwargs is None else kwargs)
 
 
@@ -124,7 +122,7 @@ _DESCRIPTIVE = frozenset(
 
 
 def is_descriptive(func: Any) -> bool:
-    """Whether an operation looks at no values."""
+    """True if an operation looks at no values."""
     return func in _DESCRIPTIVE
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer steps on: pieces of the flat masters; on the host a few caches long, on a device much longer.
+"""Pieces of the flat masters for an optimizer to step: on the host a few caches long, on a device much longer.
 
 torch's element-wise optimizers make a dozen passes over a parameter unless they are fused. Cut into pieces that stay
 in the cache they are several times as fast, and not a bit different: each element is computed by itself. (Only fused
@@ -49,7 +49,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return int(self.where.stop - self.where.start)
 
     def of(self, flat: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ class WideGradients:
         self._rooms: dict[tuple[torch.device, torch.dtype], tuple[Tier, Tensor]] = {}
 
     def of(self, run: Sequence[Piece]) -> list[Tensor]:
-        """Those that the chunks keep where they need no change, else copies, which last until the next call."""
+        """Gradients that the chunks keep where they need no change, else copies, which last until the next call."""
         gradients, used = [], 0
         total = sum(piece.numel for piece in run)
         for piece in run:
@@ -85,7 +84,6 @@ class WideGradients:
         return gradients
 
     def widens(self, piece: Piece) -> bool:
-        """Whether a piece's gradient is copied."""
         return self._factor != 1.0 or piece.chunk.dtype != piece.view.dtype
 
     def free(self) -> None:
@@ -121,7 +119,7 @@ def uncut(chunk: ChunkMemory, slot: Slot, group: int, view: nn.Parameter) -> Pie
 
 
 def cut(chunk: ChunkMemory, slot: Slot, group: int, fused: bool) -> list[Piece]:
-    """What lies here of a parameter, in 1-D pieces; a parameter without dimensions stays as it is."""
+    """The part of a parameter here, in 1-D pieces; a parameter without dimensions stays as it is."""
     on_host = FUSED_NUMEL if fused else NUMEL
     numel = on_host if chunk.master.device.type == "cpu" else DEVICE_NUMEL
     held, shift, form = chunk.within(slot), slot.offset - chunk.share.start, chunk.forms[slot.name]

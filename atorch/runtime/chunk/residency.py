@@ -1,4 +1,4 @@
-"""Which chunks are on the compute device, kept right while a model runs.
+"""The set of chunks on the compute device, kept right while a model runs.
 
 Before an operation runs its chunks are brought, and they stay while it does; what else stays, leaves or is brought
 early is the schedule's business (`course`). Leaving is dropping a buffer: nothing of ours refers to it, since what
@@ -32,7 +32,7 @@ LETTING_GO_S = 0.5  # many times what gloo's threads were seen to take on a busy
 
 
 class Observer(Protocol):
-    """Who wants to be told what moves."""
+    """A listener to what moves."""
 
     def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
         """A chunk came to the device, or left it."""

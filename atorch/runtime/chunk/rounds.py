@@ -31,7 +31,7 @@ class Rounds:
     def __init__(self, chunks: ChunkSet, order: CollectiveOrder | None) -> None:
         self._chunks, self.order = chunks, order
         self.are_held = False
-        """Whether processes take ways of their own; alike on all of them."""
+        """True if processes take ways of their own; alike on all of them."""
         self.reduce: Callable[[], object] = int
         """Reduces the gradients that are complete on all processes."""
 

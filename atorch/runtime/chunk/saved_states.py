@@ -72,7 +72,7 @@ def merged(parts: Mapping[Range, Entry], form: Form) -> Entry:
 
 
 def _cut(value: Any, piece: Piece, of_share: bool) -> Any:
-    """What `piece` has of a saved value; of one for the whole parameter a copy, as each piece counts its steps."""
+    """The part of a saved value for `piece`; of one for the whole parameter a copy, as each piece counts its steps."""
     if not isinstance(value, Tensor):
         return value
     held, form = piece.chunk.within(piece.slot), piece.chunk.forms[piece.slot.name]

@@ -1,4 +1,4 @@
-"""What operations save of managed memory for backward, replaced by handles.
+"""Handles in place of what operations save of managed memory for backward.
 
 A tensor that an operation saves keeps its memory alive until backward. What is saved of memory that somebody manages is
 replaced by where it lies there, and fetched when backward reads it. Everything else goes to the hooks that were in
@@ -28,10 +28,10 @@ class Handle(NamedTuple):
 
 
 class Owner(Protocol):
-    """Whoever manages memory."""
+    """An owner of managed memory."""
 
     def place_of(self, tensor: Tensor) -> Any:
-        """What it knows the tensor's memory by; None where that is not its own."""
+        """The owner's name for the tensor's memory; None where that is not its own."""
         ...
 
     def restored(self, handle: Handle) -> Tensor:

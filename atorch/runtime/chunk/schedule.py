@@ -1,4 +1,4 @@
-"""What moves when: from the moments of a step to evictions, fetches and prefetches, under a budget of bytes.
+"""Turns the moments of a step into evictions, fetches and prefetches, under a budget of bytes.
 
 Parameters are read and never written while a step computes, so a chunk on the device may be dropped at no cost, and
 fetching it again costs its bytes. Between two uses of a chunk is a *gap*: kept, it takes the chunk's bytes of room at
@@ -38,7 +38,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What is done at a moment before its operation runs, in this order."""
+    """Actions at a moment before its operation runs, in this order."""
 
     evict: tuple[int, ...] = ()  # chunks that leave the device
     fetch: tuple[int, ...] = ()  # needed now and not on the device: waited for
@@ -56,11 +56,11 @@ class Schedule:
 
     @property
     def num_fetches(self) -> int:
-        """How many transfers there are, early ones and others."""
+        """The number of transfers, early ones and others."""
         return sum(len(step.fetch) + len(step.prefetch) for step in self.steps)
 
     def cost(self, chunk_bytes: Sequence[int], transfer_bytes: int) -> int:
-        """How many bytes the link could have moved in the time that this one takes of it.
+        """Bytes that the link could have moved in the time that this one takes of it.
 
         These are the bytes fetched, those of them once more that are waited for from the first on, as nothing runs
         meanwhile, and `transfer_bytes` for each transfer: what the link moves in the time that it takes to begin one.
@@ -131,7 +131,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, needs: Sequence[frozenset[int]], other_bytes: Sequence[int]) -> Runs:
-        """Those of moments that need these chunks, beside so much else each."""
+        """The runs of moments that need these chunks, beside so much else each."""
         firsts = [now for now, needed in enumerate(needs) if now == 0 or needed != needs[now - 1]]
         spans = list(pairwise([*firsts, len(needs)]))
         return cls(
@@ -142,7 +142,7 @@ class Runs(NamedTuple):
         )
 
     def room(self, chunk_bytes: Sequence[int], budget_bytes: int) -> list[int]:
-        """What each run leaves of the budget at its tightest moment, with what it needs alone on the device."""
+        """The room that each run leaves of the budget at its tightest moment, with its needs alone on the device."""
         return [
             budget_bytes - most - sum(chunk_bytes[chunk] for chunk in needed)
             for most, needed in zip(self.most_bytes, self.needs, strict=True)
@@ -213,7 +213,7 @@ class _Span(NamedTuple):
 
 
 def _gaps(needs: Sequence[frozenset[int]]) -> list[_Span]:
-    """From each use of a chunk to its next one, where there are moments between them; in the order of their starts."""
+    """Gaps from each use of a chunk to its next one, where there are moments between; in the order of their starts."""
     latest: dict[int, int] = {}
     gaps: list[_Span] = []
     for now, needed in enumerate(needs):

@@ -1,4 +1,4 @@
-"""Where an optimizer's states lie: flat, as the chunks do, in memory or in files.
+"""Storage of an optimizer's states: flat, as the chunks are, in memory or in files.
 
 torch's optimizers make a state when they first step on a parameter. It is moved then, once, into a flat tensor for the
 chunk and the kind of state, of which the optimizer keeps a view; so a parameter's state is whole again where the
@@ -42,7 +42,6 @@ class FlatStates:
                     mine[key].copy_(value)
 
     def __contains__(self, piece: Piece) -> bool:
-        """Whether a piece's states are in place."""
         return piece in self._settled
 
     def forget(self) -> None:
@@ -50,7 +49,7 @@ class FlatStates:
         self._settled.clear()
 
     def joined(self, piece: Piece, key: str) -> Tensor | None:
-        """What this process has of the state of the piece's whole parameter, as `ChunkMemory.part` gives it."""
+        """This process's part of the state of the piece's whole parameter, as `ChunkMemory.part` gives it."""
         return piece.chunk.part(self._flats[piece.chunk.spec.index, key], piece.slot)
 
     def _flat(self, chunk: ChunkMemory, key: str, like: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class FlatStates:
 
 
 def is_cut(value: Any, piece: Piece) -> bool:
-    """Whether a state has an element for each one of a 1-D piece; a number of steps has not."""
+    """True if a state has an element for each one of a 1-D piece; a number of steps has not."""
     return piece.form is None and isinstance(value, Tensor) and value.shape == piece.view.shape
 
 

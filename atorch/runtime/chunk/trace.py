@@ -28,7 +28,7 @@ class LiveCount(Protocol):
 
     @property
     def other_bytes(self) -> Sequence[int]:
-        """The most of each moment."""
+        """The most bytes of each moment."""
         ...
 
     def __enter__(self) -> Any: ...
@@ -182,15 +182,11 @@ class _WatchedFake(FakeTensor):
 
 
 class _WatchedParameter(torch.nn.Parameter):
-    """A copy of a parameter."""
-
     watch: _Watch
     __torch_function__: ClassVar[Any] = classmethod(_run)
 
 
 class _WatchedView(Tensor):
-    """A view of one."""
-
     watch: _Watch
     __torch_function__: ClassVar[Any] = classmethod(_run)
 

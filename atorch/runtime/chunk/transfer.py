@@ -1,4 +1,4 @@
-"""How bytes get from the host to the compute device and back: at once, beside computation, or over a given link."""
+"""Copies between host and compute device: at once, beside computation, or over a given link."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class Transfer(Protocol):
 
 
 def put(target: Tensor, source: Tensor, add: bool) -> None:
-    """Copy or add, at once."""
     target.add_(source.to(target)) if add else target.copy_(source)
 
 
@@ -48,17 +47,14 @@ class AtOnce:
     """Copies when it is asked to. Where host and device are one memory, nothing is gained by anything else."""
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
-        """Copy."""
         target.copy_(source)
         return nothing
 
     def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
-        """Copy."""
         target.copy_(source)
         return nullcontext()
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> None:
-        """Copy or add."""
         put(target, source, add)
 
     def settle(self) -> None:
@@ -104,7 +100,6 @@ class OnStream:
         return lambda: torch.cuda.current_stream(source.device).wait_event(left)
 
     def settle(self) -> None:
-        """Wait for the copies, and the sums."""
         self._back.synchronize()
         while self._sums:
             self._sums.pop().result()
@@ -134,7 +129,6 @@ class Paced:
         return self._kept[-1].result
 
     def settle(self) -> None:
-        """Wait for all that was to be kept."""
         while self._kept:
             self._kept.pop().result()
 
@@ -147,13 +141,11 @@ class Paced:
             time.sleep(left)
 
     def close(self) -> None:
-        """End the threads."""
         self._there.shutdown()
         self._back.shutdown()
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    """The way that serves `device` best."""
     return OnStream(device) if device.type == "cuda" else AtOnce()
 
 

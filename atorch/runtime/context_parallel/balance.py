@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank has, and which of its queries meet which keys of another rank.
+"""The tokens of a sequence that a rank has, and which of its queries meet which keys of another rank.
 
 In order, rank r of n has the r-th of n pieces, and under a causal mask the last rank has almost twice the mean work.
 Balanced, a sequence has 2n pieces, of which rank r has r and 2n-1-r: with the keys of any other rank there is then half
@@ -16,19 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Deal:
-    """How the tokens of a sequence are dealt out to `size` ranks."""
+    """The tokens of a sequence, dealt out to `size` ranks."""
 
     size: int
     balanced: bool
 
     @property
     def pieces_each(self) -> int:
-        """The pieces that a rank has."""
         return 2 if self.balanced else 1
 
     @property
     def num_pieces(self) -> int:
-        """The equal pieces that a sequence is cut into."""
         return self.size * self.pieces_each
 
     def pieces(self, rank: int) -> tuple[int, ...]:
@@ -51,7 +49,7 @@ class Meeting:
     of_mask: tuple[slice, slice] | None = None  # where the mask of the whole sequences has these; None: all is seen
 
     def part_of(self, mask: Tensor | None) -> Tensor | None:
-        """What the mask of the whole sequences, with four dims, says of these."""
+        """The part of the whole sequences' mask, with four dims, for these."""
         if mask is None or self.of_mask is None:
             return None
         rows, columns = self.of_mask
@@ -59,7 +57,6 @@ class Meeting:
 
     @property
     def num_scores(self) -> float:
-        """The scores to compute."""
         square = (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
         return square / 2 if self.is_causal else float(square)
 
@@ -71,7 +68,7 @@ Schedule = Sequence[Sequence[Meeting]]
 def schedule(
     deal: Deal, rank: int, num_queries: int, num_keys: int, mask: Tensor | None = None, is_causal: bool = False
 ) -> Schedule:
-    """What a rank with `num_queries` of its own, and as many keys as every other, has to compute at each hop.
+    """The schedule of a rank with `num_queries` of its own, and as many keys as every other, by hop.
 
     mask: of the whole sequences, (…, 1 or size × num_queries, size × num_keys), in their own order.
     """
@@ -109,7 +106,7 @@ def _masked(deal: Deal, rank: int, source: int, num_queries: int, num_keys: int,
 
 
 def _places(deal: Deal, rank: int, length: int, mask: Tensor, dim: int) -> list[tuple[slice, slice]]:
-    """Where a rank's pieces are among its own tokens, and in the mask; a mask that is one for all has one place."""
+    """Places of a rank's pieces among its own tokens, and in the mask; a mask that is one for all has one place."""
     if mask.shape[dim] == 1 or mask.stride(dim) == 0:
         return [(slice(0, length), slice(0, 1))]
     piece = length // deal.pieces_each

@@ -36,7 +36,7 @@ class Part:
     seed: int = 0  # of the dropout
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What is added to scores, (batch or 1, heads or 1, rows, columns)."""
+        """The bias added to scores, (batch or 1, heads or 1, rows, columns)."""
         if self.mask is None:
             return None
         if self.mask.dtype is torch.bool:
@@ -87,7 +87,7 @@ def attend(part: Part) -> Attended:
 
 
 def gradients(part: Part, grad: Tensor, whole: Attended) -> Gradients:
-    """What these queries and keys add to the gradients of query, key and value.
+    """The contribution of these queries and keys to the gradients of query, key and value.
 
     whole: results and logarithms of whole rows, finite, and what `attend` kept of this part.
     """
@@ -205,7 +205,7 @@ def _scores(part: Part, dtype: torch.dtype) -> Tensor:
 
 
 def _dropped(part: Part, weights: Tensor) -> Tensor | float:
-    """What dropout multiplies weights by: the same in forward and backward, which have the seed."""
+    """The factor of dropout on weights: the same in forward and backward, which have the seed."""
     if not part.dropout_p:
         return 1.0
     generator = torch.Generator(weights.device).manual_seed(part.seed)

@@ -113,7 +113,7 @@ def plan_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """What one attention has to do on this rank."""
+    """The work of one attention on this rank."""
 
     ring: Ring
     meetings: Schedule
@@ -123,7 +123,7 @@ class Plan:
     seed: int = 0
 
     def parts(self, hop: int, query: Tensor, held: _Held) -> Iterator[tuple[Meeting, Part]]:
-        """What is to be computed of the rank's queries and the keys that are there at a hop."""
+        """Parts to compute of the rank's queries and the keys that are there at a hop."""
         before = sum(map(len, self.meetings[:hop]))
         for number, each in enumerate(self.meetings[hop]):
             key, value = held.part(each.columns)
@@ -133,7 +133,6 @@ class Plan:
 
 
 def attend_around(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
-    """`ring_attention` by a plan."""
     out: Tensor = _RingAttention.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
     return out
 
@@ -194,7 +193,7 @@ def _add(totals: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """With elements side by side, as kernels want them."""
+    """The tensor with elements side by side, as kernels want them."""
     return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
 
 
@@ -211,7 +210,6 @@ class _Held:
         return key[:, :, columns], value[:, :, columns]
 
     def zeros(self, dtype: torch.dtype) -> _Held:
-        """As much of zeros."""
         return _Held(torch.zeros_like(self.packed, dtype=dtype), self._shapes)
 
 

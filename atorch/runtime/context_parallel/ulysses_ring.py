@@ -30,8 +30,6 @@ class UlyssesRing:
         return self._ulysses.unfit(call) or self._ring.unfit(call)
 
     def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
-        """This rank's tokens."""
-
         def around(joint: AttentionCall) -> Tensor:
             query, key, value = (self._in_order(each) for each in joint[:3])
             return self._as_dealt(self._ring(joint._replace(query=query, key=key, value=value), attend))
@@ -46,7 +44,7 @@ class UlyssesRing:
         return torch.cat([fronts.flatten(-3, -2), backs.flip(-3).flatten(-3, -2)], -2)
 
     def _as_dealt(self, x: Tensor) -> Tensor:
-        """The way back."""
+        """The inverse of `_in_order`."""
         if self._pieces == 1:
             return x
         fronts, backs = x.unflatten(-2, (2, self._pieces, -1)).unbind(-4)

@@ -28,7 +28,7 @@ _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
 class Variant(NamedTuple):
-    """How a model's RMSNorm differs from the equation."""
+    """Differences of a model's RMSNorm from the equation."""
 
     offset: float  # what is added to the stored weight: 0, or 1 where the weight starts at zero
     cast_first: bool  # whether the normalized x returns to its dtype before the product with the weight
@@ -57,7 +57,6 @@ class FusedRMSNorm(nn.Module):
         return _RMSNorm.apply(hidden_states, weight, self.eps, self.variant.cast_first)  # type: ignore[no-any-return, no-untyped-call]
 
     def extra_repr(self) -> str:
-        """The hidden size and what was recognised."""
         return f"{tuple(self.weight.shape)}, eps={self.eps}, {self.variant}"
 
 

@@ -1,4 +1,4 @@
-"""What stands in a stage for a parameter or a buffer of another stage: its description, and no values."""
+"""Stand-ins in a stage for parameters and buffers of another stage: their description, and no values."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Away(Tensor):
             return tree_map(read._like, result)
 
     def fault(self) -> ArgumentError:
-        """What is raised where its values are asked for."""
+        """The error where its values are asked for."""
         return ArgumentError(
             f"{self.path} is of another stage of the pipeline than the one that reads it: the loss function, or code "
             "between modules, uses it outside of the module that holds it. Return what is to be computed of it from "

@@ -138,7 +138,7 @@ class _Layer(nn.Module):
         self.number = 0
 
     def forward(self, given: Any) -> Any:
-        """What the next stage takes, or the loss."""
+        """The input of the next stage, or the loss."""
         number, self.number = self.number, self.number + 1
         return self.piece(*(given if isinstance(given, tuple) else (given,)), number=torch.tensor(number))
 
@@ -171,7 +171,7 @@ def _initialized(
 
 
 def _need_sendable(engine: Engine) -> None:
-    """That DeepSpeed can send what crosses: it awaits a gradient for every tensor of a floating type."""
+    """Check that DeepSpeed can send what crosses: it awaits a gradient for every tensor of a floating type."""
     for stage in engine.stages:
         route = stage.route
         for value in stage.outgoing:

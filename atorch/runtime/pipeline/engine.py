@@ -42,13 +42,13 @@ KEPT_SHAPES = 64
 """Sizes of batches of which it is kept what crosses between stages."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What the model is called with."""
+"""Arguments of a call of the model."""
 Conclude = Callable[[int, Any], Tensor]
 """(number of the micro-batch, the model's output) → what the last stage gives to the schedule."""
 
 
 class Work(Protocol):
-    """What a pass does: something around each micro-batch's call of the model."""
+    """The work of a pass: something around each micro-batch's call of the model."""
 
     @property
     def count(self) -> int:
@@ -78,21 +78,18 @@ class Calls:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches."""
         return len(self.calls)
 
     @property
     def sizes(self) -> Hashable:
-        """Those of the first call's arguments; all calls are of equal sizes."""
+        """Sizes of the first call's arguments; all calls are of equal sizes."""
         return sizes_of(self.calls[0])
 
     def look(self, part: nn.Module) -> None:
-        """Call the model on the first micro-batch."""
         args, kwargs = self.calls[0]
         part(*args, **kwargs)
 
     def run(self, number: int, part: nn.Module) -> Any:
-        """Call the model, and conclude."""
         args, kwargs = self.calls[number]
         output = part(*args, **kwargs)
         return self.conclude(number, output) if stage_of(part).is_last else output
@@ -100,8 +97,6 @@ class Calls:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is being run."""
-
     work: Work
     shapes: Sequence[Sequence[Shape]]
     failures: list[Exception] | None = None  # of a pass that all processes end before one of them raises
@@ -140,7 +135,7 @@ class Engine:
 
     @property
     def has_last(self) -> bool:
-        """Whether the model's output is made on this process."""
+        """True if the model's output is made on this process."""
         return self.group.rank() == self.last_place
 
     def run(self, calls: Sequence[Arguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
@@ -243,7 +238,7 @@ class Engine:
         return table
 
     def _seen_by(self, index: int, work: Work, table: Sequence[Sequence[Shape]]) -> list[list[Shape]]:
-        """What the calls of stage `index` return, where it is on this process."""
+        """Shapes that the calls of stage `index` return, where it is on this process."""
         place = next((place for place, stage in enumerate(self.stages) if stage.index == index), None)
         if place is None:
             return []
@@ -263,7 +258,7 @@ class Piece(nn.Module):
         self._engine, self.stage = engine, stage_of(part)
 
     def forward(self, *wires: Tensor, number: Tensor) -> Any:
-        """What the next stage takes, or what the last one concludes."""
+        """The input of the next stage, or the last one's result."""
         stage, job = self.stage, self._engine.job
         assert job is not None, "only the engine runs schedules"
         try:

@@ -36,7 +36,7 @@ _WINDOW = 0.25
 
 
 class Speeds(NamedTuple):
-    """What a device reaches, or what stands to each other as that does."""
+    """Speeds of a device, or figures in the same proportion."""
 
     flops: float  # a second
     num_bytes: float
@@ -50,7 +50,6 @@ class Piece(NamedTuple):
     gives: tuple[str, ...]
 
     def add_to(self, values: dict[str, Any], run: Callable[..., Any]) -> None:
-        """`run` this, and note what it gives."""
         values.update(zip(self.gives, run(*(values[name] for name in self.takes)), strict=True))
 
 
@@ -73,7 +72,6 @@ class Segment(nn.Module):
     """A place in the sequence of stages; what it runs is given with its inputs."""
 
     def forward(self, run: fx.GraphModule, *values: Any) -> tuple[Tensor, ...]:
-        """What the operations give."""
         given: tuple[Tensor, ...] = run(*values)
         return given
 
@@ -195,8 +193,6 @@ def _kind(leaf: Any) -> Any:
 
 
 class _Graph:
-    """An exported program, looked at."""
-
     def __init__(self, program: Any, model: nn.Module) -> None:
         self._program, self._module = program, program.graph_module
         self._learnt = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
@@ -232,7 +228,7 @@ class _Graph:
             raise StrategyError("the model changes its buffers as it runs, of which every stage has a copy")
 
     def _last_uses(self) -> dict[fx.Node, int]:
-        """For each value that parameters have a part in the place of the operation that uses it last."""
+        """The place of the last use of each value that parameters have a part in."""
         last: dict[fx.Node, int] = {}
         for node in self._learning:
             for used in node.all_input_nodes:
@@ -245,7 +241,7 @@ class _Graph:
         return [node for node in self._learning[:boundary] if self._last_use.get(node, -1) >= boundary]
 
     def boundaries(self, count: int, speeds: Speeds) -> tuple[int, ...]:
-        """Where `count` segments part, so that they take as long, and few bytes cross."""
+        """The boundaries of `count` segments, so that they take as long, and few bytes cross."""
         passed = [0.0]
         for node in self._learning:
             passed.append(passed[-1] + _seconds(node, speeds))
@@ -265,13 +261,12 @@ class _Graph:
         return bool(crossing) and all(isinstance(node.meta["val"], Tensor) for node in crossing)
 
     def _crossing_bytes(self, boundary: int) -> int:
-        """Of what is sent there in a step, were it one micro-batch: values, and weights' gradients of both sides."""
+        """Bytes sent there in a step, were it one micro-batch: values, and weights' gradients of both sides."""
         both = (node for node in self._given if self._first_use.get(node, boundary) < boundary <= self._last_use[node])
         weights = (node for node in both if self._specs[node].kind is InputKind.PARAMETER)
         return sum(map(_num_bytes, (*self.crossing(boundary), *weights)))
 
     def program(self, boundaries: Sequence[int]) -> Program:
-        """The program that is parted there."""
         ends = (*boundaries[1:], len(self._learning))
         pieces = []
         for start, end in zip(boundaries, ends, strict=True):
@@ -335,7 +330,7 @@ def _writes_to(node: fx.Node, buffers: set[fx.Node]) -> bool:
 
 
 def _seconds(node: fx.Node, speeds: Speeds) -> float:
-    """Of an operation on a device, forward: its FLOPs, and what it reads and writes."""
+    """Seconds of an operation on a device, forward: its FLOPs, and what it reads and writes."""
     moved = _num_bytes(node) + sum(map(_num_bytes, node.all_input_nodes))
     return _flops(node) / speeds.flops + moved / speeds.num_bytes
 

@@ -27,7 +27,7 @@ class Gathered:
         self.loss: Any = None
 
     def __call__(self, number: int, output: Any) -> Tensor:
-        """What stands for the loss of micro-batch `number`."""
+        """A stand-in for the loss of micro-batch `number`."""
         given: list[Tensor] = []
         leaves: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Whether a stage's backward comes apart into gradients of inputs now and of weights later, as torch takes it apart.
+"""Tests if torch can split a stage's backward into gradients of inputs now and of weights later.
 
 On its way to the inputs torch notes what arrives at each *branch*, an operation from which a weight is reached by a way
 of its own, and later starts there (`stage_backward_weight`). That holds where weights have the same branches or none in
@@ -23,7 +23,7 @@ Users = Mapping[Node, list[Node]]
 
 
 def comes_apart(outputs: Iterable[Any], inputs: Iterable[Any], weights: Iterable[Any]) -> bool:
-    """Whether backward from `outputs` to the leaves `inputs` and `weights` comes apart, of what has gradients."""
+    """True if backward from `outputs` to the leaves `inputs` and `weights` comes apart, of what has gradients."""
     users = _users(_nodes(outputs))
     stem = _above(_nodes(inputs), users)
     branches = {_branches(node, users, stem) for node in _nodes(weights) if node in users}
@@ -32,7 +32,7 @@ def comes_apart(outputs: Iterable[Any], inputs: Iterable[Any], weights: Iterable
 
 
 def _nodes(values: Iterable[Any]) -> list[Node]:
-    """Where backward begins at tensors, or at the edges that are kept of tensors that were let go."""
+    """Nodes where backward begins, at tensors, or at the edges that are kept of tensors that were let go."""
     edges = (get_gradient_edge(each) if isinstance(each, Tensor) and each.requires_grad else each for each in values)
     return [edge.node for edge in edges if isinstance(edge, GradientEdge)]
 
@@ -51,7 +51,7 @@ def _above(nodes: Iterable[Node], users: Users) -> Collection[Node]:
 
 
 def _branches(weight: Node, users: Users, stem: Collection[Node]) -> frozenset[Node]:
-    """Where the way to a weight leaves the stem."""
+    """Nodes where the way to a weight leaves the stem."""
     own = _walk([weight], lambda node: (other for other in users.get(node, ()) if other not in stem))
     return frozenset(other for node in own for other in users.get(node, ()) if other in stem)
 

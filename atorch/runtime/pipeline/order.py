@@ -1,4 +1,4 @@
-"""What each process of a pipeline computes in a step, in order, as torch's own schedule has it done.
+"""The passes of each process of a pipeline in a step, in the order of torch's own schedule.
 
 The schedule is the one that trains, made for stages that hold nothing, and its own plan (`pipeline_order`) is read. So
 nobody needs other processes to see it.

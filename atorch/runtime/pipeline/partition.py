@@ -99,7 +99,7 @@ def _separable(count: int, joined: Iterable[tuple[int, int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What can be cut where. Tables are by stage and by the place in `starts` of the stage's first unit."""
+    """Tables of possible cuts, by stage and by the place in `starts` of the stage's first unit."""
 
     starts: Sequence[int]  # units that can begin a stage, and the end
     stages: int
@@ -108,7 +108,7 @@ class _Cut:
     limit: float
 
     def least_largest(self, measure: Span) -> tuple[float, tuple[int, ...]]:
-        """Over all cuts within the limit the least that the largest stage can be, and a cut that has it.
+        """The least that the largest stage can be over all cuts within the limit, and a cut that has it.
 
         Infinite, and no cut, where none is within it.
         """
@@ -128,7 +128,7 @@ class _Cut:
         return best[0]
 
     def most_even(self, slowest: float, tied: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Of the cuts whose stages all cost at most `slowest` the one that is taken."""
+        """The cut that is taken of those whose stages all cost at most `slowest`."""
         end = len(self.starts) - 1
         best: dict[int, tuple[int, float, tuple[int, ...]]] = {end: (0, 0.0, ())}
         for stage in reversed(range(self.stages)):
@@ -147,7 +147,7 @@ class _Cut:
         return best[0][2]
 
     def _firsts(self, stage: int) -> Iterable[int]:
-        """Where a stage can begin, so that those before and from it on have a unit each."""
+        """Places where a stage can begin, so that those before and from it on have a unit each."""
         if stage == 0:
             return (0,)
         return range(stage, len(self.starts) - (self.stages - stage))
@@ -162,7 +162,7 @@ class _Cut:
 
 
 def _too_large(cut: _Cut, names: Sequence[str]) -> str:
-    """By how much the cut that needs the least is too large, and where."""
+    """The excess of the cut that needs the least, and its place, in words."""
     least, starts = _Cut(cut.starts, cut.stages, cut.cost, cut.bytes, math.inf).least_largest(cut.bytes)
     ends = (*starts[1:], cut.starts[-1])
     spans = list(enumerate(zip(starts, ends, strict=True)))

@@ -168,7 +168,7 @@ class PipelinedLoss:
             )
 
     def _factor(self, call: _Call, is_gathered: bool) -> float:
-        """What gradients are multiplied by: here, as they are reduced before the loss hands them over."""
+        """The factor of gradients: applied here, as they are reduced before the loss hands them over."""
         batch, args, kwargs = call
         if self._ranks is None:
             return 1.0
@@ -222,7 +222,7 @@ class PipelinedLoss:
         return deposit_loss(loss, gradients)
 
     def _told(self, piece: _Call) -> Any:
-        """What this process knows of a loss that the last stage takes: nothing, but in a world of fakes."""
+        """This process's knowledge of a loss that the last stage takes: nothing, but in a world of fakes."""
         understudy = self._engine.understudy
         if understudy is not None and self._foretold is None:
             with torch.no_grad():
@@ -299,7 +299,7 @@ class PipelinedLoss:
         return [float(value) for value in sent.tolist()]
 
     def _check_gathering(self, call: _Call, pieces: Sequence[_Call], size: int, error: StrategyError) -> None:
-        """That two outputs put together have the loss of the two as one; raises `error` where they have not."""
+        """Check that two outputs put together have the loss of the two as one; raises `error` where they have not."""
         pair = [pieces[0], pieces[min(1, len(pieces) - 1)]]
         both = take(call, 0, min(2, len(pieces)) * size, size * len(pieces))
         outputs: list[Any] = []

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Placed:
-    """Which process has each stage, and how many micro-batches are under way at most.
+    """The process of each stage, and the most micro-batches under way.
 
     rounds: all forward passes of `active` micro-batches come before their first backward.
     """
@@ -73,7 +73,7 @@ def turns(placed: Placed, micro_batches: int) -> list[list[Turn]]:
 
 
 class _Course:
-    """How far each stage is. Micro-batches pass a stage one after another, forward and backward."""
+    """The progress of each stage. Micro-batches pass a stage one after another, forward and backward."""
 
     def __init__(self, placed: Placed, micro_batches: int) -> None:
         self._placed, self._count = placed, micro_batches
@@ -88,7 +88,7 @@ class _Course:
         self._ended[turn.is_backward][turn.stage] += 1
 
     def next(self, place: int) -> Turn | None:
-        """What a free process runs; None where nothing is ready."""
+        """The next turn of a free process; None where nothing is ready."""
         stages = [stage for stage in range(self._last, -1, -1) if self._placed.places[stage] == place]
         return next(self._ready(stages), None)
 

@@ -1,4 +1,4 @@
-"""What a model's units hand to one another: one forward pass, watched operation by operation.
+"""The values that a model's units hand to one another: one forward pass, watched operation by operation.
 
 A unit (`blocks.units`) is called and returns; what happens between calls (masks, positions, residuals, slicing) is the
 model's own code, which every stage of a pipeline runs. Each tensor is marked with what it was computed from there:
@@ -32,7 +32,7 @@ class Value(NamedTuple):
 
 
 Source = Value | str
-"""What a tensor is computed from: a value, or a parameter by its name."""
+"""The source of a tensor: a value, or a parameter by its name."""
 
 
 class Slot(int):
@@ -149,14 +149,12 @@ class _Watch(TorchDispatchMode):
         self._own = {name: set(map(id, unit.parameters())) for name, unit in units.items()}
 
     def enter(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        """A unit is called."""
         call = Call(name)
         call.needs.update(self.sources(_tensors((args, kwargs)), name))
         self.calls.append(call)
         self._running, self._given = call, _lists((args, kwargs))
 
     def leave(self, name: str, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A unit returns."""
         call, self._running = self.calls[-1], None
         left, returned = _lists((args, kwargs)), _lists(output)
         if any(left.get(each, held) != held and each not in returned for each, held in self._given.items()):
@@ -200,7 +198,7 @@ class _Watch(TorchDispatchMode):
         return output
 
     def sources(self, tensors: Iterable[Tensor], user: str) -> set[Source]:
-        """What tensors are computed from that `user` takes.
+        """Sources of tensors that `user` takes.
 
         Raises:
             StrategyError: one was made inside a unit that did not return it.
@@ -223,7 +221,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _lists(data: Any) -> dict[int, list[int]]:
-    """What the lists in `data` hold, by identity."""
+    """The ids of what the lists in `data` hold, by the list's id."""
     inner = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     found = {id(data): list(map(id, inner))} if isinstance(data, list) else {}
     for each in inner:
@@ -242,7 +240,7 @@ def _written(func: Any, args: Any) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """What a tensor that is made of others computes with."""
+    """The inner tensors that a tensor made of others computes with."""
     if not is_traceable_wrapper_subclass(tensor):
         return []
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

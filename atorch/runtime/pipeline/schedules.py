@@ -1,4 +1,4 @@
-"""Which process has which stages, and torch's schedules of their passes.
+"""The assignment of stages to processes, and torch's schedules of their passes.
 
     gpipe         all forward passes, then all backward passes (Huang et al. 2018, arXiv 1811.06965)
     1f1b          backward as soon as it can be, so that a stage holds fewer micro-batches (Narayanan et al. 2021,
@@ -52,7 +52,7 @@ class StageReduction(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a forward pass gathers parameters from other processes."""
+        """True if a forward pass gathers parameters from other processes."""
         ...
 
     def forward(self) -> AbstractContextManager[None]:
@@ -72,7 +72,7 @@ class StageReduction(Protocol):
         ...
 
     def takes(self, error: Exception) -> bool:
-        """Whether somebody tells what a backward pass raised later, and the schedule is to go on without gradients."""
+        """True if somebody tells what a backward pass raised later, and the schedule is to go on without gradients."""
         ...
 
 
@@ -90,7 +90,6 @@ class TorchStage(PipelineStage):
         self._comes_apart: bool | None = None  # known from the first micro-batch on
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass of one micro-batch."""
         with self._reduction.forward():
             return self.submod(*args, **kwargs)
 
@@ -122,7 +121,6 @@ class TorchStage(PipelineStage):
         return self._comes_apart
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the last backward pass."""
         if self._splits_backward and self.has_backward:
             self._reduction.afterwards()
 

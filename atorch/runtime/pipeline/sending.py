@@ -13,7 +13,7 @@ from atorch.runtime.pipeline.shapes import Shape, shape_of
 
 
 def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What `place` of the group gives as `data`, on every process of it; its tensors are detached.
+    """The `data` of `place` of the group, on every process of it; its tensors are detached.
 
     In a world of fakes it is what this process gives.
     """
@@ -43,8 +43,6 @@ def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.de
 
 
 class _Place:
-    """Where a tensor was."""
-
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 

@@ -1,4 +1,4 @@
-"""What calls return: a later stage must know what arrives before it arrives.
+"""Shapes of what calls return: a later stage must know what arrives before it arrives.
 
 The first micro-batch of every size is run once stage by stage, without gradients, to see shapes and dtypes as they are
 under all that was done to the stages.
@@ -29,7 +29,6 @@ class Shape(NamedTuple):
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """The shape of a tensor."""
     return Shape(tuple(tensor.shape), tensor.dtype)
 
 

@@ -46,31 +46,28 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing comes in."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is made here."""
         return self.index == self.num_stages - 1
 
     @functools.cached_property
     def incoming(self) -> tuple[Value, ...]:
-        """What earlier stages hand over."""
+        """Values that earlier stages hand over."""
         return self.route.wires(self.start)
 
     @functools.cached_property
     def outgoing(self) -> tuple[Value, ...]:
-        """What this stage hands over, the next one's `incoming`."""
+        """Values that this stage hands over, the next one's `incoming`."""
         return () if self.is_last else self.route.wires(self.stop)
 
     def passes_by(self) -> bool:
-        """Whether the model's code between units runs, of which a stage needs part."""
+        """True if the model's code between units runs, of which a stage needs part."""
         return self._visit is not None and self._visit.passes_by
 
     @property
     def current(self) -> _Visit | None:
-        """The forward pass that runs."""
         return self._visit
 
     @contextmanager
@@ -96,7 +93,6 @@ class _Visit:
     passes_by: bool = False  # the model's code between units runs
 
     def call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What unit `name` returns to this stage."""
         stage, number = self.stage, self.count
         calls = stage.route.calls
         self.count += 1
@@ -118,7 +114,6 @@ class _Visit:
         return output
 
     def handed_over(self) -> tuple[Tensor, ...]:
-        """The outgoing wires."""
         return tuple(self.values[value] for value in self.stage.outgoing)
 
     def _sent(self, number: int) -> Any:
@@ -226,7 +221,7 @@ def held_for_loss(model: nn.Module, units: Mapping[str, nn.Module], route: Route
 
 
 def _keeping(model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]) -> list[set[str]]:
-    """For each stage the names of its parameters and buffers, under every name that they have in the stage's modules.
+    """Names of each stage's parameters and buffers, under every name that they have in the stage's modules.
 
     What no call needs is the first stage's; buffers outside of units are everybody's.
     """

@@ -56,7 +56,7 @@ class Ties:
                     gradient.copy_(total)
 
     def _exchanged(self, own: Tensor, places: Sequence[int]) -> list[Tensor]:
-        """What each of the processes has, in their order."""
+        """The values of each of the processes, in their order."""
         here, group = self._group.rank(), self._group
         found = [own if place == here else torch.empty_like(own) for place in places]
         exchanges = [
@@ -75,7 +75,7 @@ def _copy(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """What this process has of a parameter's gradient, zeros where nothing has reached it."""
+    """This process's part of a parameter's gradient, zeros where nothing has reached it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     elif parameter.grad.is_sparse:

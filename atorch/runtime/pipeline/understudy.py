@@ -1,4 +1,4 @@
-"""What the processes of a pipeline hear from one another, where the others are not there: in a world of fakes.
+"""Stands in for the other processes of a pipeline, where these are not there: in a world of fakes.
 
 A stage must know the shapes that earlier stages send, and every process gets the loss from the last one. In a
 simulation nobody is there to tell. Then an understudy does: the whole model in one piece, on fake tensors, which take
@@ -30,7 +30,7 @@ class Understudy:
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What it holds, and no process of the pipeline does."""
+        """Tensors that it holds, and no process of the pipeline does."""
         yield from self._part.parameters()
         yield from self._part.buffers()
 

@@ -38,7 +38,7 @@ Attend = Callable[[AttentionCall], Tensor]
 
 
 class Exchange(Protocol):
-    """What is done around attention where a rank has a part of the tokens."""
+    """Work around attention where a rank has a part of the tokens."""
 
     def unfit(self, call: AttentionCall) -> str | None:
         """Why a call that has all tokens cannot be split in this way, or None."""
@@ -53,7 +53,7 @@ Step = Callable[[AttentionCall, Attend], Tensor]
 
 
 class Chain(TorchFunctionMode):
-    """What is done around the attention of one block."""
+    """Work around the attention of one block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What one evaluation of a model shows of its blocks: what each was called with, and from which block it came."""
+"""One evaluation of a model: the arguments of its blocks, and the blocks that these came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism leaves whole between its splits, split by tokens over the same ranks.
+"""Splits by tokens, over the same ranks, what tensor parallelism leaves whole between its splits.
 
     layout = tensor_parallel(model, run, mesh)
     split_between(model, layout.blocks, run, mesh.get_group())
@@ -39,7 +39,7 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass
 class Meeting:
-    """Where the tokens of one group's split are gathered, and how its sum is scattered."""
+    """The places where one group's tokens are gathered and its sum scattered."""
 
     at: str
     """The module whose arguments are gathered."""
@@ -57,7 +57,7 @@ class Meeting:
 
 
 def check_tokens(model: nn.Module, run: Run, group: dist.ProcessGroup) -> None:
-    """That the stream through each repeated block of a whole `model` can be cut over `group`; nothing is changed.
+    """Check that the stream through each repeated block of a whole `model` can be cut over `group`; changes nothing.
 
     Args:
         run: calls the model on a small batch.
@@ -102,7 +102,7 @@ def split_between(model: nn.Module, layouts: Mapping[str, BlockLayout], run: Run
 def _found(
     path: str, block: nn.Module, layout: BlockLayout, call: Call, made: Mapping[str, Tensor], share: Share
 ) -> tuple[BlockStream, list[Meeting]]:
-    """How a block meets split tokens: the first way in which it computes the same on all ranks."""
+    """A block's split by tokens: the first way in which it computes the same on all ranks."""
     like = _like_outputs(call, made)
     streams = list(_streams(like, share))
     whole = _Whole(block, layout, call, set(like))
@@ -172,7 +172,7 @@ def _like_outputs(call: Call, outputs: Mapping[str, Tensor]) -> dict[str, torch.
 
 
 def _streams(like: Shapes, share: Share) -> Iterator[dict[str, int]]:
-    """What may be cut of these arguments: any dim but the last, of all of them, or of one alone."""
+    """Cuts of these arguments to try: any dim but the last, of all of them, or of one alone."""
     most = max(map(len, like.values()), default=2)
     several = [[place] for place in like] if len(like) > 1 else []
     for dim, places in product((-2, *range(most - 2)), [list(like), *several]):

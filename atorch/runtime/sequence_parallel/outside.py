@@ -32,7 +32,7 @@ from atorch.runtime.tensor_parallel.recorded import Call
 
 @dataclass(frozen=True)
 class ByToken:
-    """How a module works token by token."""
+    """The way a module works token by token."""
 
     place: str
     """Of the argument that goes along the tokens."""
@@ -41,14 +41,14 @@ class ByToken:
     made: int
     """That of the result."""
     draws: bool
-    """Whether it draws random numbers in training."""
+    """True if it draws random numbers in training."""
 
 
 @torch.no_grad()
 def find_by_token(
     model: nn.Module, blocks: Mapping[str, nn.Module], run: Run, dims: Set[int], share: Share
 ) -> dict[str, ByToken]:
-    """By path, the modules outside of `blocks` that compute the same of a rank's tokens, on all ranks.
+    """Modules outside of `blocks`, by path, that compute the same of a rank's tokens, on all ranks.
 
     Args:
         dims: along which tokens lie in what blocks give; results have theirs along one of these.
@@ -122,7 +122,7 @@ def everywhere(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 @contextmanager
 def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Call | None, Any]]]:
-    """What modules were called with first, and gave; no call where the first one was not a plain one."""
+    """First calls of modules, and their results; no call where the first one was not a plain one."""
     calls: dict[str, tuple[Call | None, Any]] = {}
 
     def note(path: str) -> Callable[..., None]:
@@ -142,7 +142,7 @@ def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Call |
 
 
 def _way(module: nn.Module, call: Call, result: Tensor, dims: Set[int], share: Share) -> ByToken | None:
-    """How the module computes the same of this rank's tokens; None where it does not."""
+    """A way to compute the same of this rank's tokens; None where there is none."""
     if any(isinstance(each, _BatchNorm) for each in module.modules()):
         return None  # in training it looks at all tokens
     ((place, tensor),) = by_place((call.args, call.kwargs)).items()

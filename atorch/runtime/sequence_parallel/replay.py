@@ -1,4 +1,4 @@
-"""How one block meets tokens that are split, tried on one rank alone.
+"""Tries on one rank alone how one block meets tokens that are split.
 
 The whole block is run once, and its attention noted. Then it is run on a rank's tokens, where attention gives the
 rank's part of what it gave before: if its queries, keys, masks and results are those of the whole block, everything
@@ -33,17 +33,17 @@ MISFITS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, Zero
 
 @dataclass(frozen=True)
 class BlockStream:
-    """How a block meets tokens that are split: what is cut of its arguments, what is a part of its outputs."""
+    """A block's way with split tokens: the cuts of its arguments, and the parts among its outputs."""
 
     arguments: Mapping[str, int]
     """The dim of tokens, by place."""
     outputs: Mapping[str, int]
     draws: bool = False
-    """Whether it draws random numbers in training."""
+    """True if it draws random numbers in training."""
 
 
 class Attention:
-    """What the attention of a whole block was called with and gave, call by call."""
+    """Calls of the attention of a whole block, and their results."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[AttentionCall, Tensor]] = []
@@ -88,7 +88,7 @@ def run_whole(block: nn.Module, call: Call) -> Whole:
 
 @torch.no_grad()
 def uses_random_numbers(block: nn.Module, call: Call) -> bool:
-    """Whether the block draws random numbers in training."""
+    """True if the block draws random numbers in training."""
     args, kwargs = copied((call.args, call.kwargs))
     device = next(iter(by_place((args, kwargs)).values())).device
     modes = {module: module.training for module in block.modules()}
@@ -102,7 +102,7 @@ def uses_random_numbers(block: nn.Module, call: Call) -> bool:
 
 
 def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: Share) -> BlockStream | str:
-    """How the block meets split tokens, or why it does not compute the same on them.
+    """The block's way with split tokens, or why it does not compute the same on them.
 
     lengths: the numbers of tokens of all blocks' attention.
     """
@@ -189,7 +189,7 @@ class _Played:
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors agree but for rounding; of those without values, the shapes."""
+    """True if two tensors agree but for rounding; of those without values, the shapes."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     if not (has_values(got) and has_values(expected)):
@@ -210,7 +210,7 @@ def _same_mask(got: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has more than a shape."""
+    """True if a tensor has more than a shape."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -27,30 +27,28 @@ from atorch.runtime.first_order import first_order
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Which tokens of a sequence each rank of a group has."""
+    """The tokens of a sequence that each rank of a group has."""
 
     group: dist.ProcessGroup
     balanced: bool = False
     """A piece from the front and its mirror image from the back, so that all have the same share of a causal mask;
     else one contiguous piece."""
     averaged: bool = True
-    """Whether the gradients of parameters are averaged over the group in the end."""
+    """True if the gradients of parameters are averaged over the group in the end."""
     told: set[str] = field(default_factory=set, repr=False)
     """Functions of which was said that they gather what is split."""
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
         return self.group.rank()
 
     @property
     def pieces(self) -> int:
-        """Into how many equal pieces a sequence is cut."""
+        """The number of equal pieces that a sequence is cut into."""
         return self.size * (2 if self.balanced else 1)
 
     def part(self, x: Tensor, dim: int, rank: int | None = None) -> Tensor:

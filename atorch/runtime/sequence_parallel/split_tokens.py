@@ -29,7 +29,7 @@ class SplitTokens(SplitTensor):
 
     @classmethod
     def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is known to work token by token."""
+        """Run what is known to work token by token."""
         result = _by_token(func, split, args, kwargs)
         if result is NotImplemented:
             _tell(func, split)
@@ -80,7 +80,7 @@ def _of_two(func: Callable[..., Any], split: SplitTokens, args: tuple[Any, ...],
 
 
 def _tell(func: Callable[..., Any], split: SplitTokens) -> None:
-    """Once for each function, since what it asks for may be hundreds of times what a process has otherwise."""
+    """Tell once for each function, since what it asks for may be hundreds of times what a process has otherwise."""
     name, told = getattr(func, "__name__", str(func)), split._layout.share.told
     if name not in told:
         told.add(name)
@@ -109,7 +109,7 @@ def _cast(func: Callable[..., Any], split: SplitTokens, *args: Any, **kwargs: An
 
 
 def _scaled(func: Callable[..., Any], split: SplitTokens, other: Any) -> Any:
-    """By a number, or a tensor that is one and learns nothing."""
+    """Scale by a number, or a tensor that is one and learns nothing."""
     is_number = isinstance(other, (int, float)) or (
         isinstance(other, Tensor) and other.dim() == 0 and not other.requires_grad
     )
@@ -121,7 +121,7 @@ def _mapped(func: Callable[..., Any], split: SplitTokens) -> Any:
 
 
 def _product(split: SplitTokens, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """With a parameter: of what was computed a rank has all of the gradient, not that of its tokens."""
+    """Multiply with a parameter: of what was computed a rank has all of the gradient, not that of its tokens."""
     others = [each for each in (weight, bias) if each is not None]
     if split._axis == split.dim() - 1 or not all(each.is_leaf for each in others):
         return NotImplemented
@@ -144,7 +144,7 @@ def _number_each(func: Callable[..., Any], split: SplitTokens, dim: Any = None, 
 
 
 def _gather(split: SplitTokens, dim: int, index: Tensor) -> Any:
-    """Of each token the same few, which every rank is told."""
+    """Gather of each token the same few, which every rank is told."""
     is_cut = index.dim() == split.dim() and index.shape[split._axis] == split.shape[split._axis]
     if dim % split.dim() == split._axis or not is_cut:
         return NotImplemented
@@ -162,7 +162,7 @@ def _loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """Of each rank's tokens, with the labels that are theirs."""
+    """The loss of each rank's tokens, with the labels that are theirs."""
     classes, axis = min(split.dim() - 1, 1), split._axis
     if not (size_average is None and reduce is None) or axis == classes:
         return NotImplemented

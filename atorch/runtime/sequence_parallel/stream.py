@@ -69,7 +69,7 @@ def split_stream(model: nn.Module, run: Run, share: Share, exchange: Exchange, *
 def _by_kind(
     blocks: Mapping[str, nn.Module], seen: Evaluation, share: Share, exchange: Exchange
 ) -> dict[Any, BlockStream]:
-    """How a block of each kind meets split tokens, the same on all ranks."""
+    """The way of each kind of block with split tokens, the same on all ranks."""
     paths = {each.kind: each.path for each in reversed(seen.blocks.values())}
     wholes = {kind: run_whole(blocks[paths[kind]], call) for kind, call in seen.calls.items()}
     lengths = {length for whole in wholes.values() for length in whole.attention.lengths}
@@ -138,7 +138,7 @@ def linked(seen: Evaluation, streams: Streams) -> Streams:
 
 
 def _dims(streams: Streams) -> set[int]:
-    """Along which tokens lie in what blocks give."""
+    """The dims of tokens in what blocks give."""
     return {dim for stream in streams.values() for dim in stream.outputs.values()}
 
 

@@ -1,4 +1,4 @@
-"""How tokens meet splits over the same ranks: gathered before a column split, summed and scattered after a row split.
+"""Tokens and splits over the same ranks: gathered before a column split, summed and scattered after a row split.
 
 | | forward | backward |
 |---|---|---|

@@ -20,7 +20,7 @@ from atorch.runtime.tensor_parallel.keeping import has_parameters
 
 
 class View(NamedTuple):
-    """How a view is made of a part, and which tokens the part then has, along which dim."""
+    """A function that makes a view of a part, and the part's tokens then, and their dim."""
 
     make: Callable[[Tensor], Tensor]
     tokens: Tokens
@@ -97,7 +97,7 @@ def _permuted(sizes: Sizes, tokens: Tokens, axis: int, *dims: Any) -> View:
 
 
 def _indexed(sizes: Sizes, tokens: Tokens, axis: int, index: Any) -> View | None:
-    """Of the dim of tokens all, or a run of them where it is one of tokens alone; of others numbers and slices."""
+    """A view of all tokens, or of a run where the dim is one of tokens alone; of others by numbers and slices."""
     items = _spread(sizes, index)
     if items is None:
         return None
@@ -121,7 +121,7 @@ def _indexed(sizes: Sizes, tokens: Tokens, axis: int, index: Any) -> View | None
 
 
 def _spread(sizes: Sizes, index: Any) -> Sequence[Any] | None:
-    """What is asked of each dim, and None where a new one is made; None for what is not plain."""
+    """The item asked of each dim, and None where a new one is made; None for what is not plain."""
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(each is None or each is ... or isinstance(each, slice) or type(each) is int for each in items):
         return None

@@ -1,4 +1,4 @@
-"""Which tokens of a dim each rank has, where the dim may be a window of the sequence, and samples and tokens one dim.
+"""The tokens of a dim that each rank has; the dim may be a window of the sequence, or samples and tokens in one.
 
 Causal language models take their loss of all tokens but the last: `logits[:, :-1]`. A rank then keeps the logits of all
 of its tokens, and what lies outside of the window is nobody's: labels are cut to match, not logits.
@@ -31,17 +31,14 @@ class Tokens:
 
     @classmethod
     def all_of(cls, share: Share, count: int) -> Tokens:
-        """A whole sequence of so many."""
         return cls(share, count, 0, count)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that have them."""
         return self.share.group
 
     @property
     def each(self) -> int:
-        """How many a rank has."""
         return self.count // self.share.size
 
     def length(self, part: int) -> int:
@@ -49,7 +46,6 @@ class Tokens:
         return self.outer * (self.stop - self.start) * self.inner
 
     def window(self, start: int, stop: int) -> Tokens:
-        """Of these tokens the ones from `start` to `stop`."""
         return replace(self, start=self.start + start, stop=self.start + stop)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
@@ -61,7 +57,6 @@ class Tokens:
         return own if self.scale == 1.0 else own / self.scale
 
     def join(self, part: Tensor, dim: int) -> Tensor:
-        """The whole. Without gradients."""
         if isinstance(part, SplitTensor):  # along another dim
             part = part._values()
         tokens = part.unflatten(dim, (self.outer, self.each, self.inner))
@@ -70,7 +65,6 @@ class Tokens:
         return whole if self.scale == 1.0 else whole * self.scale
 
     def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
-        """Of the whole's gradient what this rank's part is given."""
         own = self.take(grad, dim)
         return own / self.of_gradients().scale
 
@@ -79,5 +73,4 @@ class Tokens:
         return replace(self, scale=1.0 / self.share.size) if self.share.averaged else self
 
     def named(self) -> str:
-        """What a rank has."""
         return f"{self.each} of {self.count} tokens"

@@ -24,7 +24,7 @@ Holders = Mapping[str, nn.Module]
 
 
 def derive_alone(model: nn.Module, run: Run, among: Set[str], cut: Iterable[str], degree: int) -> Vocabulary:
-    """How the matrices `among` the model's parameters that no split of `cut` takes are split by themselves.
+    """Splits of single matrices `among` the model's parameters that no split of `cut` takes.
 
     among: full names, of which a parameter that is tied needs all.
     """
@@ -71,7 +71,7 @@ def _with(
 
 
 def _is_known(name: str, module: nn.Module) -> bool:
-    """Whether what a module has under a name is the weight of a linear layer or a table, with torch's own forward."""
+    """True if what a module has under a name is the weight of a linear layer or a table, with torch's own forward."""
     kind = next((cls for cls in (nn.Linear, nn.Embedding) if isinstance(module, cls)), None)
     is_own = kind is not None and type(module).forward is kind.forward and "forward" not in vars(module)
     return is_own and name.rpartition(".")[2] == "weight"

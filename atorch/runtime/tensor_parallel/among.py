@@ -1,4 +1,4 @@
-"""Where only some of a model's parameters are to be split: what remains of a layout, and what is split by itself."""
+"""Splits of some of a model's parameters alone: the rest of a layout, and what is split by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atorch.runtime.tensor_parallel.watched import Run
 
 
 def has_pair(block: nn.Module, path: str, only: Set[str]) -> bool:
-    """Whether a block holds two matrices that are to be split, as each group has at least."""
+    """True if a block holds two matrices that are to be split, as each group has at least."""
     parameters = block.named_parameters(remove_duplicate=False)
     return (
         len({parameter for name, parameter in parameters if parameter.dim() > 1 and full_name(path, name) in only}) > 1
@@ -24,7 +24,7 @@ def has_pair(block: nn.Module, path: str, only: Set[str]) -> bool:
 
 
 def groups_among(layout: BlockLayout, path: str, only: Set[str]) -> BlockLayout:
-    """What of a block's layout splits nothing but what is to be split."""
+    """The part of a block's layout that splits nothing but what is to be split."""
     groups, kept = [], list(layout.kept)
     for group in layout.groups:
         others = [name for name in group.parameters if full_name(path, name) not in only]
@@ -39,7 +39,7 @@ def groups_among(layout: BlockLayout, path: str, only: Set[str]) -> BlockLayout:
 def vocabulary_among(
     vocabulary: Vocabulary, model: nn.Module, products: Iterable[Product], only: Set[str]
 ) -> Vocabulary:
-    """What of the vocabulary is to be split, under all the names of each table."""
+    """The part of the vocabulary that is to be split, under all the names of each table."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Cut:
-    """What has been cut of one model so far: a parameter that several modules hold is cut once and stays tied."""
+    """The cuts of one model so far: a parameter that several modules hold is cut once and stays tied."""
 
     def __init__(self, mesh: DeviceMesh, *, as_dtensors: bool = True) -> None:
         self.mesh, self.as_dtensors = mesh, as_dtensors
@@ -39,7 +39,6 @@ class Cut:
         self._new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the old one, which must live on
 
     def part(self, parameter: nn.Parameter, rows: Rows) -> nn.Parameter:
-        """This rank's rows of `parameter`, as a parameter."""
         if id(parameter) not in self._new:
             local = rows.take(parameter.detach(), self.rank).clone(memory_format=torch.contiguous_format)
             held = self._spread(local, parameter, rows.dim) if self.as_dtensors else local

@@ -1,4 +1,4 @@
-"""Which of the splits that are possible are made, where not all can be or need be: a small integer program.
+"""Chooses among possible splits, where not all can be or need be made: a small integer program.
 
 A variable for each split is 1 where it is made. Splits that take the same parameter exclude each other: of three layers
 in a row, the middle one goes with the one before it or with the one after. What is best is decided by several goals,
@@ -80,7 +80,7 @@ def _exclusions(options: Sequence[Option], ties: Sequence[Sequence[str]]) -> lis
 
 
 def _least(goals: Sequence[Any], at_most: list[tuple[Any, float]]) -> list[int] | None:
-    """What is least by the first goal, then by the next; every pair in `at_most` is a row and what it may come to."""
+    """The least by the first goal, then by the next; every pair in `at_most` is a row and what it may come to."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     made: Any = np.zeros(len(goals[0]))

@@ -25,25 +25,20 @@ class Columns:
 
     @property
     def total(self) -> int:
-        """How many there are."""
         return sum(self.counts)
 
     @property
     def count(self) -> int:
-        """How many this rank has."""
         return self.counts[self.rank]
 
     @property
     def start(self) -> int:
-        """This rank's first."""
         return sum(self.counts[: self.rank])
 
     def length(self, part: int) -> int:
-        """How many all ranks together have."""
         return self.total
 
     def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
-        """Of the whole's gradient that of this rank's columns."""
         return self.take(grad, dim)
 
     def of_gradients(self) -> Columns:
@@ -51,7 +46,6 @@ class Columns:
         return self
 
     def named(self) -> str:
-        """Which this rank has."""
         return f"columns {self.start} to {self.start + self.count} of {self.total}"
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
@@ -63,13 +57,13 @@ class Columns:
         return join(part.movedim(dim, -1), self.counts, self.group).movedim(-1, dim)
 
     def meet(self, values: Tensor) -> Tensor:
-        """What every rank found, stacked along a new first dim. Without gradients."""
+        """The values of every rank, stacked along a new first dim. Without gradients."""
         met = [torch.empty_like(values) for _ in self.counts]
         dist.all_gather(met, values.contiguous(), group=self.group)
         return torch.stack(met)
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Where tokens are among this rank's columns, 0 for those of other ranks; and which those are.
+        """Places of tokens among this rank's columns, 0 for those of other ranks; and which those are.
 
         Raises:
             RuntimeError: a token is no column of any rank (on CUDA, the device's assertion).

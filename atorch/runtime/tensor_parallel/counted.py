@@ -1,4 +1,4 @@
-"""What each group of a block spares a rank, and what it makes all of them send: counted while the whole block computes.
+"""Work that each group of a block spares a rank, and what all send for it: counted while the whole block computes.
 
 Sent are the sum after a row split, in forward, and the sum of gradients at each fork, in backward. Sums of gradients of
 parameters that ranks share are left out: they do not grow with the batch, and watched batches are small.
@@ -19,7 +19,7 @@ from atorch.runtime.tensor_parallel.recorded import Call, fresh, tensors_of
 
 
 class Counted(NamedTuple):
-    """Of one group, on one call of the block."""
+    """Counts of one group, on one call of the block."""
 
     spared_work: float
     """Multiplications and additions of products that each rank is spared in forward."""
@@ -53,7 +53,7 @@ def counted(block: nn.Module, layout: BlockLayout, call: Call) -> dict[str, Coun
 
 
 def spared_share(rows: Rows, size: int) -> float:
-    """What part of `size` rows no rank works with more than."""
+    """The share of `size` rows that every rank is spared at least."""
     return 1 - max(rows.count(rank) for rank in range(len(rows.by_rank))) / size
 
 
@@ -63,8 +63,6 @@ def _spared(group: Group, parameters: Mapping[str, nn.Parameter], work: Mapping[
 
 
 class _Sent:
-    """The tensors that would be sent."""
-
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 

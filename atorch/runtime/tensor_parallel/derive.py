@@ -1,4 +1,4 @@
-"""How a block can be split, read off its gradients: which rows of what meet each part of a product's input.
+"""Derives the splits of a block from its gradients: which rows of what meet each part of a product's input.
 
 Take a product `z @ W` as the row split and cut z into as many parts as there are ranks. A part's gradient is exactly
 zero at every row it does not depend on. Where the parts meet rows of their own, those parameters are the column split,
@@ -32,7 +32,7 @@ Masks = list[Tensor]
 
 
 def derive(block: nn.Module, call: Call, degree: int) -> BlockLayout:
-    """How `block`, a copy `recorded.apart` whose weights may be changed, can be split over `degree` ranks.
+    """The ways to split `block`, a copy `recorded.apart` whose weights may be changed, over `degree` ranks.
 
     Groups may share parameters: then not all of them can be split at once.
     """
@@ -61,25 +61,25 @@ def derive(block: nn.Module, call: Call, degree: int) -> BlockLayout:
 
 @dataclass
 class _Row:
-    """What is known of one weight as a row split, over all draws."""
+    """Facts of one weight as a row split, over all draws."""
 
     size: int = 0
     head_size: int = 0
-    """How many neighbours in z belong together; 0 where z cannot be cut."""
+    """The number of neighbours in z that belong together; 0 where z cannot be cut."""
     results: dict[str, Masks] = field(default_factory=dict)
     others: dict[str, Masks] = field(default_factory=dict)
     inputs: dict[str, Masks] = field(default_factory=dict)
     is_dead: bool = False
-    """Whether z depends on other products' results, but for its first number, which has not been seen to yet."""
+    """True if z depends on other products' results, but for its first number, which has not been seen to yet."""
 
     @property
     def is_partly_met(self) -> bool:
-        """Whether some of a parameter beside the products is met by no part of z."""
+        """True if some of a parameter beside the products is met by no part of z."""
         return not all(bool(torch.stack(parts).any(0).all()) for parts in self.others.values())
 
     @property
     def num_met(self) -> int:
-        """How many rows the parts of z meet."""
+        """The number of rows that the parts of z meet."""
         met = (self.results, self.others, self.inputs)
         return sum(int(mask.sum()) for masks in met for parts in masks.values() for mask in parts)
 
@@ -134,7 +134,7 @@ class _Pass:
         return list(torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True))
 
     def by_weight(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Which rows of each weight the results' gradients mean."""
+        """The rows of each weight that the results' gradients mean."""
         rows: dict[str, Tensor] = {}
         for product, grad in zip(self.products, grads, strict=False):
             if grad is not None:
@@ -168,7 +168,7 @@ def _look(seen: _Pass, weight: str, degree: int, row: _Row) -> None:
 
 
 def _head_size(seen: _Pass, weight: str, size: int) -> int | None:
-    """How many neighbours in z belong together: 1 for a layer's units, a head's width for attention; 0 if all do.
+    """The number of neighbours in z that belong together: 1 for units, a head's width for attention; 0 if all do.
 
     None where the first meets nothing.
 

@@ -1,4 +1,4 @@
-"""Which split regions draw random numbers, seen from where the generator stands at their start and end."""
+"""Split regions that draw random numbers, by the state of the generator at their start and end."""
 
 from __future__ import annotations
 

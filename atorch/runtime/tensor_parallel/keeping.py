@@ -43,7 +43,7 @@ def apart(function: Callable[..., Any], parted: Parted, args: tuple[Any, ...], k
 
 
 def has_parameters(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a rule is made for such arguments: torch's functions take some by other names and numbers."""
+    """True if a rule is made for such arguments: torch's functions take some by other names and numbers."""
     try:
         inspect.signature(rule).bind(*args, **kwargs)
     except TypeError:
@@ -56,7 +56,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _scaled(parted: Parted, other: Any) -> Call | None:
-    """By a number, or a tensor that is one and learns nothing: its gradient would be of all parts."""
+    """Scaling by a number, or a tensor that is one and learns nothing: its gradient would be of all parts."""
     is_number = isinstance(other, (int, float)) or (_is_tensor(other) and other.dim() == 0 and not other.requires_grad)
     return Call((other,), parted.axis) if is_number else None
 
@@ -121,7 +121,7 @@ def _indexed(parted: Parted, index: Any) -> Call | None:
 
 
 def _is_index(each: Any) -> bool:
-    """Whether an item of an index is one whose meaning is plain."""
+    """True if an item of an index is one whose meaning is plain."""
     if _is_tensor(each):
         return each.dtype in (torch.bool, torch.int64)
     return each is None or each is ... or isinstance(each, slice) or type(each) is int

@@ -1,4 +1,4 @@
-"""Which rows of which parameter each rank of the tensor axis works with: plain data, with no tensors and no modules.
+"""Rows of each parameter that each rank of the tensor axis works with: plain data, with no tensors and no modules.
 
 A *group* is what lies between one fork and one sum: parameters split by columns, whose results meet in one parameter
 split by rows (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every name is relative to the block.
@@ -40,7 +40,6 @@ class Rows:
         return torch.cat([torch.arange(start, stop) for start, stop in self.by_rank[rank]])
 
     def count(self, rank: int) -> int:
-        """How many rows the rank works with."""
         return sum(stop - start for start, stop in self.by_rank[rank])
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
@@ -52,22 +51,22 @@ class Rows:
 
     @property
     def is_shared(self) -> bool:
-        """Whether some row is worked with by several ranks, as where ranks outnumber the heads of keys and values."""
+        """True if some row is worked with by several ranks, as where ranks outnumber the heads of keys and values."""
         return bool((self._met > 1).any())
 
     @property
     def has_own(self) -> bool:
-        """Whether some row is worked with by one rank alone."""
+        """True if some row is worked with by one rank alone."""
         return bool((self._met == 1).any())
 
     @property
     def num_met(self) -> int:
-        """How many rows are worked with."""
+        """The number of rows that are worked with."""
         return int((self._met > 0).sum())
 
     @property
     def _met(self) -> Tensor:
-        """For each row, how many ranks work with it."""
+        """The number of ranks that work with each row."""
         met = torch.zeros(max(stop for runs in self.by_rank for _, stop in runs), dtype=torch.int32)
         for runs in self.by_rank:
             for start, stop in runs:
@@ -76,22 +75,22 @@ class Rows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the ranks' rows, one after the other, are the rows as they stand in the whole."""
+        """True if the ranks' rows, one after the other, are the rows as they stand in the whole."""
         runs = [run for runs in self.by_rank for run in runs]
         return all(stop == start for (_, stop), (start, _) in zip(runs, runs[1:], strict=False))
 
 
 @dataclass(frozen=True)
 class Group:
-    """What lies between one fork and one sum."""
+    """The region between one fork and one sum."""
 
     row: str
     """The parameter whose products are summed over ranks."""
     row_part: Rows
     row_bias: str | None
-    """What is added together with those products, and must be added once."""
+    """The bias added together with those products, which must be added once."""
     columns: Mapping[str, Rows]
-    """What is multiplied with what was forked, in order of use."""
+    """Weights multiplied with what was forked, in order of use."""
     forks: tuple[tuple[str, ...], ...]
     """The columns by what they are multiplied with: one sum in backward for each."""
     tied: Mapping[str, Rows] = field(default_factory=dict)
@@ -101,15 +100,15 @@ class Group:
     inputs: Mapping[str, Rows | None] = field(default_factory=dict)
     """The block's tensor arguments that meet a part: the rows of them that do, or None where all do."""
     heads: int = 1
-    """How many parts there can be at most."""
+    """The most parts there can be."""
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Whole numbers to divide, by module and name: numbers of heads and widths of what is split."""
     draws: bool = False
-    """Whether random numbers are drawn between fork and sum, as by attention's dropout."""
+    """True if random numbers are drawn between fork and sum, as by attention's dropout."""
 
     @property
     def rows(self) -> Mapping[str, Rows]:
-        """What each rank works with of every parameter that is split or shared out."""
+        """Each rank's rows of every parameter that is split or shared out."""
         return {**self.columns, **self.tied, self.row: self.row_part}
 
     @property
@@ -125,12 +124,12 @@ class Kept:
     name: str
     reason: str
     heads: int = 0
-    """Where the reason is that the ranks do not divide its heads: how many these are."""
+    """The number of heads, where the reason is that the ranks do not divide it."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How one block is split, and what of it is not."""
+    """The split of one block, and what of it is not split."""
 
     groups: tuple[Group, ...]
     kept: tuple[Kept, ...] = ()

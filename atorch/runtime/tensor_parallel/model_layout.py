@@ -1,4 +1,4 @@
-"""How a whole model is split: plain data, which can be kept in a file and be held against the model it is for."""
+"""The split of a whole model: plain data, which can be kept in a file and checked against its model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Alike:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """How a model is split over `degree` ranks, and what of it is not."""
+    """The split of a model over `degree` ranks, and what of it is not split."""
 
     degree: int
     kinds: tuple[Alike, ...] = ()
     vocabulary: Vocabulary = Vocabulary({}, {}, {})
     outside: tuple[Kept, ...] = ()
-    """What is multiplied with outside of the blocks, and is not of the vocabulary."""
+    """Weights multiplied with outside of the blocks, and not of the vocabulary."""
     alone: Vocabulary = Vocabulary({}, {}, {})
     """Linear layers and tables that are split by themselves, wherever they are; results are gathered or summed."""
 
@@ -43,7 +43,7 @@ class ModelLayout:
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """What stays whole on every rank, by its full name, and why."""
+        """Parameters that stay whole on every rank, by full name, and why."""
         inner = [
             replace(each, name=full_name(path, each.name)) for path, block in self.blocks.items() for each in block.kept
         ]
@@ -74,7 +74,7 @@ def full_name(path: str, name: str) -> str:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """What is looked at one by one: the repeated blocks, or all of the model where nothing repeats."""
+    """Blocks that are looked at one by one: the repeated ones, or all of the model where nothing repeats."""
     return repeated_blocks(model) or {"": model}
 
 

@@ -21,7 +21,7 @@ Plan = Mapping[str, Literal["column", "row"]]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a module: `layers.*.mlp` means `model.layers.0.mlp` too."""
+    """True if a pattern means a module: `layers.*.mlp` means `model.layers.0.mlp` too."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -38,7 +38,7 @@ def check_names(model: nn.Module, plan: Plan) -> None:
 
 
 def chosen(layout: BlockLayout, path: str, plan: Plan) -> BlockLayout:
-    """What of a block's layout the plan names.
+    """The part of a block's layout that the plan names.
 
     Raises:
         StrategyError: the plan names a part of what can only be split together, or what cannot be split so.
@@ -79,5 +79,5 @@ def _names(layout: BlockLayout) -> list[str]:
 
 
 def _target(parameter: str, path: str = "") -> str:
-    """What a plan calls a parameter of the block at `path`: its module, where it is the module's `weight`."""
+    """A plan's name of a parameter of the block at `path`: its module, where it is the module's `weight`."""
     return (f"{path}.{parameter}" if path else parameter).removesuffix(".weight")

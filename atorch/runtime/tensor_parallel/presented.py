@@ -19,7 +19,7 @@ Read = Callable[[Tensor], Tensor]
 
 
 class Inside:
-    """Whether a forward of one of the blocks is running. Recomputation calls forward without hooks, so it is no hook.
+    """A flag of a running forward of one of the blocks. Recomputation calls forward without hooks, so it is no hook.
 
     All blocks of a model share one, so that those that were of one class still are.
     """

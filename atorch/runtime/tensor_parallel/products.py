@@ -24,7 +24,7 @@ class Product(NamedTuple):
     out_dim: int
     """The parameter's dim that stays."""
     start: int
-    """Where along `out_dim` the part of the parameter that was used begins."""
+    """The start along `out_dim` of the part of the parameter that was used."""
     input: Tensor
 
 

@@ -1,4 +1,4 @@
-"""Who tries a layout: every rank of a mesh as itself, or one process as each of the ranks in turn.
+"""The ranks that try a layout: every rank of a mesh as itself, or one process as each of the ranks in turn.
 
 The second has no group, for plans for processes that are not there: what only real collectives could show is not tried.
 """
@@ -36,7 +36,6 @@ class Ranks:
         return cls(degree, range(degree))
 
     def gather(self, value: T) -> list[T]:
-        """What each process has found."""
         if self.mesh is None:
             return [value]
         values = [value] * self.degree

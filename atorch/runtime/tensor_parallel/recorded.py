@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 
 def record_calls(model: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[nn.Module], Any]) -> dict[str, Call]:
-    """What each of `blocks` is first called with while `run(model)`; blocks that are not called are left out."""
+    """The first call of each of `blocks` while `run(model)`; blocks that are not called are left out."""
     calls: dict[str, Call] = {}
 
     def keep(name: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Whether a split block still computes what the whole one does, tried on copies before anything is moved for good.
+"""Tests on copies that a split block computes what the whole one does, before anything is moved for good.
 
 Two trials: on one rank alone, where every row split is given the sum it would get (`first_failure`); and on all ranks
 with their real collectives, forward and backward (`why_refused`).
@@ -99,7 +99,7 @@ class _AttentionOfSomething(TorchFunctionMode):
 
 
 def why_refused(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut) -> str | None:
-    """What differs between the whole and the split block on any rank: None if nothing does. All ranks call it."""
+    """The difference between the whole and the split block on any rank: None if none. All ranks call it."""
     expected = _Run(block, call, cut)
     split = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
     split_block(split, layout, cut)
@@ -144,7 +144,7 @@ class _Run:
 
 
 def _part_of(got: Tensor, whole: Tensor, degree: int) -> Rows | None:
-    """How `whole` is cut, if `got` is the size of a part of it along one dim."""
+    """The cut of `whole`, if `got` is the size of a part of it along one dim."""
     if got.dim() != whole.dim() or got.shape == whole.shape:
         return None
     dims = [dim for dim in range(got.dim()) if got.shape[dim] != whole.shape[dim]]
@@ -192,6 +192,6 @@ def _span(rows: Rows, rank: int) -> tuple[int, int]:
 
 
 def _close(got: Tensor, expected: Tensor, rounding: float = 1e-6) -> bool:
-    """Whether two tensors agree but for rounding; what is not finite agrees with nothing."""
+    """True if two tensors agree but for rounding; what is not finite agrees with nothing."""
     error = (got.detach() - expected.detach()).norm()
     return bool(error <= CLOSE * expected.detach().norm() + rounding)

@@ -65,7 +65,6 @@ def settled(
 
 
 def _are_apart(groups: Sequence[Group]) -> bool:
-    """Whether no two of them share a parameter."""
     names = [name for group in groups for name in group.parameters]
     return len(names) == len(set(names))
 

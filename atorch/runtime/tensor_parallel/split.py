@@ -190,7 +190,7 @@ def _derive(
 
 
 def _candidates(watched: Watched, degree: int, plan: Plan | None, only: Set[str] | None) -> dict[str, BlockLayout]:
-    """How each block can be split: groups that may share parameters."""
+    """Possible splits of each block: groups that may share parameters."""
     layouts: dict[str, BlockLayout] = {}
     for paths in watched.kinds:
         asked = [path for path in paths if only is None or has_pair(watched.blocks[path], path, only)]
@@ -238,7 +238,7 @@ def _derive_block(
 def _trial(
     kind: Alike, watched: Watched, ranks: Ranks, known: dict[tuple[str, frozenset[str]], BlockLayout]
 ) -> BlockLayout:
-    """What of a kind's groups computes the same as the whole block, with the numbers it needs; else why not."""
+    """The groups of a kind that compute the same as the whole block, with the numbers they need; else why not."""
     groups = kind.layout.groups
     key = kind.paths[0], frozenset(group.row for group in groups)
     if groups and key not in known:

@@ -25,7 +25,7 @@ class SplitLogits(SplitTensor):
 
     @classmethod
     def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is known to work on columns."""
+        """Run what is known to work on columns."""
         columns, axis = split._layout, split._axis
         if func in MAKE_OTHERS:
             return func(split._part, *args, **kwargs)

@@ -22,7 +22,7 @@ from atorch.runtime.tensor_parallel.columns import Columns
 
 
 class _Rows(torch.autograd.Function):
-    """Of every row the log of the sum of exponentials, the target's logit, the (weighted) sum of all logits."""
+    """The log-sum-exp of every row, the target's logit, and the (weighted) sum of all logits."""
 
     @staticmethod
     def forward(
@@ -148,7 +148,7 @@ def gather(part: Tensor, columns: Columns, axis: int, dim: int, index: Tensor) -
 
 
 def are_classes_of(part: Tensor, axis: int, target: Tensor, weight: Tensor | None) -> bool:
-    """Whether targets are one class for each row of logits, and nothing else is to be learnt from the loss."""
+    """True if targets are one class for each row of logits, and nothing else is to be learnt from the loss."""
     rows = (*part.shape[:axis], *part.shape[axis + 1 :])
     is_constant = weight is None or not weight.requires_grad
     return axis == min(part.dim() - 1, 1) and target.dtype == torch.int64 and target.shape == rows and is_constant

@@ -79,7 +79,7 @@ def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist
 
 
 def whole_tensor(tensor: Any, rows: Rows | None, group: dist.ProcessGroup | None) -> Tensor:
-    """What is spread over ranks put together: a DTensor, or a plain part, whose place `rows` says, over `group`."""
+    """A spread tensor put together: a DTensor, or a plain part, whose place `rows` says, over `group`."""
     is_spread = hasattr(tensor, "full_tensor")
     whole: Tensor = tensor.full_tensor() if is_spread else tensor
     if rows is None:

@@ -26,7 +26,7 @@ from atorch.runtime.tensor_parallel.split_logits import split_logits
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which parameters tokens are looked up in, which give logits, and with which rows."""
+    """Parameters that tokens are looked up in, and those that give logits, with their rows."""
 
     lookups: Mapping[str, Rows]
     logits: Mapping[str, Rows]

@@ -22,7 +22,7 @@ Run = Callable[[nn.Module], Any]
 
 
 class Watched:
-    """What an evaluation of the whole model shows: its output, its blocks' arguments, what is used outside of them."""
+    """An evaluation of the whole model: its output, its blocks' arguments, what is used outside of them."""
 
     def __init__(self, model: nn.Module, run: Run) -> None:
         self.blocks = blocks_of(model)
@@ -37,7 +37,7 @@ class Watched:
             self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
         self.output = [tensor.clone() for tensor in tensors_of(outputs[0])]
         self.tables: dict[str, int] = {}
-        """How many rows were looked up in which."""
+        """Rows that were looked up, by table."""
         for lookup in mode.lookups:
             self.tables[lookup.table] = self.tables.get(lookup.table, 0) + lookup.num_rows
 
@@ -48,7 +48,7 @@ class Watched:
 
     @property
     def sums(self) -> list[float]:
-        """What tells one output from another."""
+        """Sums that tell one output from another."""
         return [float(tensor.double().sum()) for tensor in self.output]
 
     def _note(self, product: Product, compute: Callable[[], Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from atorch.runtime.tensor_parallel.layout import BlockLayout
 
 
 def is_configuration(value: Any) -> bool:
-    """Whether a module's attribute is an object that holds plain values, such as a model's configuration."""
+    """True if a module's attribute is an object that holds plain values, such as a model's configuration."""
     is_plain = not isinstance(value, (nn.Module, Tensor, type)) and not callable(value)
     return is_plain and any(type(each) is int for each in getattr(value, "__dict__", {}).values())
 

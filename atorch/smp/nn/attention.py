@@ -87,7 +87,7 @@ class DistributedAttentionLayer(DistributedModule):
         return heads.transpose(1, 2)
 
     def _scores_mask(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
-        """What is added to the scores; None also where it is the causal mask alone."""
+        """The mask added to the scores; None also where it is the causal mask alone."""
         length = query.shape[2]
         if self.causal_mask_size is not None and length > self.causal_mask_size:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""What the distributed modules have in common: whole weights, and a purpose: to be split over the tensor ranks."""
+"""The base of the distributed modules: they have whole weights, and are to be split over the tensor ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of the distributed transformer check and draw alike."""
+"""Checks and draws that the distributed transformer's layers share."""
 
 from __future__ import annotations
 

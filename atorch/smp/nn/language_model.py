@@ -12,7 +12,7 @@ from atorch.smp.nn.initial import drawn_normal
 from atorch.smp.nn.transformer import DistributedTransformer
 
 MASKED = -1e4
-"""What is added to the scores of a position that is masked."""
+"""The value added to the scores of a position that is masked."""
 
 
 class DistributedTransformerLMHead(DistributedModule):

@@ -52,7 +52,6 @@ class DistributedEmbedding(DistributedModule, nn.Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """New initial values."""
         self.weight.normal_(0.0, self._initializer_range)
         if self.padding_idx is not None:
             self.weight[self.padding_idx].zero_()

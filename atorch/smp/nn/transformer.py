@@ -141,7 +141,6 @@ class DistributedTransformerLayer(DistributedModule):
         )
 
     def forward(self, inputs: States) -> States:
-        """The states after the layer."""
         if self.cross_attention is None:
             hidden, mask = inputs
             return self.output(self.attention((hidden, mask))), mask
@@ -201,7 +200,6 @@ class DistributedTransformer(DistributedModule):
         self.seq_layers = nn.Sequential(*layers)
 
     def forward(self, inputs: States) -> States:
-        """The states after all layers."""
         states: States = self.seq_layers(inputs)
         return states
 

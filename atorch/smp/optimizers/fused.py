@@ -1,4 +1,4 @@
-"""What both optimizers have in common: groups, steps, the choice of a kernel, and parameters as lists of one kind."""
+"""The base of both optimizers: groups, steps, the choice of a kernel, and parameters as lists of one kind."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Bucket:
 
 
 class Fused(Optimizer):
-    """What both have in common: steps are counted by group, and gradients are let go of or zeroed."""
+    """The base of both: steps are counted by group, and gradients are let go of or zeroed."""
 
     spread: Spread = Spread()
-    """What other processes have of the model; set it before the first step."""
+    """The parts of the model on other processes; set it before the first step."""
     set_grad_none: bool
     _modes: tuple[str, ...] = ("set_grad_none",)
 
@@ -107,7 +107,7 @@ class Fused(Optimizer):
         return loss
 
     def _begin(self) -> None:
-        """What a step needs of all groups together."""
+        """Prepare what a step needs of all groups together."""
 
     def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
         raise NotImplementedError
@@ -194,7 +194,7 @@ def corrections(group: dict[str, Any]) -> Betas:
 
 
 def new_share(group: dict[str, Any]) -> float:
-    """What a gradient adds to the mean."""
+    """The weight of a gradient in the mean."""
     return 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
 
 

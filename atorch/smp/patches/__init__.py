@@ -1,4 +1,4 @@
-"""What the original puts in the place of torch's: `smp.patches.checkpoint`."""
+"""Replacements of torch's functions in the original: `smp.patches.checkpoint`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Naming:
-    """What the parameters of a model are called by Hugging Face, and by `smp.nn`.
+    """Names of a model's parameters by Hugging Face, and by `smp.nn`.
 
     Args:
         model: its name.
@@ -129,7 +129,7 @@ class Naming:
 
 
 def keeps_names(theirs: re.Pattern[str]) -> bool:
-    """Whether the script's DistributedModel has Hugging Face's names itself, so that it reads them as they are."""
+    """True if the script's DistributedModel has Hugging Face's names itself, so that it reads them as they are."""
     names = getattr(session().model, "names", ()) if is_initialized() else ()
     keeps = any(theirs.fullmatch(name) for name in names)
     if keeps:
