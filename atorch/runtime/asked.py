@@ -77,8 +77,9 @@ def is_own(hook: Any) -> bool:
 def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
     """Put `Postponed` in the place of the hooks on gradients that are not this package's."""
     for parameter in parameters:
-        for hooks, of in ((parameter._backward_hooks, parameter), (parameter._post_accumulate_grad_hooks, None)):
-            for key in [key for key, hook in (hooks or {}).items() if not is_own(hook)]:
+        for held, of in ((parameter._backward_hooks, parameter), (parameter._post_accumulate_grad_hooks, None)):
+            hooks: dict[Any, Any] = held or {}
+            for key in [key for key, hook in hooks.items() if not is_own(hook)]:
                 hooks[key] = Postponed(hooks[key], later, of)  # in place, so that its handle still removes it
 
 

@@ -169,15 +169,17 @@ class _Hook:
         self._hook = hook
 
     def __call__(self, gradient: Any) -> Any:
-        if not isinstance(gradient, _Guarded):
+        own = getattr(gradient, "guard", None)
+        if own is None:
             return None if gradient is None else self._hook(gradient)
-        own = gradient.guard
         gradient.guard = own._replace(in_hook=True)
         try:
-            made = self._hook(gradient)  # type: ignore[arg-type]
+            made = self._hook(gradient)
         finally:
             gradient.guard = own
-        return guarded(made.as_subclass(Tensor), own) if isinstance(made, _Guarded) else made
+        if hasattr(made, "guard"):
+            made.guard = own
+        return made
 
 
 class _Guards:

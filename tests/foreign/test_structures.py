@@ -70,7 +70,8 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
        for name in ("steps_in_hooks", "clamps_in_hooks")
        for case in (("zero2", 2), ("fsdp", 1), ("fsdp", 2), ("chunk", 2))},
     **{(name, "chunk", 2): HOOK for name in ("optimizer_in_backward", "experts_in_backward")},
-    **dict.fromkeys((("steps_in_hooks", "tensor", 2), ("centralizes", "tensor", 2), ("centralizes", "chunk", 2)), NUMBER),
+    ("steps_in_hooks", "tensor", 2): NUMBER,
+    **{("centralizes", strategy, 2): NUMBER for strategy in ("tensor", "chunk")},
     ("counted_layers", "pipeline", 2): "the same modules in the same order for every batch",
     **{(name, "chunk", 2): SPREAD for name in ("swav", "dp_sgd", "relora", "ema")},
     **{(name, strategy, 2): NUMBER
