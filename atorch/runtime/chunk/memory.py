@@ -321,11 +321,6 @@ class ChunkSet:
         """Where a parameter lies; None for one that is not managed."""
         return self._places.get(parameter)
 
-    def clear_gradients(self) -> None:
-        """Forget all gradients; their memory stays."""
-        for chunk in self.chunks:
-            chunk.has_gradient.clear()
-
     def _memory(
         self,
         spec: ChunkSpec,
