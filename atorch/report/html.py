@@ -19,9 +19,9 @@ from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
 from atorch.report.bars import Bars
-from atorch.report.columns import columns
 from atorch.report.elements import element, row, section, table
 from atorch.report.figures import (
+    SLACK,
     cluster_rows,
     composition,
     counted,
@@ -44,6 +44,7 @@ from atorch.units import format_bytes, format_seconds
 PlanData = Mapping[str, Any]
 
 MAX_BARS = 12
+SEPARATOR = " + "  # of the methods in a label
 
 
 def plan_page(plan: PlanData, title: str = "") -> str:
@@ -205,3 +206,41 @@ def _piece(name: str) -> str:
 def _hash(text: str) -> str:
     """The source expression that allows exactly this text, W3C Content Security Policy 3, section 2.3.1."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def columns(plan: PlanData) -> dict[str, Any]:
+    """Plain JSON data: `labels` index `parts`, `why` indexes `reasons`, `shares` are percents of the peak."""
+    candidates = plan.get("candidates") or {"step_s": [], "peak_bytes": [], "label": [], "why": []}
+    parts: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    labels = [_indices(label.split(SEPARATOR), parts) for label in candidates["label"]]
+    why = _indices(candidates["why"], reasons)
+    return {
+        "step_s": _rounded(candidates["step_s"]),
+        "peak_bytes": _rounded(candidates["peak_bytes"]),
+        "labels": labels,
+        "parts": list(parts),
+        "why": why,
+        "reasons": list(reasons),
+        "shares": {
+            name: _percent(values, candidates["peak_bytes"])
+            for name, values in candidates.get("memory", {}).items()
+            if name != SLACK and any(values)
+        },
+        "pareto": [{name: each[name] for name in ("step_s", "peak_bytes")} for each in plan.get("pareto", ())],
+        "chosen": {name: plan["estimate"][name] for name in ("step_s", "peak_bytes")},
+        "limit_bytes": usable_bytes(plan),
+    }
+
+
+def _indices(names: Iterable[str], known: dict[str, int]) -> list[int]:
+    """Each name's number; new ones are numbered on."""
+    return [known.setdefault(name or "", len(known)) for name in names]
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
+
+
+def _percent(values: Iterable[float], wholes: Iterable[float]) -> list[int]:
+    return [round(100 * value / whole) if whole else 0 for value, whole in zip(values, wholes, strict=True)]

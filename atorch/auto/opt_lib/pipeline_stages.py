@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from atorch.auto.context import Built, Context
@@ -14,13 +15,14 @@ from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_cut import even_cut
 from atorch.auto.opt_lib.pipeline_export import against_graph, cut_by_graph, neither
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
-from atorch.auto.opt_lib.pipeline_understudy import understudy_of
 from atorch.auto.opt_lib.structure import changes_modules
+from atorch.auto.strategy import Phase, Strategy
 from atorch.blocks import repeated_blocks, units
-from atorch.distributed.collectives import together
+from atorch.distributed.collectives import nobody_else, together
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
+from atorch.profiler.copying import copy_structure
 from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.loss_weight import Rule, tolerance_of
 from atorch.runtime.pipeline.engine import Engine
@@ -31,6 +33,7 @@ from atorch.runtime.pipeline.route import Route
 from atorch.runtime.pipeline.schedules import stages_of
 from atorch.runtime.pipeline.stage import cut, held_for_loss, holders
 from atorch.runtime.pipeline.ties import Ties
+from atorch.runtime.pipeline.understudy import Understudy
 from atorch.runtime.split import num_rows, take
 from atorch.units import format_bytes
 
@@ -290,3 +293,26 @@ def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, 
         raise StrategyError(
             f"stage {mine[0]} has no trainable parameter, and its optimizer nothing to do; choose other split_points"
         )
+
+
+def understudy_of(
+    ctx: Context, model: nn.Module, units: Iterable[str], route: Route
+) -> Callable[[], Understudy | None]:
+    """Copies a model that is going to be cut; what it returns gives the understudy, once the stages are built.
+
+    None where other processes are there. To the copy is done what the strategy does to stages.
+    """
+    if not nobody_else():
+        return lambda: None
+    whole = copy_structure(model, torch.empty_like)
+    named = {name: whole.get_submodule(name) for name in units}
+    (part,) = cut(whole, named, route, (0,), (0,), ctx.device)
+
+    def ready() -> Understudy:
+        job = replace(ctx, root=part, parts=(part,))
+        for each in ctx.strategy or Strategy():
+            if each.phase > Phase.SPLIT:
+                job = each.apply(job)
+        return Understudy(job.parts[0])
+
+    return ready
