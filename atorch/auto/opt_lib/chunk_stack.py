@@ -8,7 +8,7 @@ blocks beyond the first few only return what the one before returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from atorch.auto.opt_lib.chunk_counting import CountingNumbers
 from atorch.blocks import repeated_blocks, tell_depth
 from atorch.profiler.alike import are_alike, groups_of_alike
 from atorch.profiler.copying import sharing_parts
-from atorch.profiler.replaying import like
+from atorch.profiler.replaying import described, like
 from atorch.profiler.tensors import map_tensors, tensors_of
 from atorch.runtime.chunk.deeper import ENDS, FEWEST
 
@@ -226,7 +226,9 @@ class Calls(TorchDispatchMode):
 
     def _note(self, index: int, given: Any) -> None:
         operations, self._operations = tuple(self._operations), []
-        self.calls.append(Call(index, (*self._context(), *_described(given, {})), operations))
+        seen: dict[int, int] = {}  # which tensors are the same
+        made_of = described(given, lambda each: seen.setdefault(id(each), len(seen)), type)
+        self.calls.append(Call(index, (*self._context(), *made_of), operations))
 
     def _context(self) -> tuple[Hashable, ...]:
         """What is in force around a block, beside what was around the first."""
@@ -243,22 +245,3 @@ class Calls(TorchDispatchMode):
 
 def _replace_forward(block: Any, forward: Callable[..., Any]) -> None:
     block.forward = forward
-
-
-def _described(given: Any, seen: dict[int, int]) -> Iterator[Hashable]:
-    """Shapes of tensors, and which of them are the same; values of whatever else has a plain one."""
-    if isinstance(given, Tensor):
-        shape = tuple(given.shape), given.stride(), given.dtype, given.device.type, given.requires_grad
-        yield (*shape, seen.setdefault(id(given), len(seen)))
-    elif isinstance(given, Mapping):
-        yield tuple(given)
-        for value in given.values():
-            yield from _described(value, seen)
-    elif isinstance(given, (list, tuple)):
-        yield type(given).__qualname__, len(given)
-        for value in given:
-            yield from _described(value, seen)
-    elif given is None or isinstance(given, (bool, int, float, str, torch.dtype, torch.device)):
-        yield given
-    else:
-        yield type(given).__qualname__
