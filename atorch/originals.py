@@ -47,7 +47,6 @@ class Originals(TorchDispatchMode):
         self._fault: OriginalReachedError | None = None
 
     def __exit__(self, *error: Any) -> None:
-        """Put gradients back."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             for held, gradient in self._others.values():

@@ -135,7 +135,6 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """This process's device."""
         return self.world.device
 
     @property

@@ -37,7 +37,6 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
         return self.gradients + self.activations + self.transient + self.working
 
 

@@ -48,7 +48,6 @@ class Drawing:
     rows: tuple[tuple[str, ...], ...]
 
     def png(self) -> bytes:
-        """As PNG."""
         return png(self.figure)
 
     def page(self) -> bytes:
@@ -157,7 +156,6 @@ def _shades(profile: Profile) -> list[Shade]:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG."""
     return _drawn(figure, "png")
 
 

@@ -108,7 +108,6 @@ class Snapshot:
         self._tensors = [_Kept.of(tensor, storages) for tensor in (*model.parameters(), *model.buffers())]
 
     def restore(self) -> None:
-        """Put everything back."""
         for module, kind, before in self._modules:
             module.__class__ = kind
             _refill(vars(module), before)

@@ -55,7 +55,6 @@ class StandIns(WrappedOptimizer):
         self._note_values()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state."""
         with self._stand_ins_shown():
             return self.inner.state_dict()
 

@@ -69,7 +69,6 @@ class Attributes:
         return found
 
     def restore(self) -> None:
-        """Put everything back."""
         for held, before in self._attributes:
             for name in [*held, *(name for name in before if name not in held)]:
                 now, then = held.get(name), before.get(name)

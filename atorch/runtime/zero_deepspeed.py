@@ -37,7 +37,6 @@ class DeepSpeedModel(ClipsItself, Wrapper):
         object.__setattr__(self, "engine", engine)  # not a submodule: it holds the module a second time
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
         return self.engine(*args, **kwargs)
 
     def train(self, mode: bool = True) -> DeepSpeedModel:

@@ -36,7 +36,6 @@ class Bucket:
         self.work: Any = None
 
     def index(self) -> int:
-        """Its number."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -191,11 +190,9 @@ class PartReduction:
         self._part, self._averaging, self._failed = part, averaging, failed
 
     def forward(self) -> AbstractContextManager[None]:
-        """A forward pass whose backward comes later."""
         return nullcontext()
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
-        """The backward pass of an earlier `forward`."""
         return nullcontext() if self._averaging is None else self._averaging.backward(last=last)
 
     def afterwards(self) -> None:
@@ -205,7 +202,6 @@ class PartReduction:
         """Nothing was gathered."""
 
     def takes(self, error: Exception) -> bool:
-        """Note the error."""
         self._failed(error)
         return True
 

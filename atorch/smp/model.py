@@ -234,7 +234,6 @@ class DistributedModel(LocalParts):
 
     @property
     def comm_hook(self) -> tuple[Any, CommHook] | None:
-        """What was registered."""
         return self._comm_hook
 
     @contextmanager

@@ -94,7 +94,6 @@ class DynamicScale:
         return cls(**given)
 
     def scale(self) -> LossScale:
-        """The scale."""
         return LossScale(
             float(self.init_scale),
             growth=float(self.scale_factor),

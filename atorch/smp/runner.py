@@ -104,7 +104,6 @@ class Runner:
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
         return self._owner.device
 
     def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:

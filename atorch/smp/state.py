@@ -13,7 +13,6 @@ from atorch.smp.session import session
 
 
 def __getattr__(name: str) -> Any:
-    """What the session has now."""
     if name == "cfg":
         return session().config
     if name in ("model", "optimizer"):

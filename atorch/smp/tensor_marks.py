@@ -87,7 +87,6 @@ def current_mark() -> TensorMark | None:
 
 
 def put_mark(module: nn.Module, mark: TensorMark) -> None:
-    """Mark one module."""
     vars(module)[ATTRIBUTE] = mark
 
 

@@ -32,7 +32,6 @@ class AmpNative(Precision):
 
     @property
     def numbers(self) -> str:
-        """Where 16 bits are, and where not."""
         return (
             f"matrix products and what else autocast lists are computed in {self.dtype}; parameters, gradients and "
             "optimizer stay in fp32"

@@ -92,7 +92,6 @@ class Chunk(Method):
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:
-        """What `apply` refuses."""
         beside = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1}
         return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
 

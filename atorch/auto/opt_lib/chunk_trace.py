@@ -247,7 +247,6 @@ class _Beside(LiveBytes):
         return [int(each.total_bytes - each.memory.get(PARAMETERS, 0.0)) for each in self.moments]
 
     def mark(self, name: str, index: int | None = None) -> None:
-        """End a moment."""
         super().mark(name, index)
         self.instants.append([self._beside])
 

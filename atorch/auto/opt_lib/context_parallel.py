@@ -44,7 +44,6 @@ class ContextParallel(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis context."""
         return ("context",)
 
     def unfit(self, cost: Cost) -> str | None:

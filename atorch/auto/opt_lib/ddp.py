@@ -44,12 +44,10 @@ class Ddp(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """As it is."""
         if cluster.world_size > 1:
             yield cls()
 
     def apply(self, ctx: Context) -> Context:
-        """Wrap every part."""
         group = ctx.need_mesh().group(*REPLICA_AXES)
         ctx.give_memory()
         parts = tuple(

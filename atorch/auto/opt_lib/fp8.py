@@ -72,7 +72,6 @@ class Fp8(Method):
 
     @property
     def numbers(self) -> str:
-        """Where 8 bits are."""
         return "the products of the converted Linear layers are of numbers rounded to 8 bits, under scales"
 
     def unmet(self, cluster: ClusterSpec) -> str | None:

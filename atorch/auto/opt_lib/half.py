@@ -30,7 +30,6 @@ class Half(Precision):
 
     @property
     def numbers(self) -> str:
-        """Where 16 bits are, and where not."""
         return (
             f"parameters, activations and gradients are in {self.dtype}; the optimizer steps fp32 copies, which are "
             "rounded into the parameters"

@@ -71,7 +71,6 @@ class PipelineParallel(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis pipeline."""
         return ("pipeline",)
 
     def unmet(self, cluster: ClusterSpec) -> str | None:

@@ -72,7 +72,6 @@ class TensorParallel(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis tensor."""
         return ("tensor",)
 
     def unfit(self, cost: Cost) -> str | None:
@@ -177,7 +176,6 @@ class TensorParallel(Method):
         return found
 
     def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
-        """The layout."""
         degree = axes.get("tensor", 1)
         if degree == 1:
             return {}

@@ -114,7 +114,6 @@ class _Question:
     reserve: float
 
     def fits(self) -> bool:
-        """Whether anything fits."""
         try:
             return bool(self.found(self.space(), nearest=False, most=1).columns.fits.any())
         except StrategyError:

@@ -31,7 +31,6 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
         return self.now() - self.began
 
     @property

@@ -23,7 +23,6 @@ class Ranked:
     chance: float | None = None  # that it is faster than the chosen one
 
     def to_json_data(self) -> dict[str, Any]:
-        """All of it as plain JSON data."""
         data = {"strategy": strategy_data(self.strategy), "estimate": estimate_data(self.estimate)}
         return data | ({} if self.chance is None else {"chance": self.chance})
 
@@ -37,7 +36,6 @@ class Measuring:
     kind: str = ""  # or a kind of work (`cost.uncertainty`), by a calibration of the machine
 
     def to_json_data(self) -> dict[str, Any]:
-        """All of it as plain JSON data."""
         strategy = None if self.strategy is None else strategy_data(self.strategy)
         return {"saves": self.saves, "strategy": strategy, "kind": self.kind}
 
@@ -52,7 +50,6 @@ class Counterfactual:
     reason: str
 
     def to_json_data(self) -> dict[str, Any]:
-        """All of it as plain JSON data."""
         return {"change": self.change, "what": self.what, "ratio": self.ratio, "reason": self.reason}
 
 
@@ -82,7 +79,6 @@ class ClusterPlan(Plan):
         return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
 
     def to_json_data(self) -> dict[str, Any]:
-        """The plan as plain JSON data."""
         return super().to_json_data() | {
             "fits_narrowly": self.fits_narrowly,
             "cluster": self.cluster.to_json_data(),

@@ -50,7 +50,6 @@ class Columns:
 
     @property
     def step_s(self) -> Floats:
-        """Seconds of a step."""
         return np.frombuffer(self._step_s) if self.methods else np.zeros(0)
 
     @property

@@ -123,7 +123,6 @@ class Explorer:
                 self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
 
     def observations(self, search: str) -> list[Observation]:
-        """All that was measured."""
         return [
             Observation(
                 job=self._job.past.job,

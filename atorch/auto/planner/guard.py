@@ -72,7 +72,6 @@ class Crew:
         return heard
 
     def close(self) -> None:
-        """End the group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

@@ -82,7 +82,6 @@ class Baseline:
     gain: float = 0.0  # of its step, what the choice takes less
 
     def to_json_data(self) -> dict[str, Any]:
-        """As plain JSON data."""
         measured = estimate_data(self.measured)
         return {"strategy": strategy_data(self.strategy), "measured": measured, "gain": self.gain}
 
@@ -126,7 +125,6 @@ class Plan:
         return "; ".join(said) or "as in plain training, but that sums may be taken in another order"
 
     def to_json_data(self) -> dict[str, Any]:
-        """The plan as plain JSON data."""
         return {
             "strategy": strategy_data(self.strategy),
             "estimate": estimate_data(self.estimate),

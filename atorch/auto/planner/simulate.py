@@ -96,7 +96,6 @@ class Simulated:
         return self.peak.memory
 
     def to_json_data(self) -> dict[str, Any]:
-        """As plain data."""
         peak = self.peak
         return {
             "peak_bytes": peak.total_bytes,

@@ -134,7 +134,6 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         return self.clip_gradients(max_norm, norm_type)
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        """The same."""
         return self.optimizer.clip_grad_norm_(max_norm, norm_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -299,7 +298,6 @@ class Recorder:
         profiler.moment(self._device_bytes())
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
         profiler.moment(self._device_bytes())
         profiler.phase(name)
 

@@ -70,7 +70,6 @@ class Gradients:
         self._chunks.chunks[chunk].accumulate(self._slots[name], gradient, self._way(chunk))
 
     def _finish(self) -> None:
-        """Backward is over."""
         self.settle()
         self._under_way = False
 

@@ -116,7 +116,6 @@ class ChunkOptimizer(StandIns):
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
         for parameter in self._parameters():
             place = self._chunks.place(parameter)
             if place is None:

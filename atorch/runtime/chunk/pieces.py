@@ -49,7 +49,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return int(self.where.stop - self.where.start)
 
     def of(self, flat: Tensor) -> Tensor:

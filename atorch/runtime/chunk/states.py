@@ -42,7 +42,6 @@ class FlatStates:
                     mine[key].copy_(value)
 
     def __contains__(self, piece: Piece) -> bool:
-        """Whether a piece's states are in place."""
         return piece in self._settled
 
     def forget(self) -> None:

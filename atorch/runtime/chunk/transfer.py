@@ -47,17 +47,14 @@ class AtOnce:
     """Copies when it is asked to. Where host and device are one memory, nothing is gained by anything else."""
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
-        """Copy."""
         target.copy_(source)
         return nothing
 
     def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
-        """Copy."""
         target.copy_(source)
         return nullcontext()
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> None:
-        """Copy or add."""
         put(target, source, add)
 
     def settle(self) -> None:

@@ -211,7 +211,6 @@ class _Held:
         return key[:, :, columns], value[:, :, columns]
 
     def zeros(self, dtype: torch.dtype) -> _Held:
-        """As much of zeros."""
         return _Held(torch.zeros_like(self.packed, dtype=dtype), self._shapes)
 
 

@@ -29,7 +29,6 @@ class Shape(NamedTuple):
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """The shape of a tensor."""
     return Shape(tuple(tensor.shape), tensor.dtype)
 
 

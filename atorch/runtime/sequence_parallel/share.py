@@ -40,7 +40,6 @@ class Share:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.group.size()
 
     @property

@@ -66,7 +66,6 @@ class DistributedTransformerOutputLayer(DistributedModule):
             drawn_normal(self, initializer_range)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The layer's result, like `hidden`."""
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         mapped: Tensor = self.dropout(self.dense2(ACTIVATIONS[self.activation](self.dense1(normed))))
         if self.fp32_residual_addition:
@@ -140,7 +139,6 @@ class DistributedTransformerLayer(DistributedModule):
         )
 
     def forward(self, inputs: States) -> States:
-        """The states after the layer."""
         if self.cross_attention is None:
             hidden, mask = inputs
             return self.output(self.attention((hidden, mask))), mask
@@ -184,7 +182,6 @@ class DistributedTransformer(DistributedModule):
         self.seq_layers = nn.Sequential(*(DistributedTransformerLayer(*arguments) for _ in range(num_layers)))
 
     def forward(self, inputs: States) -> States:
-        """The states after all layers."""
         states: States = self.seq_layers(inputs)
         return states
 
