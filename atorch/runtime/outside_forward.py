@@ -317,7 +317,8 @@ def _explain(error: RuntimeError, func: Any, path: str, given: Iterable[Any]) ->
     """Raise `error` in words of the user's where shards met plain tensors, or cannot be laid out."""
     tensors = [each for each in given if isinstance(each, Tensor)]
     whole = [isinstance(each, DTensor) for each in tensors]
-    if func in _FLATTENING or any(each in str(error) for each in ("placement", "Sharding prop", "sharding strategy", "redistribut")):
+    reasons = ("placement", "Sharding prop", "sharding strategy", "redistribut")
+    if func in _FLATTENING or any(each in str(error) for each in reasons):
         raise ArgumentError(
             f"{path} is sharded, and its shards cannot be laid out as {func.__name__}() asks: take "
             "parameter.full_tensor(), which all processes must call; the norm of all gradients is what "
