@@ -369,6 +369,15 @@ def a_step_in_backward(model: Any, x: torch.Tensor, step: int) -> None:
     all_heads(model, x, step)
 
 
+def signs(model: Any, x: torch.Tensor, step: int) -> None:
+    """Gradients of two passes, each of which a hook makes signs of."""
+    if not step:
+        for each in model.parameters():
+            each.register_hook(torch.sign)
+    a_head_each(model, x, step)
+    model(x, heads=(2,))[0].square().mean().backward()
+
+
 def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
     """Gradients of each sample, clipped."""
 
@@ -380,7 +389,7 @@ def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
         parameter.grad = found[name].detach().clamp(-0.1, 0.1).mean(0)
 
 
-LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, a_sample)}
+LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, signs, a_sample)}
 
 
 def off_after_steps(rank: int, size: int, name: str, options: dict[str, bool]) -> float:
@@ -417,6 +426,23 @@ def left_out(rank: int, size: int) -> list[Any]:
 
 def test_what_a_rank_leaves_out_counts_as_zero(pool: Pool) -> None:
     assert pool.run(left_out) == [[1.5, 0.5, None]] * 2
+
+
+def hooked(rank: int, size: int) -> list[Any]:
+    """Calls of a hook on a gradient, and the gradient, of passes of which the first is not averaged."""
+    linear, seen = nn.Linear(1, 1, bias=False), list[float]()
+    model: Any = replicate(linear, world(), CPU)
+    linear.weight.register_hook(lambda gradient: seen.append(float(gradient)) or gradient.clamp(max=1.0))
+    x = torch.full((1, 1), float(rank))
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x + 1).sum().backward()
+    (taken,) = torch.autograd.grad(model(x + 2).sum(), linear.weight)
+    return [*seen, float(linear.weight.grad), float(taken)]
+
+
+def test_hooks_on_gradients_see_averages_and_what_is_taken(pool: Pool) -> None:
+    assert pool.run(hooked) == [[2.0, 2.0, 1.0, 1.0], [2.0, 3.0, 1.0, 1.0]]
 
 
 def refusal(rank: int, size: int, options: dict[str, bool], again: bool) -> str:
