@@ -24,7 +24,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/opt_lib/pipeline_stages.py:split": "raised again, once the model is as it was",
     "atorch/auto/first_pass.py:told_of": "what a user's model raises under a strategy is told as that strategy's",
     "atorch/auto/plain_pass.py:tried": "what a user's model, data and loss raise is the reason that is told",
-    "atorch/auto/planner/explore.py:_why_not": "what a user's method, model or optimizer raises is the reason",
+    "atorch/auto/planner/measuring.py:_why_not": "what a user's method, model or optimizer raises is the reason",
     "atorch/auto/planner/guard.py:Crew.led": "raised again on rank 0, and told to the others, who would wait for ever",
     "atorch/auto/planner/guard.py:Guard.together": "a candidate that raises is rejected, on all ranks together",
     "atorch/auto/verify.py:_outcome": "a model may fail on fake tensors in any way; the plan stands, and says why not",
