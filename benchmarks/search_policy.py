@@ -54,7 +54,7 @@ SEEDS, LIMITS = range(100), (15.0, 30.0, 60.0, 120.0, None, 600.0)
 METHOD, REST = OWN * 2 / 3, OWN / 2
 NOISE, MEMORY, MUCH_MEMORY, START = 0.01, 0.1, 1.9, 2.0
 BEFORE_S = 3.0  # that tracing, ranking and plain training's first pass take
-MAX_ATTEMPTS = 12
+MAX_ATTEMPTS = 24
 
 
 @dataclass(frozen=True)

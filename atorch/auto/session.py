@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from atorch.auto.planner.plan import Plan
 
 MAX_KEPT = 50  # rejected compositions in a strategy's report
-MAX_ATTEMPTS = 12  # at applying what was chosen, and what was next best
+MAX_ATTEMPTS = 24  # at applying what was chosen, and what was next best
 
 
 def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 KEPT = 0.05  # of a limit, for what must be tidied up at its end and cannot be known
-DEFAULT_S = 120.0  # where the user says nothing
-DEFAULT_STEPS, DEFAULT_STARTS = 60, 6  # of what is chosen, where these take longer
+DEFAULT_S = 90.0  # where the user says nothing
+DEFAULT_STEPS, DEFAULT_STARTS = 60, 10  # of what is chosen, and that compile nothing, where these take longer
 
 
 @dataclass
@@ -41,5 +41,5 @@ class Clock:
         return self.whole - self.seconds
 
     def expects(self, step_s: float, start_s: float) -> None:
-        """A step, and a start, of what is chosen take so long."""
+        """A step of what is chosen, and a start that compiles nothing, take so long."""
         self._default = max(DEFAULT_S, DEFAULT_STEPS * step_s, DEFAULT_STARTS * start_s)

@@ -19,16 +19,20 @@ from atorch.auto.planner.guide import Guide, tokens_of
 from atorch.auto.planner.measuring import Failure, OnTrial, Runs, failure_of, measure
 from atorch.auto.planner.order import simplest
 from atorch.auto.planner.plan import Measurement, Rejected, Why
-from atorch.auto.planner.starts import Starts
+from atorch.auto.planner.starts import FIRST_STEPS, Starts
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.units import format_seconds
 
 MAX_RUNS = 16
 MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
-STEPS = 9  # of a dry run, about
-TRAINING_S = 600.0  # how long training lasts at least, and at least an epoch: what pays for runs
+STEPS, LEAST = 7, 3  # of a dry run once it started, about and at least
+TRAINING_S = 1200.0  # how long training lasts at least, and at least an epoch: what pays for runs
 TRAINING_LIMITS = 10.0  # and at least so many times the limit that the user gives to the search
+PATIENCE, DEAR = (
+    12,
+    10.0,
+)  # failures in which nothing ran, until one more costs so many trainings: what is surest is next
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # of a step: what came this close to the best is compared with it
 QUIET = 0.03  # the same where machines are less noisy
@@ -80,6 +84,7 @@ class Explorer:
         device = job.cluster.device
         self._guide = Guide(job.candidates, job.past, device.type, device.memory_bytes)
         self.baseline = simplest(job.candidates, job.given)[0]  # what a careful user would have written
+        self._kinds = [job.starts.kind(each.strategy) for each in job.candidates]
         self._saves = np.array([any(name in SAVING for name in each.strategy.names()) for each in job.candidates])
 
     def explore(self, runs: Runs) -> None:
@@ -97,33 +102,32 @@ class Explorer:
 
     def next_run(self) -> int | None:
         """The run that is worth most, in seconds that it saves in training less those that it takes; None for none."""
-        worth = self._worth(self._taken())
-        if not worth:
-            worth = self._worth(self._alive())
-        return max(worth, key=worth.__getitem__, default=None)
+        if len(self.failures) == len(self._candidates):
+            return None
+        choice, training_s = self.choice(), self._training_s()
+        starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions()[0])
+        self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
+        in_time = starts_s + LEAST * steps_s <= self._clock.left
+        if choice not in self.measured and in_time[choice]:
+            return choice  # what others are held to; its start is needed anyway
+        again = self._starts_s(["warm" if kind == "compile" else kind for kind in self._kinds])
+        gains = self._guide.gains(choice, again / training_s)
+        saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - starts_s - STEPS * steps_s, 0.0)
+        for taken in (self._taken(), self._alive()):
+            if (worth := np.where(taken, saved_s, 0.0)).max() > 0:
+                return int(worth.argmax())
+        return None
 
-    def _worth(self, taken: npt.NDArray[np.bool_]) -> dict[int, float]:
-        """What runs are worth for which there is time and that are worth it."""
-        if not taken.any():
-            return {}
-        mean, _ = self._guide.predictions()
-        choice = self.choice()
-        step_s = math.exp(mean[choice])
-        self._clock.expects(step_s, self._start_s(choice))
-        found = {}
-        for index, gain in enumerate(self._guide.gains(taken)):
-            if gain >= MIN_GAIN:
-                run_s = self._start_s(index) + STEPS * math.exp(mean[index])
-                saved_s = float(gain) * self._training_s(step_s)
-                if run_s <= self._clock.left and saved_s > run_s:
-                    found[index] = saved_s - run_s
-        return found
-
-    def _training_s(self, step_s: float) -> float:
+    def _training_s(self) -> float:
         """Seconds of training that are ahead."""
-        limit = self._clock.limit
-        given = 0.0 if limit is None or math.isinf(limit) else TRAINING_LIMITS * limit
-        return max(TRAINING_S, given, step_s * (self.job.epoch() or 0))
+        limit = self._clock.limit or 0.0
+        epoch_s = math.exp(self._guide.predictions()[0][self._alive()].min()) * (self.job.epoch() or 0)
+        return max(TRAINING_S, epoch_s, 0.0 if math.isinf(limit) else TRAINING_LIMITS * limit)
+
+    def _starts_s(self, kinds: Sequence[str]) -> npt.NDArray[np.float64]:
+        """Seconds until first steps are done, as far as is known."""
+        seconds = {kind: self.job.starts.of_kind(kind) for kind in set(kinds)}
+        return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions()[0])
 
     def _alive(self) -> npt.NDArray[np.bool_]:
         alive = np.ones(len(self._candidates), dtype=bool)
@@ -143,9 +147,15 @@ class Explorer:
         return taken
 
     def choice(self) -> int:
-        """The composition whose step is expected to be least; of what cannot be told from it, the simplest."""
+        """What is expected to cost least, its start with its steps; of what cannot be told from it, the simplest."""
         taken = self._taken()
-        expected = np.where(taken, self._guide.expected(), np.inf)
+        failed = 0 if self.measured else sum(each.why == "failed" for each in self.failures.values())
+        starts_s = self._starts_s(self._kinds)
+        late = starts_s > max(self._clock.left, self._clock.whole / 2)  # too long to begin it beyond the limit
+        late[list(self.measured)] = False
+        taken = taken & ~late if failed < PATIENCE and (taken & ~late).any() else taken
+        charge = starts_s / self._training_s() + (failed >= PATIENCE) * DEAR
+        expected = np.where(taken, self._guide.expected(charge), np.inf)
         best = int(expected.argmin())
         if best not in self.measured:
             margin = np.full(len(taken), TIE)
@@ -218,6 +228,7 @@ class Explorer:
             self.measured[index] = outcome
             self._guide.tell(index, outcome.step_s)
             self._starts_seen[index] = self.job.starts.saw(strategy, trial.startup_s, outcome.step_s)
+            self._kinds[index] = self.job.starts.kind(strategy)
         else:
             self.reject(index, outcome)
         if self.progress is not None:
@@ -255,7 +266,7 @@ class Explorer:
 
     def _finalists(self) -> list[int]:
         """The choice and what came near it, the baseline first, for which there is room and time, where that pays."""
-        if not self.measured or (choice := self.choice()) not in self.measured:
+        if not self.measured or self.choice() not in self.measured:
             return []
         near_s = (self._best_s() or 0.0) * (1 + NEAR.get(self.job.cluster.device.type, QUIET))
         fastest = sorted(self.measured, key=lambda index: self.measured[index].step_s)
@@ -267,8 +278,7 @@ class Explorer:
                 room -= self._held(index)
                 chosen.append(index)
         gain = self._guide.prior.noise / math.sqrt(math.pi)  # by the better of two that could not be told apart
-        pays = gain * self._training_s(self.measured[choice].step_s) >= self._compare_s(chosen)
-        return chosen if pays else []
+        return chosen if gain * self._training_s() >= self._compare_s(chosen) else []
 
     def _in_turns(self, runs: Runs, finalists: Sequence[int]) -> dict[int, list[float]]:
         """Seconds of each by turn, all alive together."""
@@ -303,7 +313,7 @@ class Explorer:
 
     def _start_s(self, index: int) -> float:
         """Seconds until its first step is done, as far as is known."""
-        return self.job.starts.expected_s(self._candidates[index].strategy, self.step_s(index))
+        return float(self._starts_s(self._kinds)[index])
 
 
 def told(ratio: float) -> str:

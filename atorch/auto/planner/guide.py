@@ -8,8 +8,8 @@ pair, and a rest. With normal priors this is a Gaussian process over composition
 2). How wide all of them are follows from how far off the estimates turn out to be: Student's t process (Shah, Wilson
 and Ghahramani 2014).
 
-A run is worth what the choice is expected to gain by it, whichever composition that then is: the knowledge gradient
-(Frazier, Powell and Dayanik 2009). It counts that the run may fail, and how surely what did not run would run.
+A run is worth what it is expected to improve on the choice (Jones, Schonlau and Welch 1998), where both have run, times
+the chance that it runs.
 
 What earlier searches on the machine measured enters as further observations of the same process. Each unknown has a
 part that all jobs share and a part of each job's own; all times of one search share an unknown for how fast the machine
@@ -59,13 +59,10 @@ KIND_OF: Mapping[str, str] = {
 }  # fmt: skip
 KINDS = tuple(SIGMA)
 
-RUNS = 0.9  # how surely a composition runs of which nothing else is known
 MEMORY = 0.1  # the standard deviation of log(bytes needed / estimated)
-STEEP = 4.0  # as this power of bytes falls the chance that what needs less than what ran out of memory does, too
-BLAMED, ALONE = 0.05, 0.05  # chances that a method, or a composition alone, is why something fails
-ATTEMPT = 0.05  # of a step: what it costs to choose what did not run; it may fail at once, or later
-NEAR, MOST_NEAR = 1e-4, 64  # of a step, that is expected to be gained on the choice: others are not looked at
-_DRAWS = np.array([NormalDist().inv_cdf((number + 0.5) / 24) for number in range(24)])  # each as likely
+MUCH = 1.9  # times the bytes that are estimated: what a method needs that is not priced right, as was once on an H200
+UNSURE = 1e-4  # chances are never nearer to 0 or 1
+BLAMED, ALONE = 0.02, 0.02  # chances that a method, or a composition alone, is why something fails
 
 
 @dataclass
@@ -88,10 +85,11 @@ class Guide:
         self._work = _shares(self.candidates, len(self.past.observations)) * self.prior.work
         names = [held | {getattr(each, "name", "") for each in one.strategy}
                  for held, one in zip(self._tokens, self.candidates, strict=True)]  # fmt: skip
-        self._held = np.unique(_features(names) > 0, axis=1)  # what may be to blame: methods, in one setting or in all
-        needed = np.array([max(each.estimate.needed_bytes, 1.0) for each in self.candidates])
-        self._needed, over = needed, (np.log(needed) - math.log(self.memory_bytes)) / MEMORY
-        self._fits = RUNS * np.array([NormalDist().cdf(-float(each)) for each in over])
+        held = np.unique(_features(names) > 0, axis=1)  # what may be to blame: methods, in one setting or in all
+        self._held = np.column_stack([held, np.zeros(len(held), dtype=bool)])
+        needed = np.log([max(each.estimate.needed_bytes, 1.0) for each in self.candidates])[:, None]
+        beyond = (needed + math.log(MUCH) * self._held - math.log(self.memory_bytes)) / MEMORY
+        self._over = np.clip(np.vectorize(NormalDist().cdf)(beyond), UNSURE, 1 - UNSURE)  # by what needs much
         own_job = [self.past.job] * len(self._tokens)
         self._jobs = _numbered([*own_job, *(each.job for each in self.past.observations)])
         self._searches = _numbered([*([""] * len(own_job)), *(each.search for each in self.past.observations)])
@@ -140,9 +138,12 @@ class Guide:
 
     def predictions(self) -> tuple[Vector, Vector]:
         """The mean and standard deviation of the logarithm of every candidate's seconds."""
-        mean, solved, across, scale = self._posterior()
-        variance = np.maximum(self._variances() - np.sum(across * solved.T, axis=1), 0.0)
-        return mean, scale * np.sqrt(variance)
+        if "predictions" not in self._known:
+            mean, solved, across, scale = self._posterior()
+            variance = np.maximum(self._variances() - np.sum(across * solved.T, axis=1), 0.0)
+            self._known["predictions"] = mean, scale * np.sqrt(variance)
+        found: tuple[Vector, Vector] = self._known["predictions"]
+        return found
 
     def _posterior(self) -> tuple[Vector, Vector, Vector, float]:
         """The means; what covariances with the seen leave of those among candidates; how wide all is."""
@@ -165,38 +166,35 @@ class Guide:
         return self._log_estimates + across @ solved[:, -1], solved[:, :-1], across, scale
 
     def runs(self) -> Vector:
-        """How surely each candidate runs."""
-        found, held = self._fits.copy(), self._held
-        for of_memory in (False, True):
-            those = [index for index, why in self._failed.items() if why == of_memory]
-            if not those:
-                continue
-            least = self._needed[those].min()
-            like = np.minimum(1.0, (self._needed / least) ** STEEP) if of_memory else np.ones(len(held))
-            ran = [index for index in self._measured if like[index] > 0.5]
-            # Bayes: one method is to blame, which nothing has that ran, or each composition has a reason of its own.
-            blame = BLAMED * np.where(held[those], 1.0, ALONE).prod(axis=0)
-            blame[held[ran].any(axis=0) | held.all(axis=0)] = 0.0
-            if not of_memory:  # which ran, as far as it had memory
-                blame[held[[index for index, why in self._failed.items() if why]].any(axis=0)] *= 0.2
-            found *= 1 - like * (held @ (blame / (blame.sum() + ALONE ** len(those))))
-            if of_memory:
-                found[self._needed >= least] *= 0.5
-        found[list(self._measured)] = 1.0
-        return found
+        """How surely each candidate runs, by Bayes' rule.
 
-    def expected(self) -> Vector:
+        One method at most always fails, and one at most needs more memory than is estimated; else each composition has
+        reasons of its own. A column stands for a method, the last for none.
+        """
+        if "runs" not in self._known:
+            ran, oom = list(self._measured), [index for index, why in self._failed.items() if why]
+            broken = [index for index, why in self._failed.items() if not why]
+            held, over = self._held, self._over
+            failing = np.where(held[broken], 1.0, ALONE).prod(axis=0) * np.where(held[oom], ALONE, 1.0).prod(axis=0)
+            failing *= ~(held[ran].any(axis=0) | held.all(axis=0) & (np.arange(held.shape[1]) < held.shape[1] - 1))
+            failing, short = _share(failing), _share(over[oom].prod(axis=0) * (1 - over[ran]).prod(axis=0))
+            found = (1 - ALONE) * (1 - held @ failing) * (1 - over @ short)
+            found[ran] = 1.0
+            self._known["runs"] = found
+        return np.asarray(self._known["runs"])
+
+    def expected(self, starts: Vector) -> Vector:
         """What choosing each is expected to come to, the logarithm of seconds; the least is the best choice.
 
-        What did not run is chosen by trying whether it runs, and something else is where it does not: a search for the
-        best alternative, where what is to be tried first is as good as its step and what a try costs, over the chance
-        that it comes to something (Weitzman 1979).
+        `starts` is what starting each takes, as a fraction of the training ahead. What did not run is chosen by trying
+        whether it runs, and something else is where it does not: a search for the best alternative, where what is to
+        be tried first is as good as its step and what a try costs, over the chance that it comes to something
+        (Weitzman 1979).
         """
         mean, _ = self.predictions()
-        found = mean + self.apart(int(mean.argmin())) / 2 + ATTEMPT / np.maximum(self.runs(), 1e-3)
-        ran = list(self._measured)
-        found[ran] = mean[ran]
-        return np.asarray(found)
+        doubt = self.apart(int(mean.argmin())) / 2
+        doubt[list(self._measured)] = 0.0
+        return np.asarray(mean + doubt + starts / np.maximum(self.runs(), 1e-6))
 
     def apart(self, index: int) -> Vector:
         """The variance of every candidate's difference from one."""
@@ -205,26 +203,22 @@ class Guide:
         variance = self._variances() - np.sum(across * solved.T, axis=1)
         return np.asarray(scale**2 * np.maximum(variance + variance[index] - 2 * with_it, 0.0))
 
-    def gains(self, taken: npt.NDArray[np.bool_]) -> Vector:
-        """What the choice among those that may be `taken` is expected to gain by a run of each, as a fraction of it."""
-        gains, expected, runs = np.zeros(len(taken)), np.where(taken, self.expected(), np.inf), self.runs()
-        choice = int(expected.argmin())
+    def gains(self, choice: int, again: Vector) -> Vector:
+        """What a run of each is expected to gain on the choice, once that ran, as a fraction of it.
+
+        `again` is what starting each takes once it ran, as a fraction of the training ahead.
+        """
+        cost = self.predictions()[0] + again
         apart = np.sqrt(self.apart(choice))
-        least = np.array([_expected_gain(expected[choice] - m, d) for m, d in zip(expected, apart, strict=True)])
-        least[choice] = np.inf
-        near = np.flatnonzero(taken & (least > NEAR))
-        near = near[np.argsort(-least[near], kind="stable")][:MOST_NEAR]
-        mean, solved, across, scale = self._posterior()
-        covariance = scale**2 * (self._covariances(near, near) - across[near] @ solved[:, near])
-        surer = expected[near] - mean[near]  # what is off the choice's expected seconds once it ran
-        for place, index in enumerate(near):
-            if index in self._measured:
-                continue
-            moved = covariance[place] / math.sqrt(max(covariance[place, place], 0.0) + self.prior.noise**2)
-            then = expected[near] + _DRAWS[:, None] * moved
-            then[:, place] -= surer[place]
-            gains[index] = runs[index] * (expected[choice] - then.min(axis=1).mean())  # none where it fails
-        return gains
+        gains = self.runs() * [_expected_gain(cost[choice] - each, off) for each, off in zip(cost, apart, strict=True)]
+        gains[[choice, *self._measured]] = 0.0
+        return np.asarray(gains)
+
+
+def _share(likelihood: Vector) -> Vector:
+    """Of each method, that it is to blame, by how likely what was seen is then; the last stands for none."""
+    weights = likelihood * np.append(np.full(len(likelihood) - 1, BLAMED), 1.0)
+    return np.asarray(weights / max(weights.sum(), 1e-300))
 
 
 def _shares(candidates: Sequence[Scored], num_more: int) -> Vector:
@@ -264,8 +258,3 @@ def _expected_gain(margin: float, deviation: float) -> float:
 def tokens_of(strategy: Strategy) -> frozenset[str]:
     """What sets a composition apart: each method in its settings."""
     return frozenset(repr(each) for each in strategy)
-
-
-def has(strategy: Strategy, token: str) -> bool:
-    """Whether the strategy has a method in these settings."""
-    return token in tokens_of(strategy)

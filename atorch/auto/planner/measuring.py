@@ -124,8 +124,8 @@ def measure(trial: OnTrial, share_s: float, best_s: float | None) -> Measurement
 
 
 def _enough(step_s: float) -> int:
-    """Steps for a median: half a second's worth, 5 to 20."""
-    return min(20, max(5, int(0.5 / max(step_s, 1e-6))))
+    """Steps for a median: half a second's worth, 3 to 20."""
+    return min(20, max(3, int(0.5 / max(step_s, 1e-6))))
 
 
 def failure_of(trial: OnTrial) -> Failure:

@@ -65,8 +65,8 @@ def search(
         excluded, included, fixed: see `space.compositions`.
         precision: the least exact numbers that it may train in; None for "autocast", and for less exact ones only where
             nothing else fits.
-        time_limit: seconds for everything, within what one start takes. None for two minutes, or 60 steps of what is
-            chosen where these take longer; infinity for no limit. What is not worth its time is not run either way.
+        time_limit: seconds for everything, within what one start takes. None for a minute and a half, or 60 steps of
+            what is chosen where these take longer; infinity for no limit. What is not worth its time is not run.
         verbose: show a line for every dry run also where there is a progress bar.
         progress: called on rank 0 after every dry run; None shows a progress bar, or lines where there is no terminal.
         calibration: where what was measured before comes from, and what is measured is kept; None for neither.

@@ -70,11 +70,15 @@ class Starts:
 
     def expected_s(self, strategy: Strategy, step_s: float) -> float:
         """Seconds until its first step is done."""
-        return sum(self._parts(strategy)) + FIRST_STEPS * step_s
+        return self.of_kind(self.kind(strategy)) + FIRST_STEPS * step_s
+
+    def of_kind(self, kind: str) -> float:
+        """Seconds of a kind of start, without its steps."""
+        return sum(self._parts(kind))
 
     def saw(self, strategy: Strategy, seconds: float, step_s: float) -> tuple[str, float]:
         """Learn from a start of so many seconds: its kind, and how it differs from what the table says."""
-        kind, (build_s, compiled_s) = self.kind(strategy), self._parts(strategy)
+        kind, (build_s, compiled_s) = self.kind(strategy), self._parts(self.kind(strategy))
         rest = seconds - FIRST_STEPS * step_s - (build_s if kind != "build" else 0.0)
         expected = (build_s if kind == "build" else compiled_s) / self._factor(kind)
         ratio = min(10.0, max(0.1, rest / expected))
@@ -82,9 +86,9 @@ class Starts:
         self._began.add(frozenset(map(repr, strategy)))
         return kind, ratio
 
-    def _parts(self, strategy: Strategy) -> tuple[float, float]:
+    def _parts(self, kind: str) -> tuple[float, float]:
         """Building, and compiling."""
-        costs, kind = self._costs, self.kind(strategy)
+        costs = self._costs
         build_s = (costs.build_s + self.param_bytes / costs.bytes_per_s) * self._factor("build")
         if kind == "build":
             return build_s, 0.0

@@ -13,6 +13,7 @@ from atorch.auto.planner.guide import Guide
 from atorch.auto.planner.plan import Estimate
 
 SIZES = (4, 3, 2, 2, 2)  # settings by slot
+FREE = np.zeros(1)  # starts that cost nothing
 
 
 def scored(methods, step_s):
@@ -46,10 +47,12 @@ def regret(seed, wrong_by, together):
     truth = [seconds for _, seconds in space]
     guide, measured = Guide([candidate for candidate, _ in space], device_type="cpu"), {}
     while len(measured) < len(space) // 4:
-        gains = guide.gains(every(space))
-        index = int(gains.argmax())
-        if measured and gains[index] < MIN_GAIN:
-            break
+        index = int(guide.expected(FREE).argmin())
+        if index in measured:
+            gains = guide.gains(index, FREE)
+            index = int(gains.argmax())
+            if gains[index] < MIN_GAIN:
+                break
         measured[index] = truth[index] * math.exp(rng.normal(0, 0.03))
         guide.tell(index, measured[index])
     near = [i for i in measured if measured[i] <= min(measured.values()) * 1.35]
@@ -65,17 +68,23 @@ def test_regret_is_small_with_a_quarter_of_the_runs(wrong_by, together):
     assert statistics.mean(runs) <= math.prod(SIZES) / 5
 
 
-def every(candidates):
-    return np.ones(len(candidates), dtype=bool)
-
-
 def of(*candidates, **more):
     return Guide([scored(each, 1.0) for each in candidates], **more)
 
 
 def test_what_promises_most_by_the_estimate_comes_first():
     guide = Guide([scored(["a"], 2.0), scored([], 1.0), scored(["b"], 3.0)])
-    assert int(guide.expected().argmin()) == int(guide.gains(every("abc")).argmax()) == 1
+    assert int(guide.expected(FREE).argmin()) == 1
+    assert int(guide.gains(1, FREE).argmax()) == 0
+    assert guide.gains(1, FREE)[1] == 0, "on itself"
+
+
+def test_a_start_counts_against_the_training_ahead():
+    guide = Guide([scored(["a"], 1.0), scored(["b"], 1.1)])
+    assert int(guide.expected(np.array([0.05, 0.01])).argmin()) == 0
+    assert int(guide.expected(np.array([0.20, 0.01])).argmin()) == 1, "it starts so much sooner"
+    free, dear = (guide.gains(0, np.array([0.01, each]))[1] for each in (0.01, 0.2))
+    assert free > 2 * dear
 
 
 def test_a_measurement_moves_what_is_alike():
@@ -85,7 +94,7 @@ def test_a_measurement_moves_what_is_alike():
     mean, deviation = guide.predictions()
     assert mean[2] < mean[3] - 0.3  # `a` halved the time of one, so it is expected to halve the other's
     assert deviation[0] < 0.1 < deviation[3]
-    assert guide.gains(every("four"))[0] == guide.gains(every("four"))[1] == 0  # what was measured need not be again
+    assert guide.gains(1, FREE)[0] == guide.gains(1, FREE)[1] == 0  # what was measured need not be again
 
 
 def test_what_is_wrong_about_a_kind_of_work_is_wrong_wherever_it_is():
@@ -110,9 +119,8 @@ def test_how_far_off_estimates_are_is_learnt():
 def test_the_baseline_is_run_only_where_it_matters():
     """One that is expected to take three times as long tells nothing that is worth knowing."""
     guide = Guide([scored(["a"], 1.0), scored([], 3.0)])
-    gains = guide.gains(every("ab"))
-    assert gains[0] > 0.03
-    assert gains[1] < 0.001
+    assert guide.gains(0, FREE)[1] < 0.001
+    assert guide.gains(1, FREE)[0] > 0.5
 
 
 def test_what_may_be_the_reason_of_failures_is_less_sure_to_run():
@@ -141,7 +149,8 @@ def test_what_needs_less_memory_is_not_taken_to_run_out_of_it():
 
 
 def test_what_hardly_runs_is_tried_where_that_would_be_worth_it():
-    guide = of(["a"], ["a", "b"], ["c"])
+    guide, attempt = of(["a"], ["a", "b"], ["c"]), np.full(3, 0.05)
     guide.tell_failed(0)
-    assert guide.expected()[1] > guide.expected()[2]
-    assert guide.expected()[1] < guide.expected()[2] + math.log(1.2), "it is, rather than what takes a fifth longer"
+    assert guide.expected(attempt)[1] > guide.expected(attempt)[2]
+    fifth = guide.expected(attempt)[2] + math.log(1.2)
+    assert guide.expected(attempt)[1] < fifth, "it is, rather than what takes a fifth longer"
