@@ -127,7 +127,7 @@ class _Seen:
     counters: Mapping[str, int]
 
 
-def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Within = nullcontext) -> PlainPass:
+def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> PlainPass:
     """The first pass of plain training, on the context's own model, which is afterwards as it was.
 
     All processes call this together, with the same model.
@@ -135,9 +135,8 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any], within: Withi
     Args:
         shares: over how many processes a batch will be shared out.
         read: what gives the first global batch, as the loader does; called on rank 0.
-        within: what the model runs inside of; may raise, and so end the pass, which then is none.
     """
-    lone = within = _Lone(within)
+    lone = within = _Lone()
     try:
         batch, is_repeated = _first_batch(ctx, shares, read)
         _need_room(ctx)
@@ -185,14 +184,14 @@ class _Lone:
     They are told so once a first pass has called collectives. Else it was what it is on one process.
     """
 
-    def __init__(self, within: Within) -> None:
+    def __init__(self) -> None:
         self.communicates = False
-        self._within, self._calls = within, alone()
+        self._calls = alone()
         self._group: dist.ProcessGroup | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with self._within(), stand_on(self._group), self._calls:
+        with stand_on(self._group), self._calls:
             yield
 
     def first(self, work: Callable[[], T]) -> T:

@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from atorch.auto.planner.plan import Plan
 
 MAX_KEPT = 50  # rejected compositions in a strategy's report
+MAX_ATTEMPTS = 24  # at applying what was chosen, and what was next best
 
 
 def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
@@ -55,7 +57,11 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
             )
         try:
             strategy, found = _chosen(ctx, given, call, began)
-            ctx = replace(ctx, plain_pass=None if found is None else found.plain_pass)
+            logger.info("the strategy is %s", strategy)
+            if found is None:
+                result, strategy = accelerate(ctx, strategy, options.verify)
+            else:
+                result, strategy = _adopted(replace(ctx, plain_pass=found.plain_pass), strategy, found, options.verify)
         except NoFeasiblePlanError as error:
             if ctx.world.rank == 0:
                 from atorch.report.text import show_rejections
@@ -63,11 +69,6 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
                 show_rejections(error.rejected)
             logger.warning("%s", error)
             return False, None, None
-        logger.info("the strategy is %s", strategy)
-        if found is None or found.baseline is None or found.baseline.strategy == strategy:
-            result, strategy = accelerate(ctx, strategy, options.verify)
-        else:
-            result, strategy = _adopted(ctx, strategy, found, options.verify)
         if target is not None:
             together(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
         return True, result, strategy
@@ -134,14 +135,24 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
 
 
 def _adopted(ctx: Context, strategy: Strategy, found: Plan, verify: bool) -> tuple[AccelerateResult, Strategy]:
-    """The search's choice, or its baseline where that fails on the model itself, which is then as it was before."""
-    made, failure = attempt(ctx, lambda own: accelerate(own, strategy, verify))
-    if made is not None:
-        return made
-    found = found.fallen_back(str(failure))
-    logger.warning("%s", found.notes[-1])
-    metadata = {**strategy.metadata, "report": _kept(found.to_json_data())}
-    return accelerate(ctx, replace(found.strategy, metadata=metadata), verify)
+    """The search's choice, or what is next best where that fails on the model itself, which is then as it was before.
+
+    Raises:
+        NoFeasiblePlanError, StrategyError: all failed, or `MAX_ATTEMPTS` did.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        if found.baseline is not None and found.baseline.strategy == found.strategy:
+            return accelerate(ctx, strategy, verify)
+        need = None if found.measured or found.estimate is None else found.estimate.memory.get("optimizer", 0.0)
+        made, failure = attempt(ctx, partial(accelerate, strategy=strategy, verify=verify), need)
+        if made is not None:
+            return made
+        assert found.instead is not None, "of a search"
+        found = found.instead(str(failure))
+        logger.warning("%s", found.notes[-1])
+        metadata = {**strategy.metadata, "report": _kept(found.to_json_data())}
+        strategy = replace(found.strategy, metadata=metadata)
+    raise StrategyError(f"{MAX_ATTEMPTS} strategies failed when they were applied: {found.notes[-1]}")
 
 
 def _kept(report: dict[str, Any]) -> dict[str, Any]:

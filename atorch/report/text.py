@@ -88,15 +88,16 @@ def _facts(plan: PlanData) -> str:
 
 
 def _baseline(plan: PlanData) -> str:
-    """The baseline of the choice, and the gain on it, in turns with it."""
+    """What the choice had to beat, and by how much it does, by what is known of both."""
     baseline = plan.get("baseline")
     if baseline is None:
         return ""
     shown = _shown(baseline["strategy"], ()) or "plain training"
     if baseline["strategy"] == plan["strategy"]:
         return "That is the baseline; nothing was surely faster.\n"
-    step = format_seconds(baseline["measured"]["step_s"])
-    return f"Baseline: {shown}, {step}; in turns with it the choice takes {baseline['gain']:.0%} less.\n"
+    known = "measured" if baseline["measured"] is not None else "expected, not measured"
+    step = f"{format_seconds(baseline['expected_s'])} ({known})"
+    return f"Baseline: {shown}, {step}; the choice takes {baseline['gain']:.0%} less.\n"
 
 
 def _table(

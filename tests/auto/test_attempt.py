@@ -53,14 +53,21 @@ def failing(how: str, where: int) -> Iterator[None]:
 
 
 def found(strategy: list[Any], size: int) -> Plan:
-    """A search's outcome: `strategy`, and beside it the baseline."""
+    """A search's outcome: `strategy`, and beside it the baseline, which is next best."""
     first = Strategy.of([] if size == 1 else [("parallel_mode", [("data", size)]), "ddp"])
-    return Plan(
+
+    def instead(reason: str) -> Plan:
+        failed = Rejected(strategy=plan.strategy, why="failed", reason=reason, measured=RAN)
+        told = f"{plan.strategy} was chosen, and failed when it was applied: {reason}"
+        return replace(plan, strategy=first, rejected=(failed,), notes=(told,))
+
+    plan = Plan(
         strategy=Strategy.of([*([] if size == 1 else [("parallel_mode", [("data", size)])]), *strategy]),
         estimate=None, measured=RAN, num_compositions=2, num_dry_runs=2, seconds=1.0, memory_bytes=1e9,
         rejected=(Rejected(strategy=first, why="slower", reason="10% slower", measured=RAN),),
-        baseline=Baseline(strategy=first, measured=RAN, gain=0.1),
+        baseline=Baseline(strategy=first, measured=RAN, expected_s=0.1, gain=0.1), instead=instead,
     )  # fmt: skip
+    return plan
 
 
 def fallen_back(rank: int, size: int, how: str, where: int, others: list[Any]) -> tuple[str, Any, str, bool]:
@@ -120,7 +127,7 @@ HALF: list[Any] = ["half"]
         ("wrong", ["checkpoint", "module_replace"], "does not compute what plain training does"),
     ],
 )
-def test_the_baseline_takes_the_place_of_a_choice_that_fails(how: str, others: list[Any], reason: str) -> None:
+def test_what_is_next_best_takes_the_place_of_a_choice_that_fails(how: str, others: list[Any], reason: str) -> None:
     strategy, report, said, is_as_before = fallen_back(0, 1, how, 0, others)
     assert strategy == "plain"
     assert is_as_before

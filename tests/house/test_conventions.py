@@ -24,7 +24,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/opt_lib/pipeline_stages.py:split": "raised again, once the model is as it was",
     "atorch/auto/first_pass.py:as_strategy_errors": "what a user's model raises under a strategy names that",
     "atorch/auto/plain_pass.py:tried": "what a user's model, data and loss raise is the reason that is told",
-    "atorch/auto/planner/explore.py:_why_not": "what a user's method, model or optimizer raises is the reason",
+    "atorch/auto/planner/measuring.py:_why_not": "what a user's method, model or optimizer raises is the reason",
     "atorch/runtime/pipeline/engine.py:Piece.forward": "raised once the pass has ended, for which other stages wait",
     "atorch/auto/planner/guard.py:Crew.led": "raised again on rank 0, and told to the others, who would wait for ever",
     "atorch/auto/planner/guard.py:Guard.together": "a candidate that raises is rejected, on all ranks together",

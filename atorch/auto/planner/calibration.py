@@ -41,6 +41,8 @@ class Observation(BaseModel):
     methods: frozenset[str]  # each in its settings
     estimate_s: PositiveFloat  # what arithmetic said then
     step_s: PositiveFloat
+    start_kind: str = ""  # see `starts`
+    start_ratio: PositiveFloat | None = None  # seconds of its start over what the table of starts says
 
 
 @dataclass(frozen=True)

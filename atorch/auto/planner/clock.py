@@ -8,22 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 KEPT = 0.05  # of a limit, for what must be tidied up at its end and cannot be known
-DEFAULT_S = 120.0  # where the user says nothing
-DEFAULT_STEPS = 60  # of the baseline, where these take longer
+DEFAULT_S = 90.0  # where the user says nothing
+DEFAULT_STEPS, DEFAULT_STARTS = 60, 10  # of what is chosen, and that compile nothing, where these take longer
 
 
 @dataclass
 class Clock:
-    """Seconds since a search began, and those that are left of its limit; None is the default, which grows with steps.
-
-    The first dry run may take what is left; where there is no limit (infinity), others have limits of their own.
-    """
+    """Seconds since a search began, and those left of its limit; None is the default, which grows with steps."""
 
     limit: float | None = None
     now: Callable[[], float] = time.monotonic
     began: float = field(default=math.nan)
     _default: float = DEFAULT_S
-    _kept: float = 0.0
 
     def __post_init__(self) -> None:
         if math.isnan(self.began):
@@ -39,12 +35,9 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds left of the limit, less what is kept for the end; negative where it is over."""
-        return self.whole - self._kept - self.seconds
+        """Of the limit, less what is kept for the end; negative where it is over."""
+        return self.whole - self.seconds
 
-    def keep(self, seconds: float) -> None:
-        """Applying what is chosen to the model itself takes so long, which the search is to leave."""
-        self._kept = seconds
-
-    def saw_step(self, seconds: float) -> None:
-        self._default = max(DEFAULT_S, DEFAULT_STEPS * seconds)
+    def expects(self, step_s: float, start_s: float) -> None:
+        """A step of what is chosen, and a start that compiles nothing, take so long."""
+        self._default = max(DEFAULT_S, DEFAULT_STEPS * step_s, DEFAULT_STARTS * start_s)

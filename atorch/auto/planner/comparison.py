@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from atorch.auto.planner.trial import Trial
+from atorch.auto.planner.measuring import OnTrial
 
 TIE = 0.01  # of a step: nearer than this is as fast
 SURE = 2.0  # standard errors of the median that a gain must exceed
@@ -53,7 +53,7 @@ def seconds_needed(startups: Sequence[float], steps: Sequence[float]) -> float:
 
 
 def in_turns(
-    trials: Mapping[int, Trial],
+    trials: Mapping[int, OnTrial],
     turns: int,
     goes_on: Callable[[float], bool],
     failed: Callable[[int], None],

@@ -1,43 +1,43 @@
-"""Dry runs: which to do, for how long, and what they found."""
+"""Dry runs: which to do, and what is chosen by what they found."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from atorch.auto.context import Context
+import numpy as np
+import numpy.typing as npt
+
 from atorch.auto.planner.calibration import Observation, Past
-from atorch.auto.planner.candidate import Feed
 from atorch.auto.planner.clock import Clock
-from atorch.auto.planner.comparison import MIN_TURNS, TIE, Verdict, in_turns, num_turns, seconds_needed
+from atorch.auto.planner.comparison import MIN_TURNS, SURE, TIE, Verdict, in_turns, num_turns, seconds_needed
 from atorch.auto.planner.estimate import Scored, usable_bytes
-from atorch.auto.planner.guard import Crew, described, forget_compiled
-from atorch.auto.planner.guide import Guide, has, tokens_of
-from atorch.auto.planner.measuring import Failure, failure_of, measure
-from atorch.auto.planner.order import Order, Turn, compiles
+from atorch.auto.planner.guard import Crew
+from atorch.auto.planner.guide import Guide, tokens_of
+from atorch.auto.planner.measuring import Failure, OnTrial, Runs, failure_of, measure
+from atorch.auto.planner.order import simplest
 from atorch.auto.planner.plan import Measurement, Rejected, Why
-from atorch.auto.planner.trial import Trial
+from atorch.auto.planner.starts import FIRST_STEPS, Starts
 from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
 from atorch.units import format_seconds
 
-MAX_RUNS = 12
-LATE = 3  # of them, the last, for what had no turn: kinds of splits that never ran, then what promises most
+MAX_RUNS = 16
 MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
-NEAR = 0.35  # of a step: what came this close to the best is compared with it, as one run can be that far off
-MAX_CONTENDERS = 5
-SHARE_S = 180.0  # of one dry run where there is no time limit
-BASELINE_SHARE = 0.6  # of the time limit, for the steps of the baseline
-STEPS = 9  # of a dry run, about
-COMPILE_S, COMPILE_OP_S = (
+STEPS, LEAST = 7, 3  # of a dry run once it started, about and at least
+TRAINING_S = 1200.0  # how long training lasts at least, and at least an epoch: what pays for runs
+TRAINING_LIMITS = 10.0  # and at least so many times the limit that the user gives to the search
+PATIENCE, DEAR = (
+    12,
     10.0,
-    1.0,
-)  # guesses of what compiling takes: at least, and for each operation that is compiled
-START_S = 2.0  # a guess of what any other start takes, until some were seen
-WARM_START = 0.3  # of a compilation, what is left of it the second time
-TRAINING_S = 600.0  # how long training lasts at least, and at least an epoch: what pays back a compilation
+)  # failures in which nothing ran, until one more costs so many trainings: what is surest is next
+MAX_CONTENDERS = 4
+NEAR: Mapping[str, float] = {"cpu": 0.35}  # of a step: what came this close to the best is compared with it
+QUIET = 0.03  # the same where machines are less noisy
+SAVING = ("checkpoint", "chunk", "micro_batch", "offload")  # memory, for time
+ROOM = 0.8  # of a device's usable memory: what needs no more fits with room
 
 
 @dataclass(frozen=True)
@@ -54,325 +54,264 @@ class Progress:
 class Job:
     """The subject of a search, alike on all ranks."""
 
-    ctx: Context
-    feed: Feed
+    cluster: ClusterSpec
     crew: Crew
     candidates: Sequence[Scored]  # the fastest by estimate first
-    order: Order
     clock: Clock
+    starts: Starts
+    epoch: Callable[[], int | None] = lambda: None  # its steps, once they are known
+    given: Strategy | None = None  # whose knobs are searched
     past: Past = Past()
-    num_compiled_ops: float = 0.0  # operations that a compiler would see
 
 
+@dataclass
 class Explorer:
     """Runs candidates on all ranks. Every rank holds the same state; rank 0's clock and choices count."""
 
-    def __init__(self, job: Job, progress: Callable[[Progress], None] | None = None) -> None:
-        self.measured: dict[int, Measurement] = {}
-        self.failures: dict[int, Rejected] = {}
-        self.num_runs = 0
-        self.baseline: int | None = None  # the one that all must beat, once it ran
-        self.verdicts: dict[int, Verdict] = {}  # of those that were compared with it
-        self._job, self._progress = job, progress
-        self._crew, self._clock, self._candidates, self._order = job.crew, job.clock, job.candidates, job.order
-        self._guide = Guide(job.candidates, job.past)
-        self._startups: dict[bool, float] = {}  # whether it compiles → the longest start so far
-        self._run_s = 0.0
+    job: Job
+    progress: Callable[[Progress], None] | None = None  # on rank 0
+    measured: dict[int, Measurement] = field(default_factory=dict)
+    failures: dict[int, Rejected] = field(default_factory=dict)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)  # of those that were measured in turns, on the first
+    num_runs: int = 0
+    _starts_seen: dict[int, tuple[str, float]] = field(default_factory=dict)
 
-    def explore(self) -> None:
-        """Run the baseline, and then what promises most, until nothing promises anything, or time or runs are up."""
-        while self.baseline is None and self.num_runs < MAX_RUNS:
-            index = self._crew.hear(self._order.next_baseline(self.failures) if self._clock.left > 0 else None)
-            if index is None:
-                return
-            if self._is_refused(index):
-                continue
-            self._run(index)
-            if index in self.measured:
-                self.baseline = index
-                self._clock.saw_step(self.measured[index].step_s)
-            elif self.failures[index].why == "time":
-                return
-        while self.baseline is not None and self.num_runs < MAX_RUNS:
+    def __post_init__(self) -> None:
+        job = self.job
+        self._candidates, self._clock, self._crew = job.candidates, job.clock, job.crew
+        device = job.cluster.device
+        self._guide = Guide(job.candidates, job.past, device.type, device.memory_bytes)
+        self.baseline = simplest(job.candidates, job.given)[0]  # what a careful user would have written
+        self._kinds = [job.starts.kind(each.strategy) for each in job.candidates]
+        self._saves = np.array([any(name in SAVING for name in each.strategy.names()) for each in job.candidates])
+
+    def explore(self, runs: Runs) -> None:
+        """Run what is worth most, until nothing is worth its time, or time is up; then compare what came near."""
+        while self.num_runs < MAX_RUNS:
             index = self._crew.hear(self.next_run())
             if index is None:
-                return
-            if not self._is_refused(index):
-                self._run(index)
+                break
+            refusal = runs.refusal(self._candidates[index].strategy)
+            if refusal is None:
+                self._run(runs, index)
+            else:
+                self.reject(index, Failure("refused", refusal))
+        self._compare(runs)
 
-    def compare(self) -> None:
-        """Measure the best few and the baseline in turns; what is not surely faster than it is not taken."""
-        together, finalists = self._crew.hear(self._finalists())
-        if len(finalists) < 2:
-            return
-        times = self._in_turns(finalists) if together else self._one_by_one(finalists)
-        baseline = self.baseline
-        assert baseline is not None, "a finalist"
-        if len(times.get(baseline, ())) < MIN_TURNS:
-            return
-        base_s = statistics.median(times[baseline])
-        drift = base_s / self.measured[baseline].step_s
-        for index, each in self.measured.items():  # all as of the time of the comparison
-            self.measured[index] = replace(each, step_s=each.step_s * drift)
-        for index in times:
-            turns = min(len(times[index]), len(times[baseline]))
-            if index != baseline and turns >= MIN_TURNS:
-                verdict = self.verdicts[index] = Verdict.of(times[index][:turns], times[baseline][:turns])
-                self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
+    def next_run(self) -> int | None:
+        """The run that is worth most, in seconds that it saves in training less those that it takes; None for none."""
+        if len(self.failures) == len(self._candidates):
+            return None
+        choice, training_s = self.choice(), self._training_s()
+        starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions()[0])
+        self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
+        in_time = starts_s + LEAST * steps_s <= self._clock.left
+        if choice not in self.measured and in_time[choice]:
+            return choice  # what others are held to; its start is needed anyway
+        again = self._starts_s(["warm" if kind == "compile" else kind for kind in self._kinds])
+        gains = self._guide.gains(choice, again / training_s)
+        saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - starts_s - STEPS * steps_s, 0.0)
+        for taken in (self._taken(), self._alive()):
+            if (worth := np.where(taken, saved_s, 0.0)).max() > 0:
+                return int(worth.argmax())
+        return None
+
+    def _training_s(self) -> float:
+        """Seconds of training that are ahead."""
+        limit = self._clock.limit or 0.0
+        epoch_s = math.exp(self._guide.predictions()[0][self._alive()].min()) * (self.job.epoch() or 0)
+        return max(TRAINING_S, epoch_s, 0.0 if math.isinf(limit) else TRAINING_LIMITS * limit)
+
+    def _starts_s(self, kinds: Sequence[str]) -> npt.NDArray[np.float64]:
+        """Seconds until first steps are done, as far as is known."""
+        seconds = {kind: self.job.starts.of_kind(kind) for kind in set(kinds)}
+        return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions()[0])
+
+    def _alive(self) -> npt.NDArray[np.bool_]:
+        alive = np.ones(len(self._candidates), dtype=bool)
+        alive[list(self.failures)] = False
+        return alive
+
+    def _taken(self) -> npt.NDArray[np.bool_]:
+        """What may be run and chosen: of what saves memory, where others fit with room, only what is faster."""
+        taken = self._alive()
+        limit = ROOM * usable_bytes(self.job.cluster)
+        held = np.array([each.estimate.needed_bytes for each in self._candidates])
+        roomy = np.flatnonzero(taken & ~self._saves & (held <= limit) & (self._guide.runs() > 0.5))
+        if len(roomy):
+            mean, _ = self._guide.predictions()
+            ran = np.isin(np.arange(len(taken)), list(self.measured))
+            taken &= ~self._saves | ran | (mean < mean[roomy].min() - TIE)
+        return taken
+
+    def choice(self) -> int:
+        """What is expected to cost least, its start with its steps; of what cannot be told from it, the simplest."""
+        taken = self._taken()
+        failed = 0 if self.measured else sum(each.why == "failed" for each in self.failures.values())
+        starts_s = self._starts_s(self._kinds)
+        late = starts_s > max(self._clock.left, self._clock.whole / 2)  # too long to begin it beyond the limit
+        late[list(self.measured)] = False
+        taken = taken & ~late if failed < PATIENCE and (taken & ~late).any() else taken
+        charge = starts_s / self._training_s() + (failed >= PATIENCE) * DEAR
+        expected = np.where(taken, self._guide.expected(charge), np.inf)
+        best = int(expected.argmin())
+        if best not in self.measured:
+            margin = np.full(len(taken), TIE)
+            margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
+            tied = np.flatnonzero(expected <= expected[best] + margin).tolist()
+        else:
+            tied = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
+        return min(tied, key=lambda i: (i != self.baseline, len(self._candidates[i].strategy), expected[i]))
+
+    def _margin(self, best: int, index: int) -> float:
+        """Of logarithms: how much slower than the best a measurement may be that cannot be told from it."""
+        both = best in self.verdicts and index in self.verdicts
+        noise = self.verdicts[best].noise if both else math.sqrt(2) * self._guide.prior.noise
+        return TIE + SURE * noise if index == self.baseline else max(TIE, noise)
+
+    def step_s(self, index: int, deviations: float = 0.0) -> float:
+        """Seconds of a composition's step: measured, or as expected, so many standard deviations above."""
+        mean, deviation = self._guide.predictions()
+        known = self.measured.get(index)
+        return math.exp(mean[index] + deviations * deviation[index]) if known is None else known.step_s
 
     def observations(self, search: str) -> list[Observation]:
-        return [
-            Observation(
-                job=self._job.past.job,
-                search=search,
-                methods=tokens_of(self._candidates[index].strategy),
-                estimate_s=max(self._candidates[index].estimate.step_s, 1e-12),
-                step_s=each.step_s,
+        """All that was measured."""
+        found = []
+        for index, each in self.measured.items():
+            kind, ratio = self._starts_seen[index]
+            found.append(
+                Observation(
+                    job=self.job.past.job,
+                    search=search,
+                    methods=tokens_of(self._candidates[index].strategy),
+                    estimate_s=max(self._candidates[index].estimate.step_s, 1e-12),
+                    step_s=each.step_s,
+                    start_kind=kind,
+                    start_ratio=ratio,
+                )
             )
-            for index, each in self.measured.items()
-        ]
-
-    def best(self) -> int | None:
-        """The fastest of what is surely faster than the baseline; of ties the simplest; or else the baseline."""
-        faster = {index: each for index, each in self.verdicts.items() if each.is_faster and index in self.measured}
-        if not faster:
-            return self.baseline
-        least = min(each.ratio for each in faster.values())
-        tied = [index for index, each in faster.items() if each.ratio <= least * (1 + max(TIE, each.noise))]
-        return min(tied, key=lambda index: (len(self._candidates[index].strategy), faster[index].ratio))
+        return found
 
     def why_not(self, index: int, chosen: int) -> Rejected:
         """Why a composition that fits was not taken; what it takes is told as a share of what the chosen one takes."""
         candidate, measured = self._candidates[index], self.measured.get(index)
-        if chosen not in self.measured:
-            return rejected(candidate, "not run", "there was no time for a dry run")
+        chosen_s = self.step_s(chosen)
+        ratio = self.step_s(index) / chosen_s
         if measured is not None:
-            ratio = measured.step_s / self.measured[chosen].step_s
-            return rejected(candidate, "slower", self._why_not_taken(index, chosen, ratio), measured)
-        mean, _ = self._guide.predictions()
-        ratio = math.exp(float(mean[index] - mean[chosen]))
+            tied = "" if ratio > 1 + TIE else ", and no simpler" if ratio > 1 - TIE else ", not surely faster"
+            return rejected(candidate, "slower", told(ratio) + tied, measured)
         # The estimate as corrected by what was measured, so that it can be compared with the chosen one's time.
-        expected_s = ratio * self.measured[chosen].step_s
-        corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=expected_s))
+        corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
         return rejected(corrected, "not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
 
-    def _why_not_taken(self, index: int, chosen: int, ratio: float) -> str:
-        if ratio > 1 + TIE:
-            return told(ratio)
-        if index in self.verdicts and not self.verdicts[index].is_faster:
-            return f"{told(ratio)}, not surely faster than the baseline"
-        if index in self.verdicts or ratio > 1 - TIE or index == self.baseline:
-            return f"{told(ratio)}, and no simpler"
-        return f"{told(ratio)} when it was run; not among the few that were compared with the baseline"
-
     def _why_not_run(self, index: int, ratio: float) -> str:
+        start_s = self._start_s(index)
         if ratio > 1:
             return ""
-        if not self._pays(index):
-            return f", but starting it, about {format_seconds(self._start_s(index))}, is not paid back"
-        if not self._has_time(index):
-            return f", but starting it takes about {format_seconds(self._start_s(index))}, and there was no time left"
-        return ", but enough others were run" if self.num_runs >= MAX_RUNS else ", but not surely enough to be run"
+        if not self._taken()[index]:
+            return ", but not surely, and what saves memory is not needed"
+        if start_s > self._clock.left:
+            return f", but starting it takes about {format_seconds(start_s)}, and there was no time left"
+        return f", but not surely enough for its start of about {format_seconds(start_s)}"
 
-    def next_run(self) -> int | None:
-        """The most promising of those whose turn it is, and late of those that had none; decided on rank 0."""
-        gains, baseline, best = self._guide.gains(), self.baseline, self._fastest()
-        if baseline is None or best is None:
-            return None
-        mean, _ = self._guide.predictions()
-        is_late, out = self.num_runs >= MAX_RUNS - LATE, {*self.measured, *self.failures}
-        ran = [index for index in out if index in self.measured or self.failures[index].why != "refused"]
-        places: list[tuple[Turn, float, int]] = []
-        for index in range(len(self._candidates)):
-            if index in out:
-                continue
-            turn = self._order.turn(index, baseline, best, self.measured)
-            promises = gains[index] >= MIN_GAIN or turn == Turn.AUTOCAST
-            if promises and self._has_time(index) and self._pays(index):
-                if not is_late:
-                    places.append((turn, -float(gains[index]), index))
-                elif self._order.is_new(index, ran):
-                    places.append((Turn.SINGLE, float(mean[index]), index))
-                else:
-                    places.append((Turn.COMBINED, -float(gains[index]), index))
-        return min(places)[-1] if places else None
-
-    def _is_refused(self, index: int) -> bool:
-        """True if it is known on some rank that it cannot be applied: then it is rejected, and takes no dry run."""
-        candidate, ctx = self._candidates[index], self._job.ctx
-        for check in (candidate.strategy.check_at_work, candidate.strategy.check_optimizer):
-            reasons = self._crew.gather(_why_not(check, ctx))
-            reason = next((each for each in reasons if each is not None), None)
-            if reason is not None:
-                self.failures[index] = rejected(candidate, "refused", reason)
-                return True
-        return False
-
-    def _run(self, index: int) -> None:
+    def _run(self, runs: Runs, index: int) -> None:
         """One dry run, on all ranks; what it found goes to `measured` or `failures`."""
-        started, strategy = time.monotonic(), self._candidates[index].strategy
-        whole_s = float(self._crew.hear(self._share()))
-        share_s = whole_s if self.baseline is not None else whole_s * BASELINE_SHARE
-        trial = self._trial(index, whole_s)
+        strategy, share_s = self._candidates[index].strategy, float(self._crew.hear(self._clock.left))
+        trial = runs.trial(strategy, share_s)
         self.num_runs += 1
         outcome = measure(trial, share_s, self._best_s())
         trial.close()
-        forget_compiled()
-        kind = compiles(strategy)
-        self._startups[kind] = max(self._startups.get(kind, 0.0), trial.startup_s or trial.elapsed_s)
         if isinstance(outcome, Measurement):
             self.measured[index] = outcome
             self._guide.tell(index, outcome.step_s)
-            self._clock.keep(self._apply_s(index))
+            self._starts_seen[index] = self.job.starts.saw(strategy, trial.startup_s, outcome.step_s)
+            self._kinds[index] = self.job.starts.kind(strategy)
         else:
-            self._fail(index, outcome)
-        self._run_s = max(self._run_s, time.monotonic() - started)
-        self._tell(strategy, outcome)
+            self.reject(index, outcome)
+        if self.progress is not None:
+            step_s = outcome.step_s if isinstance(outcome, Measurement) else None
+            left_s = max(0.0, min(trial.elapsed_s * (MAX_RUNS - self.num_runs), self._clock.left))
+            self.progress(Progress(self.num_runs, MAX_RUNS, str(strategy), step_s, self._best_s(), left_s))
 
-    def _fail(self, index: int, failure: Failure) -> None:
-        """Reject it, and all that share a method which failed before as well and never ran."""
+    def reject(self, index: int, failure: Failure) -> None:
+        """Something does not run, or was refused or given up."""
         self.measured.pop(index, None)
         self.failures[index] = rejected(self._candidates[index], failure.why, failure.reason)
-        if failure.why == "time":
+        if failure.why == "failed":
+            self._guide.tell_failed(index, of_memory="memory" in failure.reason.lower())
+
+    def _compare(self, runs: Runs) -> None:
+        """Measure in turns what came near the choice, where telling them apart is worth the time that it takes."""
+        finalists = self._crew.hear(self._finalists())
+        if len(finalists) < 2:
             return
-        self._guide.tell_failed(index)
-        convicted = self._guide.convicted()
-        for other, candidate in enumerate(self._candidates):
-            blame = next((each for each in convicted if has(candidate.strategy, each)), None)
-            if blame is not None and other not in self.failures:
-                reason = f"{blame} failed in other compositions: {failure.reason}"
-                self.failures[other] = rejected(candidate, "not run", reason)
+        times = self._in_turns(runs, finalists)
+        first = finalists[0]
+        if len(times.get(first, ())) < MIN_TURNS:
+            return
+        base_s = statistics.median(times[first])
+        drift = base_s / self.measured[first].step_s
+        for index, each in self.measured.items():  # all as of the time of the comparison
+            self.measured[index] = replace(each, step_s=each.step_s * drift)
+        for index in times:
+            turns = min(len(times[index]), len(times[first]))
+            if turns >= MIN_TURNS:
+                verdict = self.verdicts[index] = Verdict.of(times[index][:turns], times[first][:turns])
+                self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
+        for index, each in self.measured.items():
+            self._guide.tell(index, each.step_s)
 
-    def _trial(self, index: int, limit_s: float) -> Trial:
-        job = self._job
-        return Trial(
-            job.ctx,
-            self._candidates[index].strategy,
-            job.crew,
-            job.feed,
-            max(30.0, min(limit_s, SHARE_S)),
-            limit_s=limit_s,
-        )
-
-    def _finalists(self) -> tuple[bool, list[int]]:
-        """The baseline and what ran faster, as far as time allows; whether they fit in memory beside one another."""
-        best, baseline = self._fastest(), self.baseline
-        if best is None or baseline is None or best == baseline:
-            return True, []
-        base = self.measured[baseline]
-        near = sorted(self.measured, key=lambda i: self.measured[i].step_s)
-        limit = min(self.measured[best].step_s * (1 + NEAR), base.step_s)
-        room, chosen = usable_bytes(self._job.ctx.cluster) - self._held(baseline), [baseline]
-        for index in [i for i in near if self.measured[i].step_s < limit and i != baseline][:MAX_CONTENDERS]:
+    def _finalists(self) -> list[int]:
+        """The choice and what came near it, the baseline first, for which there is room and time, where that pays."""
+        if not self.measured or self.choice() not in self.measured:
+            return []
+        near_s = (self._best_s() or 0.0) * (1 + NEAR.get(self.job.cluster.device.type, QUIET))
+        fastest = sorted(self.measured, key=lambda index: self.measured[index].step_s)
+        near = [index for index in fastest if self.measured[index].step_s < near_s]
+        near.sort(key=lambda index: index != self.baseline)
+        room, chosen = usable_bytes(self.job.cluster), list[int]()
+        for index in near[:MAX_CONTENDERS]:
             if self._held(index) <= room and self._compare_s([*chosen, index]) <= self._clock.left:
                 room -= self._held(index)
                 chosen.append(index)
-        if len(chosen) > 1:
-            return True, chosen
-        fits_alone = 2 * self._compare_s([baseline, best]) <= self._clock.left
-        return False, [baseline, best] if fits_alone else []
+        gain = self._guide.prior.noise / math.sqrt(math.pi)  # by the better of two that could not be told apart
+        return chosen if gain * self._training_s() >= self._compare_s(chosen) else []
 
-    def _in_turns(self, finalists: Sequence[int]) -> dict[int, list[float]]:
+    def _in_turns(self, runs: Runs, finalists: Sequence[int]) -> dict[int, list[float]]:
         """Seconds of each by turn, all alive together."""
-        trials: dict[int, Trial] = {}
+        trials: dict[int, OnTrial] = {}
 
         def failed(index: int) -> None:
-            if index != self.baseline:
-                self._fail(index, failure_of(trials[index]))
+            self.reject(index, failure_of(trials[index]))
 
         def goes_on(seconds: float) -> bool:
             return bool(self._crew.hear(seconds < self._clock.left))
 
         try:
             for index in finalists:
-                trial = self._trial(index, float(self._crew.hear(self._clock.left)))
-                trials[index] = trial
-                if not trial.start():
+                trials[index] = runs.trial(self._candidates[index].strategy, math.inf)
+                if not trials[index].start():
                     failed(index)
-                    del trials[index]
+                    trials.pop(index).close()
             turns = num_turns(min((self.measured[i].step_s for i in finalists if i in self.measured), default=1.0))
-            return in_turns(trials, turns, goes_on, failed, self.baseline)
+            return in_turns(trials, turns, goes_on, failed, finalists[0])
         finally:
             for trial in trials.values():
                 trial.close()
-            forget_compiled()
-
-    def _one_by_one(self, finalists: Sequence[int]) -> dict[int, list[float]]:
-        """Seconds of each, started anew in turns, where they do not fit beside one another."""
-        times: dict[int, list[float]] = {index: [] for index in finalists}
-        for order in (finalists, finalists[::-1]):
-            for index in order:
-                found = self._in_turns([index])
-                times[index] += found.get(index, [])
-        return times
 
     def _compare_s(self, indices: Sequence[int]) -> float:
-        return seconds_needed([self._again_s(i) for i in indices], [self.measured[i].step_s for i in indices])
+        return seconds_needed([self._start_s(i) for i in indices], [self.measured[i].step_s for i in indices])
 
     def _held(self, index: int) -> float:
         return max(self.measured[index].peak_bytes, self._candidates[index].estimate.peak_bytes)
 
-    def _fastest(self) -> int | None:
-        return min(self.measured, key=lambda index: self.measured[index].step_s, default=None)
-
     def _best_s(self) -> float | None:
         return min((each.step_s for each in self.measured.values()), default=None)
 
-    def _share(self) -> float:
-        """Seconds that one dry run may take, so that what ran can still be compared."""
-        best, kept = self._fastest(), 0.0
-        if self.baseline is not None and best not in (None, self.baseline):
-            kept = self._compare_s([self.baseline, best])
-        return max(0.0, min(SHARE_S, self._clock.left - kept))
-
     def _start_s(self, index: int) -> float:
         """Seconds until its first step is done, as far as is known."""
-        if compiles(self._candidates[index].strategy):
-            return self._startups.get(True, COMPILE_S + COMPILE_OP_S * self._job.num_compiled_ops)
-        return self._startups.get(False, START_S)
-
-    def _apply_s(self, index: int) -> float:
-        """Seconds to apply the baseline, the best so far, or this one, whichever takes longest."""
-        chosen = {each for each in (self.baseline, self._fastest(), index) if each in self.measured}
-        return max(self._again_s(each) for each in chosen)
-
-    def _again_s(self, index: int) -> float:
-        """Seconds of a second start of what ran."""
-        return self.measured[index].startup_s * (WARM_START if compiles(self._candidates[index].strategy) else 1.0)
-
-    def _has_time(self, index: int) -> bool:
-        """True if a dry run is expected to end in time, and to leave some for the comparison at the end."""
-        best, baseline = self._best_s(), self.baseline
-        if best is None or baseline is None:
-            return self._clock.left > 0
-        start = self._start_s(index)
-        again = start * (WARM_START if compiles(self._candidates[index].strategy) else 1.0)
-        base = self.measured[baseline]
-        compared = seconds_needed([base.startup_s, again], [base.step_s, best])
-        return start + STEPS * best + compared <= self._clock.left
-
-    def _pays(self, index: int) -> bool:
-        """True if what a compilation can gain in training is worth its start."""
-        best = self._best_s()
-        if best is None or not compiles(self._candidates[index].strategy):
-            return True
-        epoch_s = best * (self._job.feed.epoch or 0)
-        return float(self._guide.gains()[index]) * max(TRAINING_S, epoch_s) >= self._start_s(index)
-
-    def _tell(self, strategy: Strategy, outcome: Measurement | Failure) -> None:
-        if self._job.ctx.world.rank != 0 or self._progress is None:
-            return
-        step_s = outcome.step_s if isinstance(outcome, Measurement) else None
-        left = max(0.0, min(self._run_s * (MAX_RUNS - self.num_runs), self._clock.left))
-        self._progress(Progress(self.num_runs, MAX_RUNS, str(strategy), step_s, self._best_s(), left))
-
-
-def _why_not(check: Callable[[Context], None], ctx: Context) -> str | None:
-    try:
-        check(ctx)
-    except Exception as error:  # users' methods, models and optimizers may raise anything
-        return described(error)
-    return None
+        return float(self._starts_s(self._kinds)[index])
 
 
 def told(ratio: float) -> str:

@@ -2,33 +2,35 @@
 
 They tell each other over a group of the crew's, which the work never uses. The work's own collectives run on groups
 of its own: one of all ranks, and those that it makes along axes. A rank that fails closes them, which wakes peers that
-wait for it there (over gloo at once; over nccl a watch on each rank aborts them); failing that, their timeout does.
-What takes longer than it may is given up on all ranks (`deadline`). What is not survived: a process that dies.
+wait for it there; failing that, their timeout does. Over gloo it does so at once. A kernel of NCCL waits on, the host
+with it where it waits for the kernel, and torch ends a process whose group times out: there a thread of each rank looks
+at the job's store for a peer that failed, and at the clock, and aborts (`Watch`). What is not survived: a process that
+dies.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from atorch.auto.planner.deadline import Overdue, deadline, running, same_modes
-from atorch.auto.planner.watch import LATE_S, Watch
 from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
 from atorch.distributed.mesh import Mesh, current, use_mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError
 
 T = TypeVar("T")
+LOOK_S = 0.25  # how often the store and the clock are looked at
+EARLY_S = 10.0  # before torch would end the process
 
 
 class Crew:
@@ -94,27 +96,20 @@ class Guard:
 
     Args:
         let_go: called where a phase fails, before the group is closed; drops what holds the group.
-        limit_s: seconds for all phases together.
+        timeout_s: what a rank waits in a phase for its peers.
     """
 
-    def __init__(
-        self, world: World, crew: Crew, let_go: Callable[[], None], *, timeout_s: float, limit_s: float = math.inf
-    ) -> None:
+    def __init__(self, world: World, crew: Crew, let_go: Callable[[], None], *, timeout_s: float) -> None:
         self.failure: str | None = None  # the first failure on any rank, the same on all
-        self.is_overdue = False  # whether that was that it took longer than `limit_s`
         self.elapsed_s = 0.0  # rank 0's seconds since the beginning, as of its last phase
         self.mesh: Mesh | None = None  # the one that a phase has made
         self._crew, self._let_go, self._device = crew, let_go, world.device
-        self._limit_s, self._before, self._began = limit_s, running(), time.monotonic()
+        self._timeout_s, self._began = timeout_s, time.monotonic()
         self._group = None
         self._made: dict[dist.ProcessGroup, None] = {}  # the groups that its phases have made
         self._others: Set[dist.ProcessGroup] = frozenset()  # those that were there when this phase began
         if world.size > 1:
-            if (
-                self._is_watched and limit_s < math.inf
-            ):  # torch ends a process whose group times out, the watch does not
-                timeout_s = max(timeout_s, limit_s + 2 * LATE_S)
-            self._group = dist.new_group(timeout=timedelta(seconds=max(timeout_s, 1.0)))
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout_s + (EARLY_S if self._is_watched else 0.0)))
 
     def connect(self) -> None:
         # Over nccl the first collective connects, and nothing can wake who waits in that for a rank that failed before.
@@ -122,25 +117,21 @@ class Guard:
             dist.all_reduce(torch.zeros((), device=self._device), group=self._group)
 
     def together(self, work: Callable[[], Any]) -> list[Any] | None:
-        """The results of `work` on each rank; None, and everything closed, where it raised on any."""
-        value, failed, left_s = None, None, self._limit_s - (time.monotonic() - self._began)
-        watch = self._watch(left_s)
+        """What `work` returns on each rank; None, and everything closed, where it raised on any."""
+        value, failed = None, None
+        watch = self._watch()
         try:
-            around = (stand_on(self._group), use_mesh(self.mesh), watch or nullcontext(), same_modes())
-            with ExitStack() as stack:
-                for each in (*around, deadline(left_s, self._before)):
-                    stack.enter_context(each)
+            with stand_on(self._group), use_mesh(self.mesh), watch or nullcontext():
                 try:
                     value = work()
                 finally:
                     self.mesh = current()  # also where it raised: peers may be waiting in the mesh's groups
                     if watch is not None:
                         self._own_groups()
-            if watch is not None and watch.is_overdue:  # collectives that were aborted need not raise
-                raise Overdue
-        except (Exception, Overdue) as error:  # users' modules and third parties' methods may raise anything
-            is_late = isinstance(error, Overdue) or (watch is not None and watch.is_overdue)
-            failed = (time.time(), described(Overdue() if is_late else error), is_late)
+            if watch is not None and watch.has_aborted:  # collectives that were aborted need not raise
+                raise RuntimeError("a peer failed, or was waited for too long")
+        except Exception as error:  # users' modules and third parties' methods may raise anything
+            failed = (time.time(), described(error))
             traceback.clear_frames(error.__traceback__)  # they hold what was made, and that its group
         if failed is not None:
             self.close()
@@ -149,7 +140,7 @@ class Guard:
         failures = [(*report[0], rank) for rank, report in enumerate(reports) if report[0] is not None]
         if not failures:
             return [report[1] for report in reports]
-        _, what, self.is_overdue, rank = min(failures)
+        _, what, rank = min(failures)
         self.failure = f"{what} (on rank {rank})" if len(reports) > 1 else what
         if failed is None:
             self.close()
@@ -159,13 +150,13 @@ class Guard:
     def _is_watched(self) -> bool:
         return self._device.type == "cuda"
 
-    def _watch(self, left_s: float) -> Watch | None:
-        """A watch over the next phase; None where closing a group wakes who waits in it."""
+    def _watch(self) -> Watch | None:
+        """Over the next phase; None where closing a group wakes who waits in it."""
         if self._group is None or not self._is_watched:
             return None
         self._others = {each for each in _groups() if each not in self._made}
         key = f"atorch/given_up/{self._group.group_name}"
-        return Watch(self._own_groups, dist.distributed_c10d._get_default_store(), key, left_s)
+        return Watch(self._own_groups, dist.distributed_c10d._get_default_store(), key, self._timeout_s)
 
     def _own_groups(self) -> list[dist.ProcessGroup]:
         """Groups that the phases have made by now, this one with them, and the one of all ranks."""
@@ -191,14 +182,79 @@ class Guard:
             torch.cuda.empty_cache()
 
 
+class Watch:
+    """Over one phase of work: aborts on this process once a peer has failed in it, or was waited for too long.
+
+    Args:
+        groups: those that the work communicates over by now.
+        store: what all processes of the job see; `key` in it says that one has failed.
+        timeout_s: seconds until the work has waited too long.
+    """
+
+    def __init__(
+        self, groups: Callable[[], Sequence[dist.ProcessGroup]], store: Any, key: str, timeout_s: float
+    ) -> None:
+        self._groups, self._store, self._key, self._until = groups, store, key, time.monotonic() + timeout_s
+        self._done, self._lock = threading.Event(), threading.Lock()
+        self._aborted: list[dist.ProcessGroup] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def has_aborted(self) -> bool:
+        """Whether collectives of the work came to nothing."""
+        return bool(self._aborted)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._give_up()
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(LOOK_S):
+            if self._aborted or self._store.check([self._key]):
+                self._abort()  # again: work that goes on may have made more
+            elif time.monotonic() >= self._until:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self._store.set(self._key, "")
+        self._abort()
+
+    def _abort(self) -> None:
+        with self._lock:
+            new = [group for group in self._groups() if group not in self._aborted]
+            self._aborted += new
+            with _at_once(new):
+                for group in new:
+                    group.abort()
+
+
+@contextmanager
+def _at_once(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """Inside, aborts over NCCL are begun and not waited for: each would wait for kernels that another one wakes."""
+    # As torch's own abort of all groups does it: https://github.com/pytorch/pytorch/issues/119797
+    backend: Any = groups[0]._get_backend(torch.device("cuda")) if groups else None
+    if not hasattr(backend, "_group_start"):
+        yield
+        return
+    backend._group_start()
+    try:
+        yield
+    finally:
+        backend._group_end()
+
+
 def _groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def described(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
-    if isinstance(error, Overdue):
-        return "its time was over before it was ready"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from atorch.auto.strategy import Strategy
@@ -73,20 +73,22 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The simplest composition, which ran first, and what a choice gained on it in turns with it."""
+    """The simplest composition, and what a choice gains on it by what is known of both, measured or expected."""
 
     strategy: Strategy
-    measured: Measurement
+    measured: Measurement | None
+    expected_s: float  # a step, as measured where it was
     gain: float = 0.0  # of its step, what the choice takes less
 
     def to_json_data(self) -> dict[str, Any]:
         measured = estimate_data(self.measured)
-        return {"strategy": strategy_data(self.strategy), "measured": measured, "gain": self.gain}
+        known = {"expected_s": self.expected_s, "gain": self.gain}
+        return {"strategy": strategy_data(self.strategy), "measured": measured, **known}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The outcome of a search. `measured` is None where no dry run was possible."""
+    """The outcome of a search. `measured` is None where no dry run of the choice was worth its time, or possible."""
 
     strategy: Strategy
     estimate: Estimate | None  # None where there was no time for it
@@ -96,25 +98,11 @@ class Plan:
     num_dry_runs: int
     seconds: float
     memory_bytes: float  # what a device has
-    baseline: Baseline | None = None  # what a choice had to beat, where it ran
+    baseline: Baseline | None = None  # what a choice had to beat, where it did not fail
     notes: tuple[str, ...] = ()  # what of the search its reader should know
     plain_pass: PlainPass | None = field(default=None, repr=False, compare=False)  # what the choice is held to
-
-    def fallen_back(self, reason: str) -> Plan:
-        """This plan with its baseline, which ran, in place of a choice that failed when it was applied."""
-        assert self.baseline is not None, "what is chosen is measured beside it"
-        taken, failed = self.baseline.strategy, self.strategy
-        known = next((each.estimate for each in self.rejected if each.strategy == taken), None)
-        why = Rejected(strategy=failed, why="failed", reason=reason, estimate=self.estimate, measured=self.measured)
-        return replace(
-            self,
-            strategy=taken,
-            estimate=known,
-            measured=self.baseline.measured,
-            rejected=(why, *(each for each in self.rejected if each.strategy != taken)),
-            baseline=replace(self.baseline, gain=0.0),
-            notes=(*self.notes, f"{failed} was chosen, and failed when it was applied: {reason}. This is the baseline"),
-        )
+    # The plan where the choice failed when it was applied, and why: the next best.
+    instead: Callable[[str], Plan] | None = field(default=None, repr=False, compare=False)
 
     @property
     def numbers(self) -> str:

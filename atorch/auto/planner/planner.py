@@ -1,9 +1,9 @@
 """The search: trace, score every composition, drop what cannot fit, run the most promising for real, take the fastest.
 
-Rank 0 decides what is tried and what is taken, and the others follow. The baseline runs first (`order`); then what is
-simple, and every measurement corrects the estimates of all others (`guide`). What came out best is measured again in
-turns with the baseline, and taken only where it is surely faster (`comparison`). What was measured is kept for the next
-search on the machine (`calibration`).
+Rank 0 decides what is tried and what is taken, and the others follow. What is run is what is worth most (`explore`),
+and every measurement corrects the estimates of all others (`guide`). What then cannot be told from the best is
+measured again in turns (`comparison`). What was measured is kept for the next search on the machine (`calibration`).
+Nothing is interrupted: the clock is looked at between runs and their phases.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from typing import Any
 import torch
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.completion import complete
 from atorch.auto.plain_pass import PlainPass, plain_pass
 from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed, aside
 from atorch.auto.planner.clock import DEFAULT_STEPS, Clock
-from atorch.auto.planner.deadline import Overdue, deadline, in_time
 from atorch.auto.planner.estimate import usable_bytes
-from atorch.auto.planner.explore import SHARE_S, Explorer, Job, Progress
+from atorch.auto.planner.explore import Explorer, Job, Progress
 from atorch.auto.planner.guard import Crew, forget_compiled, quick_collections
-from atorch.auto.planner.measuring import Failure, measure
-from atorch.auto.planner.order import Order
-from atorch.auto.planner.plan import Baseline, Measurement, Plan, Rejected
+from atorch.auto.planner.measuring import DryRuns, Failure, measure
+from atorch.auto.planner.plan import Baseline, Measurement, Plan
 from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, methods_of
 from atorch.auto.planner.space import MESH, compositions, names_in
-from atorch.auto.planner.trial import Trial
+from atorch.auto.planner.starts import Starts
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
+from atorch.distributed.collectives import from_rank_zero
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.logs import logger
@@ -67,8 +65,8 @@ def search(
         excluded, included, fixed: see `space.compositions`.
         precision: the least exact numbers that it may train in; None for "autocast", and for less exact ones only where
             nothing else fits.
-        time_limit: seconds for everything; what takes longer is given up. None for two minutes, or 60 steps of the
-            baseline where these take longer; infinity for no limit.
+        time_limit: seconds for everything, within what one start takes. None for a minute and a half, or 60 steps of
+            what is chosen where these take longer; infinity for no limit. What is not worth its time is not run.
         verbose: show a line for every dry run also where there is a progress bar.
         progress: called on rank 0 after every dry run; None shows a progress bar, or lines where there is no terminal.
         calibration: where what was measured before comes from, and what is measured is kept; None for neither.
@@ -82,7 +80,7 @@ def search(
     clock = Clock(time_limit) if clock is None else clock
     if clock.limit is None and ctx.world.rank == 0:
         logger.info(
-            "the search takes at most %s, or %d steps of the baseline where these take longer; give time_limit, in "
+            "the search takes at most %s, or %d steps of what it chooses where these take longer; give time_limit, in "
             "seconds, for another limit",
             format_seconds(clock.whole), DEFAULT_STEPS,
         )  # fmt: skip
@@ -91,58 +89,44 @@ def search(
         feed = Feed(ctx)
         crew = Crew(ctx.world)
         try:
-            known = crew.led(lambda: _traced(ctx, feed, clock))
-            if known is None:
-                return _unsearched(ctx, wanted, float(crew.hear(clock.seconds)))
-            profile, start, cluster, sample = known
+            profile, start, cluster, sample = crew.led(lambda: _traced(ctx, feed))
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
-            ranking = _ranked(crew, profile, start, cluster, wanted, clock)
-            if ranking is None:
-                return _unsearched(ctx, wanted, float(crew.hear(clock.seconds)))
+            ranking = _ranked(crew, profile, start, cluster, wanted)
             _need_one_that_fits(ranking, ctx, profile, wanted)
             if verify or ctx.world.size > 1:
                 first = Feed(ctx, num_batches=1)
-                expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0], lambda: in_time(clock.left))
+                expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0])
                 unheld = PlainPass(why_not="verify=False was given", communicates=expected.communicates)
                 ctx = replace(ctx, plain_pass=expected if verify else unheld)
             past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
-            order = Order(ranking.fitting, fixed, one_node=cluster.num_nodes == 1)
             with aside(ctx) as copied:
                 job = Job(
-                    ctx=copied, feed=feed, crew=crew, candidates=ranking.fitting, order=order, clock=clock, past=past,
-                    num_compiled_ops=compiled_ops(profile),
+                    cluster=cluster, crew=crew, candidates=ranking.fitting, clock=clock,
+                    epoch=lambda: feed.epoch, given=fixed, past=past,
+                    starts=Starts(cluster.device.type, compiled_ops(profile), float(profile.param_bytes), past),
                 )  # fmt: skip
-                explorer = Explorer(job, show)
-                explorer.explore()
-                explorer.compare()
+                explorer = Explorer(job, show if ctx.world.rank == 0 else None)
+                explorer.explore(DryRuns(copied, crew, feed))
             if calibration is not None and ctx.world.rank == 0:
                 calibration.add(explorer.observations(search=secrets.token_hex(8)))
-            return _plan(job, ranking, explorer, wanted, float(crew.hear(clock.seconds)))
+            return _plan(ranking, explorer, wanted, float(crew.hear(clock.seconds)), ctx.plain_pass)
         finally:
             crew.close()
 
 
-def _ranked(
-    crew: Crew, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, clock: Clock
-) -> Ranking | None:
-    """The compositions that fit, as rank 0 works them out; None where there was no time for it.
+def _ranked(crew: Crew, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
+    """The compositions that fit, as rank 0 works them out.
 
     Raises:
         StrategyError: some process does not have a method that rank 0 has.
     """
     mine: list[Ranking] = []
 
-    def work() -> Told | None:
-        try:
-            with deadline(clock.left):
-                mine.append(best_level(profile, start, cluster, wanted))
-        except Overdue:
-            return None
+    def work() -> Told:
+        mine.append(best_level(profile, start, cluster, wanted))
         return Told.of(mine[0])
 
     told = crew.led(work)
-    if told is None:
-        return None
     methods = {} if mine else methods_of(wanted.space(profile, cluster, wanted.levels[-1]))
     for rank, unknown in enumerate(crew.gather([] if mine else told.unknown(methods))):
         if unknown:
@@ -159,14 +143,10 @@ def compiled_ops(profile: ModelProfile) -> float:
     return float(sum(each.num_ops for each in blocks or profile.segments))
 
 
-def _traced(ctx: Context, feed: Feed, clock: Clock) -> tuple[ModelProfile, Cost, ClusterSpec, Any] | None:
-    """The model in numbers, and what rank 0 knows of the machine; None where there was no time for it."""
+def _traced(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost, ClusterSpec, Any]:
+    """The model in numbers, and what rank 0 knows of the machine."""
     # Numbers travel; strategies do not, since a user's method may be of a class that cannot be pickled.
-    try:
-        with deadline(clock.left):
-            return *starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed)
-    except Overdue:
-        return None
+    return *starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed)
 
 
 @contextmanager
@@ -189,7 +169,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
         feed = Feed(ctx)
         ctx = replace(ctx, sample_batch=crew.led(lambda: sample_of(ctx, feed)))
         with aside(ctx) as copied:
-            trial = Trial(copied, strategy, crew, feed, SHARE_S)
+            trial = DryRuns(copied, crew, feed).trial(strategy, math.inf)
             try:
                 outcome = measure(trial, math.inf, None)
             finally:
@@ -251,45 +231,68 @@ def _remedy(wanted: Wanted) -> str:
     return "; ".join(["Use a smaller batch or model, or more devices", *(f"or {each}" for each in more)])
 
 
-def _plan(job: Job, ranking: Ranking, explorer: Explorer, wanted: Wanted, seconds: float) -> Plan:
-    """The fastest that surely is; where there was no time for any run, the baseline, unmeasured."""
-    chosen = explorer.best()
-    if chosen is None:
-        failed = [index for index, each in explorer.failures.items() if each.why == "failed"]
-        refused = [index for index, each in explorer.failures.items() if each.why == "refused"]
-        if failed or len(refused) == len(ranking.fitting):
-            raise _nothing_ran(ranking, explorer, min(failed or refused))
-        chosen = next(index for index in job.order.simplest if index not in refused)
-    others: list[Rejected] = []
-    for index in range(len(ranking.fitting)):
-        if index in explorer.failures and index != chosen:
-            others.append(explorer.failures[index])
-        elif index != chosen:
-            others.append(explorer.why_not(index, chosen))
-    baseline = explorer.baseline
-    gain = 1 - explorer.verdicts[chosen].ratio if chosen in explorer.verdicts else 0.0
+def _plan(
+    ranking: Ranking,
+    explorer: Explorer,
+    wanted: Wanted,
+    seconds: float,
+    expected: PlainPass | None,
+    fallen: tuple[str, ...] = (),
+) -> Plan:
+    """What is chosen, measured or not, and what is should that fail; `fallen` tells of what did.
+
+    Raises:
+        NoFeasiblePlanError: all failed or are refused.
+    """
+    if len(explorer.failures) == len(ranking.fitting):
+        raise _nothing_ran(ranking, explorer)
+    chosen, baseline = from_rank_zero(explorer.choice()), explorer.baseline
+    taken = ranking.fitting[chosen]
+
+    def instead(reason: str) -> Plan:
+        explorer.reject(chosen, Failure("failed", reason))
+        told = f"{taken.strategy} was chosen, and failed when it was applied: {reason}. This is the next best"
+        return _plan(ranking, explorer, wanted, seconds, expected, (*fallen, told))
+
+    others = [
+        explorer.failures.get(index) or explorer.why_not(index, chosen)
+        for index in range(len(ranking.fitting))
+        if index != chosen
+    ]
+    plain_s = explorer.step_s(baseline)
     return Plan(
-        strategy=ranking.fitting[chosen].strategy,
-        estimate=ranking.fitting[chosen].estimate,
+        strategy=taken.strategy,
+        estimate=taken.estimate,
         measured=explorer.measured.get(chosen),
         rejected=(*others, *ranking.rejected),
         num_compositions=ranking.num_compositions,
         num_dry_runs=explorer.num_runs,
         seconds=seconds,
-        memory_bytes=job.ctx.cluster.device.memory_bytes,
+        memory_bytes=explorer.job.cluster.device.memory_bytes,
         baseline=None
-        if baseline is None
-        else Baseline(strategy=ranking.fitting[baseline].strategy, measured=explorer.measured[baseline], gain=gain),
-        notes=tuple(_notes(job, explorer, chosen, wanted)),
-        plain_pass=job.ctx.plain_pass,
+        if baseline in explorer.failures
+        else Baseline(
+            strategy=ranking.fitting[baseline].strategy,
+            measured=explorer.measured.get(baseline),
+            expected_s=plain_s,
+            gain=1 - explorer.step_s(chosen) / plain_s,
+        ),
+        notes=(*_notes(explorer, chosen, wanted), *fallen),
+        plain_pass=expected,
+        instead=instead,
     )
 
 
-def _notes(job: Job, explorer: Explorer, chosen: int, wanted: Wanted) -> Iterator[str]:
-    limit = job.clock.limit
-    if explorer.baseline is None:
-        yield _no_time(limit)
-    elif limit is None:
+def _notes(explorer: Explorer, chosen: int, wanted: Wanted) -> Iterator[str]:
+    job = explorer.job
+    if chosen not in explorer.measured:
+        expected, low, high = (format_seconds(explorer.step_s(chosen, each)) for each in (0.0, -1.28, 1.28))
+        yield (
+            f"the choice is unmeasured, as a dry run of it was not worth its time, or there was none: a step is "
+            f"expected to take {expected} ({low} to {high} in four of five cases)"
+        )
+        logger.warning("%s is unmeasured: a step is expected to take %s", job.candidates[chosen].strategy, expected)
+    if job.clock.limit is None:
         yield f"no time_limit was given; the search had {format_seconds(job.clock.whole)}"
     level = max((EXACTNESS.index(each.exactness) for each in job.candidates[chosen].strategy), default=0)
     if wanted.precision is None and wanted.fixed is None and level > EXACTNESS.index("autocast"):
@@ -298,45 +301,13 @@ def _notes(job: Job, explorer: Explorer, chosen: int, wanted: Wanted) -> Iterato
             yield f"nothing more exact than {EXACTNESS[level]} fits in memory"
 
 
-def _no_time(limit: float | None) -> str:
-    given = "" if limit is None else f" of {format_seconds(limit)}"
-    told = f"there was no time for a dry run in the time_limit{given}: this is the baseline, un-searched and unmeasured"
-    logger.warning("%s", told)
-    return told
-
-
-def _nothing_ran(ranking: Ranking, explorer: Explorer, first: int) -> NoFeasiblePlanError:
-    left = len(ranking.fitting) - len(explorer.failures)
-    more = f", and {left} others were not run" if left else ""
+def _nothing_ran(ranking: Ranking, explorer: Explorer) -> NoFeasiblePlanError:
+    ran = [index for index, each in explorer.failures.items() if each.why == "failed"]
+    first = min(ran or explorer.failures)
     return NoFeasiblePlanError(
-        f"none of {explorer.num_runs} dry runs succeeded{more}. "
+        f"none of {explorer.num_runs} dry runs succeeded. "
         f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}",
         [each.to_json_data() for each in (*explorer.failures.values(), *ranking.rejected)],
-    )
-
-
-def _unsearched(ctx: Context, wanted: Wanted, seconds: float) -> Plan:
-    """The baseline of a model that there was no time to trace."""
-    methods = wanted.fixed if wanted.fixed is not None else Strategy.of(list(wanted.included or ()))
-    strategy = complete(methods, ctx.world.size)
-    barred = [name for name in wanted.excluded or () if name in strategy.names()]
-    if barred:
-        raise NoFeasiblePlanError(
-            f"there was no time to search, and the baseline, {strategy}, has {', '.join(barred)}, which is excluded; "
-            "give more time_limit, or a load_strategy",
-            [],
-        )
-    return Plan(
-        strategy=strategy,
-        estimate=None,
-        measured=None,
-        rejected=(),
-        num_compositions=1,
-        num_dry_runs=0,
-        seconds=seconds,
-        memory_bytes=ctx.cluster.device.memory_bytes,
-        notes=(_no_time(None),),
-        plain_pass=PlainPass(why_not="there was no time for it"),
     )
 
 

@@ -24,7 +24,7 @@ from atorch.auto.planner.estimate import (
     usable_bytes,
     usable_host_bytes,
 )
-from atorch.auto.planner.order import Order
+from atorch.auto.planner.order import simplest
 from atorch.auto.planner.plan import Estimate, Rejected, Why
 from atorch.auto.planner.space import Space, compositions
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
@@ -125,8 +125,8 @@ def _simple(space: Space, start: Cost) -> set[Strategy]:
 
 
 def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Scored], list[Scored]]:
-    """Those to choose dry runs from, the fastest and the simplest; and the rest."""
-    kept = {*range(RUNNABLE), *Order(fitting, fixed).simplest[: RUNNABLE // 4]}
+    """Those that dry runs are chosen from: the fastest by estimate, and the simplest."""
+    kept = {*range(RUNNABLE), *simplest(fitting, fixed)[: RUNNABLE // 4]}
     return (
         [each for index, each in enumerate(fitting) if index in kept],
         [each for index, each in enumerate(fitting) if index not in kept],

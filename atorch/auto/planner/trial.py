@@ -1,6 +1,7 @@
 """A strategy on trial: applied to a candidate and stepped on all ranks, together, whatever goes wrong on any of them.
 
-Every phase is guarded (`guard`): a candidate that fails or takes too long on one rank is given up on all.
+Every phase is guarded (`guard`): a candidate that fails on one rank is given up on all. Nothing is interrupted: where
+time is over is seen between phases.
 """
 
 from __future__ import annotations
@@ -44,17 +45,14 @@ class Trial:
         self._result: AccelerateResult | None = None
         self._batches: Iterator[Any] = iter(())
         self._memory = PeakMemory(self._device)
-        self._guard = Guard(ctx.world, crew, self._let_go, timeout_s=timeout_s, limit_s=limit_s)
+        self.is_overdue = False  # whether it was given up as it took longer than `limit_s`
+        self._limit_s = limit_s
+        self._guard = Guard(ctx.world, crew, self._let_go, timeout_s=timeout_s)
 
     @property
     def failure(self) -> str | None:
         """The first failure on any rank, the same on all."""
-        return self._guard.failure
-
-    @property
-    def is_overdue(self) -> bool:
-        """True if the failure was that it took longer than `limit_s`."""
-        return self._guard.is_overdue
+        return "its time was over before it was ready" if self.is_overdue else self._guard.failure
 
     @property
     def elapsed_s(self) -> float:
@@ -65,6 +63,9 @@ class Trial:
         """Apply, build, hold the first pass to plain training's, and take a step; whether all ranks could."""
         for phase in (self._guard.connect, self._build, self._check):
             if self._guard.together(phase) is None:
+                return False
+            self.is_overdue = self.elapsed_s > self._limit_s
+            if self.is_overdue:
                 return False
         seconds = self._guard.together(self._first_step)
         self.startup_s = self.elapsed_s

@@ -1,16 +1,14 @@
 """What turns with the baseline prove, and in which order compositions come."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
-from atorch.auto.planner.clock import DEFAULT_S, DEFAULT_STEPS, KEPT, Clock
+from atorch.auto.planner.clock import DEFAULT_S, DEFAULT_STARTS, DEFAULT_STEPS, KEPT, Clock
 from atorch.auto.planner.comparison import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
 from atorch.auto.planner.estimate import Scored
-from atorch.auto.planner.explore import Explorer, Job
-from atorch.auto.planner.order import Order, Turn
-from atorch.auto.planner.plan import Estimate, Measurement
+from atorch.auto.planner.order import simplest
+from atorch.auto.planner.plan import Estimate
 from atorch.auto.strategy import Strategy
 
 
@@ -69,15 +67,17 @@ def test_noise_makes_it_longer():
     assert turns(0.9) == {10 * LONGER}
 
 
-def test_the_default_limit_grows_with_the_baseline_and_a_given_one_does_not():
+def test_the_default_limit_grows_with_what_is_chosen_and_a_given_one_does_not():
     now = [100.0]
     clock = Clock(None, now=lambda: now[0])
     now[0] += 10
     assert clock.left == pytest.approx(DEFAULT_S * (1 - KEPT) - 10)
-    clock.saw_step(100.0)
+    clock.expects(step_s=100.0, start_s=1.0)
     assert clock.left == pytest.approx(DEFAULT_STEPS * 100 * (1 - KEPT) - 10)
+    clock.expects(step_s=1.0, start_s=100.0)
+    assert clock.left == pytest.approx(DEFAULT_STARTS * 100 * (1 - KEPT) - 10)
     given = Clock(3.0, now=lambda: now[0])
-    given.saw_step(100.0)
+    given.expects(100.0, 100.0)
     now[0] += 4
     assert given.left < 0
 
@@ -87,7 +87,7 @@ def order(*strategies, **arguments):
         Scored(Strategy.of(methods), Estimate(step_s=step_s, peak_bytes=peak, memory={}))
         for methods, step_s, peak in strategies
     ]
-    return Order(found, **arguments)
+    return simplest(found, **arguments)
 
 
 MESH, SPLIT = ("parallel_mode", [("data", 2)]), ("parallel_mode", [("tensor", 2)])
@@ -99,45 +99,9 @@ def test_the_simplest_is_ddp_then_the_fastest_of_the_exact():
         ([MESH, "fsdp", "compile"], 0.5, 1), ([MESH, "fsdp"], 0.8, 2), ([MESH, "ddp", BF16], 0.6, 3),
         ([MESH, "ddp"], 1.0, 4), ([SPLIT, "tensor_parallel"], 0.4, 1),
     )  # fmt: skip
-    assert found.simplest == [3, 1, 4, 0, 2]
-    assert found.next_baseline([]) == 3
-    assert found.next_baseline([3]) == 1
-    assert found.next_baseline([3, 0, 1, 4]) == 2
-
-
-def test_after_a_failure_what_needs_less_memory_is_next():
-    assert order(([], 1.0, 5), (["module_replace"], 1.1, 6), (["checkpoint"], 1.5, 2)).next_baseline([0]) == 2
-
-
-def test_turns():
-    found = order(
-        ([MESH, "ddp"], 1.0, 1), ([MESH, "ddp", BF16], 0.9, 1), ([MESH, "zero1"], 1.0, 1),
-        ([MESH, "zero1", BF16], 0.9, 1), ([MESH, "ddp", "compile"], 0.5, 1), ([SPLIT, "tensor_parallel"], 0.1, 1),
-        ([MESH, "zero1", BF16, "module_replace"], 0.8, 1),
-    )  # fmt: skip
-    turns = [found.turn(index, 0, 0, [0]) for index in range(7)]
-    assert turns[1:] == [Turn.AUTOCAST, Turn.SINGLE, Turn.COMBINED, Turn.COMPILED, Turn.SPLIT, Turn.COMBINED]
-    assert found.turn(3, 0, 0, [0, 1, 2]) == Turn.SINGLE  # both of its changes ran
-    assert found.turn(6, 0, 3, [0, 1, 2, 3]) == Turn.SINGLE  # one change from the best
-
-
-@pytest.mark.parametrize(("runs", "expected"), [(5, 1), (9, 3)])
-def test_late_a_split_that_never_ran_has_its_turn(runs, expected):
-    """Of several the one that is expected to be fastest, and nothing that must be compiled for it."""
-    found = order(
-        ([MESH, "ddp"], 1.0, 1), ([MESH, "zero1"], 0.9, 1), ([SPLIT, "tensor_parallel"], 0.8, 1),
-        ([SPLIT, "tensor_parallel", BF16], 0.7, 1), ([SPLIT, "tensor_parallel", BF16, "compile"], 0.1, 1),
-    )  # fmt: skip
-    clock, feed = Clock(1e4), SimpleNamespace(epoch=100)
-    job = Job(ctx=None, feed=feed, crew=None, candidates=found.candidates, order=found, clock=clock)
-    explorer = Explorer(job)
-    explorer.baseline, explorer.num_runs = 0, runs
-    explorer.measured[0] = Measurement(step_s=1.0, num_steps=5, startup_s=0.1, peak_bytes=1.0, memory_kind="allocated")
-    assert explorer.next_run() == expected
-    assert not found.is_new(2, [0, 3])
+    assert found == [3, 1, 4, 0, 2]
 
 
 def test_a_given_strategy_is_its_own_baseline():
     given = Strategy.of(["checkpoint"])
-    found = order(([("checkpoint", {"selective": True})], 0.5, 1), (["checkpoint"], 1.0, 1), given=given)
-    assert found.simplest[0] == 1
+    assert order(([("checkpoint", {"selective": True})], 0.5, 1), (["checkpoint"], 1.0, 1), given=given)[0] == 1

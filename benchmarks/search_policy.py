@@ -1,0 +1,426 @@
+"""What searches lose on machines that do not exist: the real explorer, drawn truths, a clock that is arithmetic.
+
+    python benchmarks/search_policy.py [--jobs FILE] [--seeds A:B] [--limits 30,60,none] [--wide 2] [--json OUT]
+
+Candidates and estimates are the planner's for each job. A machine is drawn around them: how far estimates are off, by
+kind of work (`cost.uncertainty`), by method and by composition; how long starts take, within a factor of 2; how much
+memory is needed, which is off by 10 %, and on one method by a factor of 1.9; and one method always fails. The explorer
+then searches as on a device. What it chooses is applied, where that fails what stands behind it. Regret is its step
+over the least of all that run, - 1.
+
+`--jobs` takes a list of {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "batch", "cluster"}, the batch
+on all devices together. `--json` writes a list of {job, limit, seed, regret, runs, seconds, chosen,
+first_by_estimate_regret}; the last is what the first by estimate loses of those that run. A row `replay` is a machine
+that answers what an H200 answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.offline import subject_of
+from atorch.auto.planner.clock import Clock
+from atorch.auto.planner.estimate import Scored
+from atorch.auto.planner.explore import Explorer, Job
+from atorch.auto.planner.guide import tokens_of
+from atorch.auto.planner.measuring import Failure
+from atorch.auto.planner.order import compiles
+from atorch.auto.planner.planner import compiled_ops
+from atorch.auto.planner.ranking import Wanted, best_level
+from atorch.auto.planner.starts import FIRST_STEPS, Starts
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
+from atorch.cost import ModelProfile, plain_cost
+from atorch.cost.uncertainty import KINDS, OWN, SIGMA, Uncertainty
+
+SEEDS, LIMITS = range(100), (15.0, 30.0, 60.0, 120.0, None, 600.0)
+# Of the error of one composition alone, what follows from each of its methods, and the rest: together as far apart as
+# `OWN` puts two compositions that differ in three methods.
+METHOD, REST = OWN * 2 / 3, OWN / 2
+NOISE, MEMORY, MUCH_MEMORY, START = 0.01, 0.1, 1.9, 2.0
+BEFORE_S = 3.0  # that tracing, ranking and plain training's first pass take
+MAX_ATTEMPTS = 24
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A job whose candidates are known: what is worked out once for all drawn machines."""
+
+    name: str
+    cluster: ClusterSpec
+    candidates: Sequence[Scored]
+    shares: np.ndarray[Any, Any]  # of each kind of work in each candidate's step
+    num_ops: float
+    param_bytes: float
+    epoch: int = 2_000
+
+    @classmethod
+    def of(cls, name: str, profile: ModelProfile, batch: int, cluster: ClusterSpec) -> Searched:
+        """From a traced model, and the batch of all devices."""
+        start = plain_cost(profile, batch, cluster.device.memory_bytes)
+        candidates = best_level(profile, start, cluster, Wanted()).fitting
+        uncertainty = Uncertainty(cluster)
+        shares = np.array([uncertainty.shares(each.strategy.cost(start)) for each in candidates])
+        return cls(name, cluster, candidates, shares, compiled_ops(profile), float(profile.param_bytes))
+
+    def starts(self) -> Starts:
+        """What the explorer is told of starts."""
+        return Starts(self.cluster.device.type, self.num_ops, self.param_bytes)
+
+
+class Alone:
+    """One process, which agrees with itself."""
+
+    def hear(self, value: Any) -> Any:
+        return value
+
+
+class Hand:
+    """The time of a clock."""
+
+    time_s = 0.0
+
+    def __call__(self) -> float:
+        return self.time_s
+
+
+class Machine:
+    """What a job's compositions really take: what runs them on a drawn machine, or one that answers as another did."""
+
+    def __init__(self, job: Searched, step_s: Sequence[float], start_s: Sequence[float], failures: Mapping[int, str]):
+        self.job, self.step_s, self.start_s, self.failures = job, step_s, start_s, failures
+        self.now = Hand()
+        self.noise: Callable[[], float] = lambda: 0.0
+        self._places = {each.strategy: index for index, each in enumerate(job.candidates)}
+
+    @classmethod
+    def drawn(cls, job: Searched, seed: int, wide: float = 1.0) -> Machine:
+        """The machine of a seed, on which estimates are off `wide` times as far as is known."""
+        chance = np.random.default_rng(seed)
+        tokens = [tokens_of(each.strategy) for each in job.candidates]
+        sigmas = np.array([SIGMA[kind] for kind in KINDS])
+        by_kind = job.shares @ (sigmas * chance.normal(size=len(KINDS)))
+        named = sorted(set().union(*tokens))
+        effects = dict(zip(named, METHOD * chance.normal(size=len(named)), strict=True))
+        own = np.array([sum(effects[each] for each in held) for held in tokens])
+        errors = by_kind + own + REST * chance.normal(size=len(tokens))
+        estimates = np.array([each.estimate.step_s for each in job.candidates])
+        step_s = estimates * np.exp(wide * errors)
+        failures = _failures(job, chance)
+        factors = {kind: START ** chance.uniform(-1, 1) for kind in (False, True)}
+        starts = job.starts()
+        start_s = [
+            starts.expected_s(each.strategy, 0.0) * factors[compiles(each.strategy)] * math.exp(chance.normal(0, 0.1))
+            for each in job.candidates
+        ]
+        machine = cls(job, step_s.tolist(), start_s, failures)
+        machine.noise = lambda: float(chance.normal(0, NOISE))
+        return machine
+
+    def refusal(self, strategy: Strategy) -> None:
+        """Nothing is known to be refused."""
+
+    def trial(self, strategy: Strategy, limit_s: float) -> Trial:
+        """A composition on this machine."""
+        return Trial(self, self._places[strategy], limit_s)
+
+    @property
+    def running(self) -> list[int]:
+        """What runs, the first by estimate first."""
+        return [index for index in range(len(self.step_s)) if index not in self.failures]
+
+    def searched(self, limit: float | None, seed: int) -> dict[str, Any]:
+        """What a search in so many seconds chooses here."""
+        job, clock = self.job, Clock(limit, now=self.now, began=0.0)
+        self.now.time_s = BEFORE_S
+        explorer = Explorer(
+            Job(
+                cluster=job.cluster, crew=Alone(), candidates=job.candidates, clock=clock, starts=job.starts(),
+                epoch=lambda: job.epoch,
+            )  # type: ignore[arg-type]
+        )  # fmt: skip
+        explorer.explore(self)
+        attempts = 0
+        while (chosen := explorer.choice()) in self.failures and attempts < MAX_ATTEMPTS:
+            attempts += 1
+            self.now.time_s += self.start_s[chosen]
+            explorer.reject(chosen, Failure("failed", self.failures[chosen]))
+        least = min(self.step_s[index] for index in self.running)
+        return {
+            "job": job.name,
+            "limit": limit,
+            "seed": seed,
+            "regret": math.inf if chosen in self.failures else self.step_s[chosen] / least - 1,
+            "runs": explorer.num_runs,
+            "seconds": self.now.time_s,
+            "chosen": str(job.candidates[chosen].strategy),
+            "first_by_estimate_regret": self.step_s[self.running[0]] / least - 1,
+        }
+
+
+def _failures(job: Searched, chance: np.random.Generator) -> dict[int, str]:
+    """What does not run, and why: memory is short, or it has the method that always fails."""
+    names = [set(each.strategy.names()) for each in job.candidates]
+    optional = sorted(set().union(*names) - set.intersection(*names))
+    fails, much = (str(chance.choice(optional)) if optional else "" for _ in range(2))
+    found = {}
+    for index, each in enumerate(job.candidates):
+        needed = each.estimate.needed_bytes * math.exp(chance.normal(0, MEMORY))
+        if fails in names[index]:
+            found[index] = f"RuntimeError: {fails} fails here"
+        elif needed * (MUCH_MEMORY if much in names[index] else 1.0) > job.cluster.device.memory_bytes:
+            found[index] = "OutOfMemoryError: out of memory"
+    return found if len(found) < len(names) else {}
+
+
+class Trial:
+    """A composition on a machine: takes its time by the machine's clock."""
+
+    memory_kind = "allocated"
+    is_overdue = False
+
+    def __init__(self, machine: Machine, index: int, limit_s: float) -> None:
+        self.failure: str | None = None
+        self.startup_s = self.elapsed_s = 0.0
+        self._machine, self._index = machine, index
+
+    def start(self) -> bool:
+        machine = self._machine
+        self._spend(machine.start_s[self._index])
+        self.failure = machine.failures.get(self._index)
+        if self.failure is None:
+            self._spend(FIRST_STEPS * machine.step_s[self._index])
+        self.startup_s = self.elapsed_s
+        return self.failure is None
+
+    def step(self) -> float:
+        seconds = self._machine.step_s[self._index] * math.exp(self._machine.noise())
+        self._spend(seconds)
+        return seconds
+
+    def peak_bytes(self) -> float:
+        self.step()
+        return self._machine.job.candidates[self._index].estimate.peak_bytes
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _spend(self, seconds: float) -> None:
+        self._machine.now.time_s += seconds
+        self.elapsed_s += seconds
+
+
+SHAPES = {
+    "125M": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 50304},
+    "1.1B": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "ffn": 5632, "vocab": 32000},
+    "3B": {"hidden": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
+    "8B": {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256},
+}
+
+
+def llama(given: Mapping[str, Any], name: str | None = None) -> Searched:
+    """The job of one entry of `--jobs`."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=given["vocab"], hidden_size=given["hidden"], intermediate_size=given["ffn"],
+        num_hidden_layers=given["layers"], num_attention_heads=given["heads"],
+        num_key_value_heads=given["kv_heads"], max_position_embeddings=given["seq"], use_cache=False,
+    )  # fmt: skip
+    tokens = torch.zeros((given["batch"], given["seq"]), dtype=torch.long)
+    name = name or f"{given['layers']} × {given['hidden']}, {given['batch']} × {given['seq']} on {given['cluster']}"
+    return _searched(
+        name, lambda: transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}, given["cluster"]
+    )
+
+
+def vit(batch: int, cluster: str) -> Searched:
+    import transformers
+
+    data = {"pixel_values": torch.zeros((batch, 3, 224, 224)), "labels": torch.zeros(batch, dtype=torch.long)}
+    config = transformers.ViTConfig(num_labels=1000)
+    name = f"ViT, {batch} on {cluster}"
+    return _searched(name, lambda: transformers.ViTForImageClassification(config), data, cluster)
+
+
+def resnet(batch: int, cluster: str) -> Searched:
+    import transformers
+
+    data = {"pixel_values": torch.zeros((batch, 3, 224, 224)), "labels": torch.zeros(batch, dtype=torch.long)}
+    config = transformers.ResNetConfig(num_labels=1000)
+    name = f"ResNet-50, {batch} on {cluster}"
+    return _searched(name, lambda: transformers.ResNetForImageClassification(config), data, cluster)
+
+
+def _searched(name: str, make: Callable[[], nn.Module], batch: Mapping[str, torch.Tensor], cluster: str) -> Searched:
+    with torch.device("meta"):
+        model = make()
+    spec, optim = ClusterSpec.load(cluster), {"fused": not cluster.endswith("cpu")}
+    subject = subject_of(
+        model, batch, spec, loss_func=lambda batch, output: output["loss"], optim_func=torch.optim.AdamW,
+        optim_args=optim, model_input_format="unpack_dict",
+    )  # fmt: skip
+    return Searched.of(name, subject.profile, len(next(iter(batch.values()))), spec)
+
+
+class Block(nn.Module):
+    """Two convolutions with group norm, from one number of channels to another."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(inner, outer, 3, padding=1), nn.Conv2d(outer, outer, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(8, outer) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.silu(self.norms[0](self.first(x)))
+        return nn.functional.silu(self.norms[1](self.second(x)))
+
+
+class UNet(nn.Module):
+    """Down to an eighth and up again, with what was passed on the way beside."""
+
+    def __init__(self, channels: int = 64) -> None:
+        super().__init__()
+        widths = [channels * 2**depth for depth in range(4)]
+        self.down = nn.ModuleList(Block(a, b) for a, b in zip([3, *widths], widths, strict=False))
+        self.up = nn.ModuleList(Block(a + b, b) for a, b in zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.head = nn.Conv2d(channels, 3, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        passed: list[torch.Tensor] = []
+        for block in self.down:
+            x = block(x if not passed else nn.functional.max_pool2d(x, 2))
+            passed.append(x)
+        for block, beside in zip(self.up, passed[-2::-1], strict=True):
+            x = block(torch.cat([nn.functional.interpolate(x, scale_factor=2.0), beside], 1))
+        return {"loss": nn.functional.mse_loss(self.head(x), labels)}
+
+
+def unet(batch: int, cluster: str) -> Searched:
+    image = torch.zeros((batch, 3, 128, 128))
+    return _searched(f"UNet, {batch} on {cluster}", UNet, {"x": image, "labels": image}, cluster)
+
+
+def of_shape(shape: str, batch: int, seq: int, cluster: str) -> Searched:
+    given = {**SHAPES[shape], "batch": batch, "seq": seq, "cluster": cluster}
+    return llama(given, f"{shape}, {batch} × {seq} on {cluster}")
+
+
+JOBS: Sequence[Callable[[], Searched]] = (
+    partial(of_shape, "1.1B", 8, 2048, "1xH200-141GB"),
+    partial(of_shape, "125M", 32, 1024, "1xH100-80GB"),
+    partial(of_shape, "3B", 4, 4096, "1xH100-80GB"),
+    partial(of_shape, "1.1B", 8, 2048, "1xA100-80GB"),
+    partial(of_shape, "125M", 16, 1024, "1xRTX4090"),
+    partial(of_shape, "125M", 16, 512, "1xT4"),
+    partial(of_shape, "1.1B", 16, 2048, "2xA100-80GB"),
+    partial(of_shape, "3B", 16, 4096, "2xH200-141GB"),
+    partial(of_shape, "8B", 32, 4096, "8xH100-80GB"),
+    partial(of_shape, "8B", 32, 2048, "8xA100-80GB"),
+    partial(of_shape, "125M", 8, 256, "2xcpu"),
+    partial(vit, 128, "1xA100-80GB"),
+    partial(vit, 512, "8xH100-80GB"),
+    partial(resnet, 256, "1xRTX4090"),
+    partial(resnet, 64, "2xcpu"),
+    partial(unet, 64, "1xH100-80GB"),
+)
+
+
+ANSWERED: Mapping[str, float | None] = {
+    "": None,
+    "module_replace + micro_batch(size=4)": 2.91,
+    "module_replace + amp_native(bf16) + micro_batch(size=4)": 0.319,
+    "module_replace + amp_native(bf16) + micro_batch(size=2)": 0.350,
+    "module_replace + amp_native(bf16) + chunk + micro_batch(size=4)": 0.282,
+    "module_replace + amp_native(bf16) + checkpoint(selective=True) + chunk + micro_batch(size=4)": 0.429,
+    "amp_native(bf16) + chunk + micro_batch(size=4)": 0.335,
+    "module_replace + amp_native(bf16) + chunk": 0.262,
+    "module_replace + amp_native(bf16) + checkpoint + chunk": 0.327,
+    "module_replace + amp_native(bf16) + checkpoint + chunk(hybrid=False) + activations offloaded": 0.758,
+    "module_replace + amp_native(bf16) + chunk + micro_batch(size=1)": 0.756,
+}
+"""Seconds of steps on an H200, commit bb36607; None ran out of memory. What was compiled never ran there."""
+
+
+def replay(limits: Sequence[float | None]) -> Iterator[dict[str, Any]]:
+    """Searches on a machine that answers what an H200 answered, and knows of nothing else."""
+    job = of_shape("1.1B", 8, 2048, "1xH200-141GB")
+    ran = {name or "plain": seconds for name, seconds in ANSWERED.items()}
+    kept = [index for index, each in enumerate(job.candidates) if str(each.strategy) in ran]
+    job = replace(job, name="replay of an H200", candidates=[job.candidates[i] for i in kept], shares=job.shares[kept])
+    answers = [ran[str(each.strategy)] for each in job.candidates]
+    failures = {index: "OutOfMemoryError: out of memory" for index, each in enumerate(answers) if each is None}
+    for limit in limits:
+        machine = Machine(job, [each or 3.0 for each in answers], [6.5] * len(answers), failures)
+        yield machine.searched(limit, 0)
+
+
+def summary(found: Sequence[Mapping[str, Any]], limits: Sequence[float | None]) -> Iterator[str]:
+    """A line a limit."""
+    for limit in limits:
+        rows = [each for each in found if each["limit"] == limit]
+        regrets = sorted(each["regret"] for each in rows)
+        first = statistics.mean(each["first_by_estimate_regret"] for each in rows)
+        by_job = {each["job"]: [] for each in rows}
+        for each in rows:
+            by_job[each["job"]].append(each["regret"] - each["first_by_estimate_regret"])
+        behind = max(statistics.mean(each) for each in by_job.values())
+        yield (
+            f"{'none' if limit is None else f'{limit:.0f} s':6} regret mean {statistics.mean(regrets):6.1%}, "
+            f"median {statistics.median(regrets):6.1%}, p95 {regrets[int(0.95 * len(regrets))]:6.1%}, "
+            f"worst {regrets[-1]:6.1%}; first by estimate {first:6.1%} (behind it at most {behind:.1%}); "
+            f"{statistics.mean(each['runs'] for each in rows):4.1f} runs, "
+            f"{statistics.mean(each['seconds'] for each in rows):4.0f} s, "
+            f"at most {max(each['seconds'] for each in rows):4.0f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=Path, metavar="FILE", help="other jobs than those that are built in")
+    parser.add_argument("--seeds", default="0:100", metavar="A:B")
+    parser.add_argument("--limits", default="15,30,60,120,none,600", metavar="S,S,…")
+    parser.add_argument("--wide", type=float, default=1.0, help="how many times as far off estimates are")
+    parser.add_argument("--only", default="", metavar="WORD", help="built-in jobs whose name has it")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    given = parser.parse_args()
+    limits = [None if each == "none" else float(each) for each in given.limits.split(",")]
+    seeds = range(*(int(each) for each in given.seeds.split(":")))
+    jobs = JOBS if given.jobs is None else [partial(llama, each) for each in json.loads(given.jobs.read_text())]
+    found: list[dict[str, Any]] = []
+    for make in jobs:
+        job = make()
+        if given.only not in job.name:
+            continue
+        rows = [Machine.drawn(job, seed, given.wide).searched(limit, seed) for limit in limits for seed in seeds]
+        print(f"{job.name}: {len(job.candidates)} candidates", flush=True)
+        for line in summary(rows, limits):
+            print(f"  {line}", flush=True)
+        found += rows
+    if given.jobs is None and given.only in "replay":
+        rows = list(replay(limits))
+        print("\n".join(["replay of an H200", *(f"  {each}" for each in rows)]))
+    print("all jobs")
+    for line in summary(found, limits):
+        print(f"  {line}")
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
