@@ -20,7 +20,7 @@ from atorch.errors import ArgumentError
 from atorch.runtime.asked import can_be_reached, is_asked, is_captured, postpone, postponed
 from atorch.runtime.first_order import refuse_second_order
 from atorch.runtime.losses import value_of, with_value
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.reduction import Reduction
 from atorch.runtime.wrapped_optimizer import local
 
@@ -132,11 +132,11 @@ def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
 def deposit_loss(loss: Any, gradients: Gradients) -> Any:
     """A loss whose scalar hands the gradients over; other tensors beside it say that they cannot go backward."""
     value = value_of(loss)
-    return with_value(loss if loss is value else map_leaves(_aside, loss), deposit(value, gradients))
+    return with_value(loss if loss is value else map_tensors(_aside, loss), deposit(value, gradients))
 
 
-def _aside(leaf: Any, place: str) -> Any:
-    if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+def _aside(leaf: torch.Tensor) -> Any:
+    if not leaf.is_floating_point():
         return leaf
     return _Aside.apply(leaf, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
 

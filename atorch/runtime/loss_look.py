@@ -19,7 +19,7 @@ from atorch.distributed.collectives import everyone, gather_objects, nobody_else
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.loss_weight import IGNORED, Losses, LossWeight, labels_of, tolerance_of
 from atorch.runtime.losses import LossFunc, value_of
-from atorch.runtime.nested import is_strings, map_leaves
+from atorch.runtime.nested import is_strings, leaves_of, map_leaves, map_tensors, tensors_in
 from atorch.runtime.override import override
 from atorch.runtime.split import joined, portion, shared_rows
 from atorch.runtime.still import still, untouched
@@ -59,7 +59,7 @@ class Calls:
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep the arguments that gave an output."""
-        self._kept = [*self._kept[1 - KEPT_CALLS :], (id(output), map_leaves(_detached, (args, kwargs)))]
+        self._kept = [*self._kept[1 - KEPT_CALLS :], (id(output), map_tensors(Tensor.detach, (args, kwargs)))]
 
     def of(self, output: Any) -> Any:
         """The arguments that gave it, (positional, by keyword); None where it was another call's."""
@@ -80,10 +80,6 @@ def _noting(call: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
         return output
 
     return noted
-
-
-def _detached(leaf: Any, place: str) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def kind_of(data: Any) -> Any:
@@ -163,15 +159,11 @@ class Look:
         Raises:
             ArgumentError: the batch or the model's arguments have a whole number, or a tensor without dimensions.
         """
-        counts: list[str] = []
-
-        def note(leaf: Any, place: str) -> Any:
-            if type(leaf) is int or (isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.dtype != torch.bool):
-                counts.append(place)
-            return leaf
-
-        map_leaves(note, (self._batch, self._call))
-        if counts:
+        given = (leaf for _, leaf in leaves_of((self._batch, self._call)))
+        if any(
+            type(leaf) is int or (isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.dtype != torch.bool)
+            for leaf in given
+        ):
             raise ArgumentError(
                 "the loss is a sum, divided by a number that your loop gives (as num_items_in_batch is). It may count "
                 "this process's samples, or those of all processes. Tell auto_accelerate which: loss_weight='sum' if "
@@ -302,28 +294,14 @@ class Look:
 
 def _short(output: Any) -> torch.dtype | None:
     """The dtype of 16 bits that tensors of an output have."""
-    found: list[torch.dtype] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dtype.itemsize == 2:
-            found.append(leaf.dtype)
-        return leaf
-
-    map_leaves(note, output)
-    return found[0] if found else None
+    found = (leaf.dtype for leaf in tensors_in(output) if leaf.requires_grad and leaf.dtype.itemsize == 2)
+    return next(found, None)
 
 
 def _follows(output: Any, rows: int) -> bool:
     """True if all that the loss could reach the model by has the batch's rows, or a multiple."""
-    dims: list[bool] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            dims.append(leaf.dim() > 0 and leaf.shape[0] > 0 and leaf.shape[0] % rows == 0)
-        return leaf
-
-    map_leaves(note, output)
-    return bool(dims) and all(dims)
+    reached = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
+    return bool(reached) and all(leaf.dim() > 0 and leaf.shape[0] > 0 and leaf.shape[0] % rows == 0 for leaf in reached)
 
 
 def _cuts(rows: int) -> list[int]:
@@ -339,20 +317,12 @@ def _spread(one: Sequence[float], two: Sequence[float]) -> float:
 
 def _sums(batch: Any) -> list[float]:
     """Sums that tell batches apart: ranks that share a sample have the same."""
-    found: list[float] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, Tensor) and not leaf.is_complex():
-            found.append(float(leaf.double().sum()))
-        return leaf
-
-    map_leaves(note, batch)
-    return found
+    return [float(leaf.double().sum()) for leaf in tensors_in(batch) if not leaf.is_complex()]
 
 
 def _sent(sample: Any, rank: int, device: torch.device) -> Any:
     """Rank `rank`'s sample, on every rank."""
-    mine = map_leaves(lambda leaf, place: leaf.cpu() if isinstance(leaf, Tensor) else leaf, sample)
+    mine = map_tensors(Tensor.cpu, sample)
     box = [mine if dist.get_rank() == rank else None]
     dist.broadcast_object_list(box, src=rank, group=everyone())
-    return map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, box[0])
+    return map_tensors(lambda leaf: leaf.to(device), box[0])

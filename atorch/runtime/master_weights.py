@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.stand_ins import MakeOptimizer, StandIns, unrounded
 from atorch.runtime.wrapped_optimizer import local
 
@@ -51,7 +51,7 @@ def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDic
 def cast_inputs(prepare_input: Callable[[Any, Any], Any], dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     """`prepare_input` whose floating-point tensors come out in `dtype`, wherever they are nested."""
 
-    return lambda data, device: map_leaves(lambda leaf, place: _cast(dtype, leaf), prepare_input(data, device))
+    return lambda data, device: map_tensors(lambda leaf: _cast(dtype, leaf), prepare_input(data, device))
 
 
 def cast_arguments(model: nn.Module, dtype: torch.dtype) -> None:

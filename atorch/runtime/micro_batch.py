@@ -26,7 +26,7 @@ from atorch.runtime.deferred import Apart, Deferred, deposit_loss, gradients_apa
 from atorch.runtime.loss_look import Look, kind_of, losses_of
 from atorch.runtime.loss_weight import LossWeight, Rule, any_process
 from atorch.runtime.losses import LossFunc, value_of
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.override import override
 from atorch.runtime.rank_weight import RankWeight, by_kind, without_gradient
 from atorch.runtime.reduction import Reduction
@@ -121,7 +121,7 @@ class MicroBatched:
         if not weight and not bool(torch.isfinite(value)):
             value = without_gradient(value, output)
         (value * weight).backward()
-        return map_leaves(_detached, loss)
+        return map_tensors(torch.Tensor.detach, loss)
 
     def _bounds(self, rows: int) -> list[tuple[int, int]]:
         size = self._size if isinstance(self._size, int) else rows
@@ -219,7 +219,3 @@ def _deferring(call: Callable[..., Any], switch: _Switch) -> Callable[..., Any]:
         return call(self, *args, **kwargs)
 
     return defer
-
-
-def _detached(leaf: Any, place: str) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -33,6 +33,28 @@ def map_leaves(change: Change, data: Any, place: str = "batch") -> Any:
     return change(data, place)
 
 
+def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
+    """`data` with every tensor replaced by `change(tensor)`, and other leaves as they are."""
+    return map_leaves(lambda leaf, place: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
+
+
+def leaves_of(data: Any, place: str = "batch") -> list[tuple[str, Any]]:
+    """(place, leaf) of every leaf, as `map_leaves` knows them, in order."""
+    found: list[tuple[str, Any]] = []
+
+    def note(leaf: Any, place: str) -> Any:
+        found.append((place, leaf))
+        return leaf
+
+    map_leaves(note, data, place)
+    return found
+
+
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves, in order."""
+    return [leaf for _, leaf in leaves_of(data) if isinstance(leaf, torch.Tensor)]
+
+
 def is_strings(data: Any) -> bool:
     """True if `data` is a list of strings, at least one."""
     return isinstance(data, list) and bool(data) and all(isinstance(item, (str, bytes)) for item in data)

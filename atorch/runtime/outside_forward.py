@@ -26,7 +26,7 @@ from atorch.errors import ArgumentError
 from atorch.runtime.collective_order import Step
 from atorch.runtime.first_order import refuse_second_order
 from atorch.runtime.fsdp_state import groups_of, show_sharded
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import tensors_in
 
 _TENSOR: Any = Tensor
 READING = frozenset(("item", "tolist", "numpy", "is_nonzero", "equal", "allclose")) | {
@@ -181,13 +181,9 @@ class _Between:
                     if of.unsharded_param.requires_grad != of.sharded_param.requires_grad:
                         of.sharded_param.requires_grad_(of.unsharded_param.requires_grad)
 
-        def each(leaf: Any, _: str) -> Any:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._begin_backward)
-            return leaf
-
-        if torch.is_grad_enabled():
-            map_leaves(each, output)
+        for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: Tensor) -> None:
         refuse_second_order("fsdp and zero2, which free in backward what forward has gathered")

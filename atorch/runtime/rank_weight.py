@@ -31,7 +31,7 @@ from atorch.logs import OF_THIS_RANK, logger
 from atorch.runtime.loss_look import Calls, Look, kind_of, losses_of
 from atorch.runtime.loss_weight import LossWeight, Rule, any_processes, sums
 from atorch.runtime.losses import LossFunc, value_of, with_value
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import tensors_in
 from atorch.runtime.split import shared_rows
 
 T = TypeVar("T")
@@ -292,14 +292,7 @@ def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:
 
 def without_gradient(value: Tensor, output: Any) -> Tensor:
     """`value`, whose backward gives `output` gradients of 0: where nothing counts, 0/0 would not do so."""
-    leaves: list[Tensor] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaves.append(leaf)
-        return leaf
-
-    map_leaves(note, output)
+    leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
     # A scalar may be the loss that the model has computed.
     chosen = [leaf for leaf in leaves if leaf.dim() > 0] or leaves
     return _Nothing.apply(value.detach(), *chosen) if chosen else value  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from atorch.distributed.description import both_ways
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.first_order import refuse_transforms
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import leaves_of
 
 LOOKS = 3  # passes that are compared: a loader that deals batches out by rank differs in the first
 FEW = 64  # numbers of each tensor
@@ -56,14 +56,10 @@ class _Looking:
             self._handle[0].remove()
         exact: list[Any] = []
         rounded: list[Any] = []
-
-        def note(leaf: Any, place: str) -> Any:
+        for place, leaf in leaves_of([args, kwargs]):
             if isinstance(leaf, Tensor):
                 exact.append((place, tuple(leaf.shape)))
                 (rounded if leaf.is_floating_point() else exact).append(leaf.detach().reshape(-1)[:FEW].tolist())
-            return leaf
-
-        map_leaves(note, [args, kwargs])
         told = [*both_ways(exact), *both_ways(rounded)]
         for group in self._groups.values():
             told = largest(told, group)  # over the product of the axes in the end, so that all of them raise

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from atorch.errors import ArgumentError
-from atorch.runtime.nested import is_strings, map_leaves, refilled
+from atorch.runtime.nested import is_strings, leaves_of, map_leaves, refilled, tensors_in
 
 
 def num_rows(**data: Any) -> int:
@@ -17,15 +17,8 @@ def num_rows(**data: Any) -> int:
     Raises:
         ArgumentError: tensors differ; both are named, by the keywords of this call.
     """
-    found: list[tuple[str, int]] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] != 1:
-            found.append((place, leaf.shape[0]))
-        return leaf
-
-    for name, value in data.items():
-        map_leaves(note, value, name)
+    leaves = (pair for name, value in data.items() for pair in leaves_of(value, name))
+    found = [(place, leaf.shape[0]) for place, leaf in leaves if isinstance(leaf, torch.Tensor) and _has_rows(leaf)]
     for place, size in found:
         if size != found[0][1]:
             raise ArgumentError(
@@ -40,16 +33,13 @@ def shared_rows(data: Any) -> int | None:
 
     Tensors of one row, and scalars, do not count. None where there is no such number: a graph, say.
     """
-    sizes: set[int] = set()
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] != 1:
-            sizes.add(leaf.shape[0])
-        return leaf
-
-    map_leaves(note, data)
+    sizes = {leaf.shape[0] for leaf in tensors_in(data) if _has_rows(leaf)}
     rows = min(sizes, default=1)
     return rows if rows and all(size % rows == 0 for size in sizes) else None
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] != 1
 
 
 def portion(data: Any, start: int, stop: int, rows: int) -> Any:
@@ -66,12 +56,10 @@ def portion(data: Any, start: int, stop: int, rows: int) -> Any:
 
 def joined(one: Any, two: Any, rows: int, more: int) -> Any:
     """The `rows` rows of one and the `more` rows of another as one; of what has no rows, the first's."""
-    others: list[Any] = []
-    map_leaves(lambda leaf, place: others.append(leaf), two)
-    rest = iter(others)
+    rest = iter(leaves_of(two))
 
     def join(leaf: Any, place: str) -> Any:
-        other = next(rest)
+        _, other = next(rest)
         if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
             has_rows = leaf.dim() > 0 and leaf.shape[0] % rows == 0 and other.shape[0] % more == 0
             return torch.cat([leaf, other]) if has_rows else leaf

@@ -27,7 +27,7 @@ from atorch.distributed.collectives import agreed, gather_objects, several
 from atorch.distributed.description import described
 from atorch.errors import ArgumentError, shown
 from atorch.logs import logger
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import tensors_in
 from atorch.runtime.wrapper import Wrapper
 from atorch.units import format_seconds
 
@@ -197,12 +197,9 @@ class StragglerDetector:
     def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
         self._end(FORWARD)
         if self._is_own and torch.is_grad_enabled():
-            map_leaves(self._await_gradient, output)
-
-    def _await_gradient(self, leaf: Any, _: str) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(self._begin_backward)
-        return leaf
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: torch.Tensor) -> None:
         if BACKWARD not in self._since:

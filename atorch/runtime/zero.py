@@ -26,7 +26,7 @@ from atorch.distributed.collectives import agreed, meet, together
 from atorch.distributed.description import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.buckets import broadcast
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.optimizer_probe import MakeOptimizer, makes_elementwise
 from atorch.runtime.sliced_buckets import can_cut, gather, sliced_buckets
 from atorch.runtime.slices import follow, gradient_values, lend_gradient, origin, slice_of
@@ -329,7 +329,7 @@ def _listing(entries: list[Any]) -> dict[str, Any]:
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    moved: dict[str, Any] = map_leaves(lambda leaf, _: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state)
+    moved: dict[str, Any] = map_tensors(Tensor.cpu, state)
     return moved
 
 

@@ -22,7 +22,7 @@ from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger, speaking
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.caches import turn_off_caches
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.observing import Reads, route_of
 from atorch.runtime.pipeline.placed import Placed, by_torch
@@ -186,7 +186,7 @@ def _watched(
         return outputs[-1]
 
     route = route_of(whole, units, call, run)
-    after = Body(function, _beside(whole, sample), 0, _Giving(map_leaves(_zeros, outputs[-1])), {})
+    after = Body(function, _beside(whole, sample), 0, _Giving(map_tensors(_zeros, outputs[-1])), {})
     reads = Reads(whole)
     try:
         with reads:
@@ -212,7 +212,7 @@ def _beside(whole: nn.Module, sample: Arguments) -> Arguments:
     device = next(whole.parameters()).device
     if device.type == "meta":
         device = torch.device("cpu")
-    moved: Arguments = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample)
+    moved: Arguments = map_tensors(lambda leaf: leaf.to(device), sample)
     return moved
 
 
@@ -239,8 +239,8 @@ class _Giving(nn.Module):
         return self._output
 
 
-def _zeros(leaf: Any, place: str) -> Any:
-    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+def _zeros(leaf: Tensor) -> Tensor:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)
 
 
 def _say(owner: Session, division: Division) -> None:

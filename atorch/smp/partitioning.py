@@ -28,7 +28,7 @@ from atorch.errors import ArgumentError, StrategyError, shown
 from atorch.logs import logger
 from atorch.profiler.unit_costs import unit_costs
 from atorch.runtime.meta_device import has_meta
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.pipeline.partition import partition as least_largest
 from atorch.runtime.pipeline.route import Route
 from atorch.runtime.pipeline.stage import STAGE
@@ -327,7 +327,7 @@ def _watched(
         with torch.no_grad(), untouched(model), nullcontext() if for_real else FakeTensorMode(
             allow_non_fake_inputs=True
         ):  # fmt: skip
-            args, kwargs = call if for_real else map_leaves(_faked, call)
+            args, kwargs = call if for_real else map_tensors(_faked, call)
             model(*args, **kwargs)
     finally:
         for handle in handles:
@@ -335,18 +335,12 @@ def _watched(
     return seconds, returned
 
 
-def _faked(leaf: Any, place: str) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
+def _faked(leaf: Tensor) -> Tensor:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _division(

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
 from atorch.runtime.amp import LossScale
 from atorch.runtime.master_weights import cast_arguments, to_half
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.smp.body import stage_in
 from atorch.smp.config import Config
 
@@ -41,11 +41,11 @@ def widen_output(part: nn.Module) -> None:
     """Let the model's output come out in fp32 where `part` makes it."""
     stage = stage_in(part)
     if stage is None or stage.is_last:
-        part.register_forward_hook(lambda module, args, output: map_leaves(_widened, output))
+        part.register_forward_hook(lambda module, args, output: map_tensors(_widened, output))
 
 
-def _widened(leaf: Any, place: str) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+def _widened(leaf: Tensor) -> Tensor:
+    return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf
 
 
 @dataclass(frozen=True)

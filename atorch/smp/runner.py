@@ -21,7 +21,7 @@ from atorch.distributed.description import both_ways
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.runtime.buckets import broadcast
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.placed import Placed, turns
 from atorch.runtime.pipeline.sending import from_place
@@ -317,7 +317,7 @@ class _Work:
                 "its first batch it was otherwise; give it an argument by which the two kinds of steps differ, or "
                 "make them two functions"
             )
-        self.returned[body.number] = map_leaves(_detached, body.returned) if self._detach else body.returned
+        self.returned[body.number] = map_tensors(Tensor.detach, body.returned) if self._detach else body.returned
         total = torch.zeros((), device=self._runner.device)
         for loss in body.losses:
             wide = torch.promote_types(loss.dtype, torch.float32)  # 16 bits hold no large scale
@@ -342,7 +342,3 @@ class _Work:
             empty = engine.job.shapes[value.call][value.number].stand_in(engine.device).clone()
             made.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
         return tuple(made)
-
-
-def _detached(leaf: Any, place: str) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

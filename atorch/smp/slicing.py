@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError, near_miss
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import leaves_of, map_leaves
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 FEW = 16
@@ -82,11 +82,7 @@ def outputs_of(returned: Sequence[Any]) -> Any:
     Raises:
         ArgumentError: they do not return alike.
     """
-    flat: list[list[Any]] = []
-    for each in returned:
-        leaves: list[Any] = []
-        map_leaves(lambda leaf, place, to=leaves: to.append(leaf), each)  # type: ignore[misc]
-        flat.append(leaves)
+    flat = [[leaf for _, leaf in leaves_of(each)] for each in returned]
     if len({len(leaves) for leaves in flat}) > 1:
         raise ArgumentError(
             f"the micro-batches of a step return {', '.join(str(len(leaves)) for leaves in flat)} values; let the "
@@ -221,12 +217,5 @@ def _named(function: Callable[..., Any]) -> str:
 
 def beginnings(pieces: Sequence[Arguments]) -> list[Any]:
     """The first few numbers of every tensor."""
-    found: list[Any] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append((place, leaf.detach().reshape(-1)[:FEW].tolist()))
-        return leaf
-
-    map_leaves(note, list(pieces))
-    return found
+    leaves = leaves_of(list(pieces))
+    return [(place, leaf.detach().reshape(-1)[:FEW].tolist()) for place, leaf in leaves if isinstance(leaf, Tensor)]

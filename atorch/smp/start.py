@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from atorch.distributed.collectives import agreed, from_rank_zero, largest
 from atorch.distributed.description import Fact, both_ways
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import leaves_of, map_tensors, tensors_in
 from atorch.runtime.pipeline.shapes import sizes_of
 from atorch.smp.session import Session
 from atorch.smp.slicing import Arguments
@@ -56,7 +56,7 @@ def with_the_firsts_batch(owner: Session, start: Start) -> Start:
     Scripts of the original read data on the first process alone, and give the others tensors without elements.
     """
     group = owner.mesh.group("pipeline")
-    own = [_tensors(piece) for piece in start.pieces]
+    own = [tensors_in(piece) for piece in start.pieces]
     is_first = owner.mesh.rank("pipeline") == 0
     has_some = any(each.numel() for piece in own for each in piece)
     unfit, high, low = largest([int(is_first != has_some), *both_ways([len(piece) for piece in own])], group)
@@ -67,18 +67,10 @@ def with_the_firsts_batch(owner: Session, start: Start) -> Start:
     return start._replace(pieces=pieces, is_alike=True)
 
 
-def _tensors(arguments: Arguments) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_leaves(lambda leaf, place: found.append(leaf) if isinstance(leaf, Tensor) else None, arguments)
-    return found
-
-
 def _filled(arguments: Arguments, values: Sequence[Tensor], device: torch.device) -> Arguments:
     """Arguments with these tensors in the place of theirs."""
     left = iter(values)
-    made: Arguments = map_leaves(
-        lambda leaf, place: next(left).to(device) if isinstance(leaf, Tensor) else leaf, arguments
-    )
+    made: Arguments = map_tensors(lambda leaf: next(left).to(device), arguments)
     return made
 
 
@@ -95,12 +87,4 @@ def raise_it(fault: Exception | None) -> None:
 
 def _plain(arguments: Arguments) -> Hashable:
     """Arguments that may say what a function does."""
-    found: list[tuple[str, Any]] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, (bool, str, type(None))):
-            found.append((place, leaf))
-        return leaf
-
-    map_leaves(note, arguments)
-    return tuple(found)
+    return tuple(each for each in leaves_of(arguments) if isinstance(each[1], (bool, str, type(None))))

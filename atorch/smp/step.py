@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import Tensor
 
 from atorch.errors import ArgumentError, check_bools, shown
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.smp.first_step import partition
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, session
@@ -94,21 +93,20 @@ def _run(
 ) -> list[Any]:
     count = owner.config.microbatches
 
+    def on_device(leaf: Tensor) -> Tensor:
+        return leaf.to(owner.device, non_blocking=True)
+
     def cut() -> list[Arguments]:
         given = arguments
         if owner.mesh.size("tensor") > 1 and not owner.config.prescaled_batch:
             given = slicing.gathered(given, owner.mesh.group("tensor"))
-        return [map_leaves(functools.partial(_on_device, owner.device), each) for each in slicing.cut(given, count)]
+        return [map_tensors(on_device, each) for each in slicing.cut(given, count)]
 
     start = starts_together(owner, cut, _name(function), model.training)
     if not start.is_alike:
         start = with_the_firsts_batch(owner, start)
     runner = model.runner or partition(owner, model, function, start.pieces[0])
     return runner.run(function, start, detach)
-
-
-def _on_device(device: torch.device, leaf: Any, place: str) -> Any:
-    return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _name(function: Callable[..., Any]) -> str:

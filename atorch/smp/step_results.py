@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_leaves, map_tensors, tensors_in
 from atorch.runtime.pipeline.sending import from_place
 from atorch.runtime.pipeline.shapes import Shape, shape_of
 
@@ -65,18 +65,16 @@ class StepResults:
         """The data, on every process; it is new on all of them, or on none."""
         if is_new:
             found = from_place(data, self._place, self._group, self._device)
-            self._known[kind] = Form(found), map_leaves(_without_memory, found)
+            self._known[kind] = Form(found), map_tensors(lambda leaf: leaf.to("meta"), found)
             return data if self._group.rank() == self._place else found
         form, example = self._known[kind]
         is_source = self._group.rank() == self._place
-        own: list[Tensor] = []
-        if is_source:
-            map_leaves(lambda leaf, place: own.append(leaf.detach()) if isinstance(leaf, Tensor) else None, data)
+        own = [leaf.detach() for leaf in tensors_in(data)] if is_source else []
         got = dict(self._sent(form.shapes, own))
         if is_source:
             return data
         waiting = iter(range(len(form.shapes)))
-        return map_leaves(lambda leaf, place: got[next(waiting)] if isinstance(leaf, Tensor) else leaf, example)
+        return map_tensors(lambda leaf: got[next(waiting)], example)
 
     def _sent(self, shapes: Sequence[Shape], own: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The tensors, by number; `own` are those of the source, and on others none."""
@@ -97,7 +95,3 @@ class StepResults:
             dist.broadcast(flat, group=self._group, group_src=self._place)
             for number, piece in zip(numbers, flat.split(counts), strict=True):
                 yield number, piece.view(shapes[number].sizes)
-
-
-def _without_memory(leaf: Any, place: str) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf

@@ -34,7 +34,7 @@ from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.clip import ClipsItself
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import leaves_of, map_tensors
 from atorch.runtime.wrapper import Wrapper
 from atorch.units import format_bytes
 
@@ -161,13 +161,8 @@ class PatrickStarEngine(ClipsItself, Wrapper):
 
     def _passes(self, data: Any) -> list[ScaledBackward]:
         """Passes whose loss scale the results from `data` should have; of nobody where there is none."""
-        found: list[ScaledBackward] = [] if self.loss_scaler is None else [self._backward]
-
-        def look(leaf: Any, place: str) -> Any:
-            found.extend(passes_of(leaf))
-            return leaf
-
-        map_leaves(look, data)
+        found = [] if self.loss_scaler is None else [self._backward]
+        found += [each for _, leaf in leaves_of(data) for each in passes_of(leaf)]
         return [self._backward, *found] if found else found
 
     def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
@@ -231,13 +226,11 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             )
 
     def _moved(self, data: Any) -> Any:
-        def move(leaf: Any, place: str) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def move(leaf: Tensor) -> Tensor:
             leaf = plain(leaf)
             return leaf.to(self.client.device, DTYPE if leaf.is_floating_point() else leaf.dtype, non_blocking=True)
 
-        return map_leaves(move, data)
+        return map_tensors(move, data)
 
 
 class Foresight:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atorch.runtime.losses import LossFunc, value_of
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.split import merge
 
 
@@ -31,16 +31,14 @@ class Gathered:
         given: list[Tensor] = []
         leaves: list[Tensor] = []
 
-        def apart(leaf: Any, place: str) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def apart(leaf: Tensor) -> Tensor:
             detached = leaf.detach().requires_grad_(leaf.requires_grad)
             if leaf.requires_grad:
                 given.append(leaf)
                 leaves.append(detached)
             return detached
 
-        self._outputs.append(map_leaves(apart, output))
+        self._outputs.append(map_tensors(apart, output))
         self._leaves.append(leaves)
         standing_in: Tensor = _Later.apply(self, number, *given)  # type: ignore[no-untyped-call]
         return standing_in
@@ -52,7 +50,7 @@ class Gathered:
                 whole = merge(self._outputs, [1.0 / self._count] * self._count)
                 loss = self._loss_func(self._batch, whole)
                 value_of(loss).backward()
-            self.loss = map_leaves(lambda leaf, place: leaf.detach() if isinstance(leaf, Tensor) else leaf, loss)
+            self.loss = map_tensors(Tensor.detach, loss)
         return [leaf.grad for leaf in self._leaves[number]]
 
 

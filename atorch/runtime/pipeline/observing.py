@@ -16,7 +16,7 @@ from atorch.duplicates import duplicate_with
 from atorch.errors import AtorchError, StrategyError
 from atorch.logs import logger
 from atorch.runtime.meta_device import has_meta
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_tensors
 from atorch.runtime.pipeline.route import Route, observe
 from atorch.runtime.still import untouched
 
@@ -38,11 +38,11 @@ def route_of(
     if has_meta([model]):
         return _without_values(model, units, batch, call_model, loss_func)
     device = next(model.parameters()).device
-    batch = map_leaves(lambda leaf, place: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+    batch = map_tensors(lambda leaf: leaf.to(device), batch)
     try:
         # What is written to a real buffer is written, also among fakes.
         with untouched(model), FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
-            return _observed(model, units, map_leaves(_faked, batch), call_model, loss_func, is_last=False)
+            return _observed(model, units, map_tensors(_faked, batch), call_model, loss_func, is_last=False)
     except AtorchError:
         raise
     except Exception as error:  # a forward may fail on fakes in any way; a real run shows faults of its own
@@ -62,9 +62,9 @@ def _without_values(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
             beside = call_model, loss_func
-            copied, (call_model, loss_func) = duplicate_with(model, beside, convert=lambda each: _faked(each, ""))
+            copied, (call_model, loss_func) = duplicate_with(model, beside, convert=_faked)
             inside = {name: copied.get_submodule(name) for name in units}
-            return _observed(copied, inside, map_leaves(_faked, batch), call_model, loss_func, is_last=True)
+            return _observed(copied, inside, map_tensors(_faked, batch), call_model, loss_func, is_last=True)
     except AtorchError:
         raise
     except Exception as error:  # a forward may fail on fakes in any way
@@ -106,9 +106,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _faked(leaf: Any, place: str) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
+def _faked(leaf: Tensor) -> Tensor:
     leaf = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # of a parameter that is split, this process's rows
     device = "cpu" if leaf.device.type == "meta" else leaf.device
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)

@@ -29,7 +29,7 @@ from atorch.runtime.deferred import Apart, Deferred, deposit_loss
 from atorch.runtime.loss_look import Look, Sample
 from atorch.runtime.loss_weight import LossWeight, Rule
 from atorch.runtime.losses import LossFunc, value_of
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import leaves_of, map_tensors
 from atorch.runtime.pipeline.engine import Arguments, Engine
 from atorch.runtime.pipeline.gathered import Gathered
 from atorch.runtime.pipeline.sending import from_place
@@ -60,7 +60,12 @@ class Pipeline(Wrapper):
             ArgumentError: an argument requires a gradient, which no process but the first stage's would get.
         """
         if torch.is_grad_enabled():
-            map_leaves(_without_gradient, {**dict(enumerate(args)), **kwargs}, "argument")
+            for place, leaf in leaves_of({**dict(enumerate(args)), **kwargs}, "argument"):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    raise ArgumentError(
+                        f"{place} of the pipelined model requires a gradient, which the first stage's "
+                        "process alone would get; detach it, or let a module of the model compute it"
+                    )
             return Deferred(self, args, kwargs)
         outputs: list[Any] = []
 
@@ -208,7 +213,7 @@ class PipelinedLoss:
         def weighted(number: int, output: Any) -> Tensor:
             assert weights is not None
             loss = self._loss_func(pieces[number][0], output)
-            losses.append(map_leaves(_detached, loss))
+            losses.append(map_tensors(Tensor.detach, loss))
             return _weighted(value_of(loss), weights[number] * factor, output)
 
         gathered = Gathered(batch, self._loss_func, len(pieces)) if weights is None else None
@@ -314,15 +319,6 @@ class PipelinedLoss:
             raise error
 
 
-def _without_gradient(leaf: Any, place: str) -> Any:
-    if isinstance(leaf, Tensor) and leaf.requires_grad:
-        raise ArgumentError(
-            f"{place} of the pipelined model requires a gradient, which the first stage's "
-            "process alone would get; detach it, or let a module of the model compute it"
-        )
-    return leaf
-
-
 def _arguments(call: _Call) -> Arguments:
     return call[1], call[2]
 
@@ -331,7 +327,3 @@ def _weighted(value: Tensor, weight: float, output: Any) -> Tensor:
     if not weight and not bool(torch.isfinite(value)):
         value = without_gradient(value, output)
     return value * weight
-
-
-def _detached(leaf: Any, place: str) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.errors import StrategyError, near_miss
 from atorch.runtime.amp import casting_anew
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_leaves, tensors_in
 
 
 class Value(NamedTuple):
@@ -112,7 +112,7 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], 
     finally:
         for handle in handles:
             handle.remove()
-    output_needs = frozenset(watch.sources(_tensors(output), "the model's output"))
+    output_needs = frozenset(watch.sources(tensors_in(output), "the model's output"))
     trained = _trained(watch.calls, model, units)
     return Route(tuple(watch.calls), output_needs, trained, frozenset(watch.written)), output
 
@@ -150,7 +150,7 @@ class _Watch(TorchDispatchMode):
 
     def enter(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
         call = Call(name)
-        call.needs.update(self.sources(_tensors((args, kwargs)), name))
+        call.needs.update(self.sources(tensors_in((args, kwargs)), name))
         self.calls.append(call)
         self._running, self._given = call, _lists((args, kwargs))
 
@@ -244,15 +244,3 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return []
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-
-
-def _tensors(data: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(note, data)
-    return found

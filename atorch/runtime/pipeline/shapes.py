@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import leaves_of
 
 Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 """The place and shape of every tensor in a call's arguments."""
@@ -34,12 +34,4 @@ def shape_of(tensor: Tensor) -> Shape:
 
 def sizes_of(data: Any) -> Sizes:
     """The sizes of the tensors in `data`, by place."""
-    found: list[tuple[str, tuple[int, ...]]] = []
-
-    def note(leaf: Any, place: str) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append((place, tuple(leaf.shape)))
-        return leaf
-
-    map_leaves(note, data)
-    return tuple(found)
+    return tuple((place, tuple(leaf.shape)) for place, leaf in leaves_of(data) if isinstance(leaf, Tensor))

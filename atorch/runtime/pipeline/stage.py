@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
-from atorch.runtime.nested import map_leaves
+from atorch.runtime.nested import map_leaves, tensors_in
 from atorch.runtime.override import override
 from atorch.runtime.pipeline.away import Away, need_values
 from atorch.runtime.pipeline.route import Route, Slot, Value
@@ -129,17 +129,12 @@ class _Visit:
         return map_leaves(fill, self.stage.route.calls[number].returns)
 
     def _keep(self, number: int, output: Any) -> None:
-        shapes: list[Shape] = []
-
-        def keep(leaf: Any, place: str) -> Any:
-            if isinstance(leaf, Tensor):
-                value = Value(number, len(shapes))
-                if value in self.stage.outgoing:
-                    self.values[value] = self._own(value, leaf)
-                shapes.append(shape_of(leaf))
-            return leaf
-
-        map_leaves(keep, output)
+        tensors = tensors_in(output)
+        for place, tensor in enumerate(tensors):
+            value = Value(number, place)
+            if value in self.stage.outgoing:
+                self.values[value] = self._own(value, tensor)
+        shapes = [shape_of(tensor) for tensor in tensors]
         call = self.stage.route.calls[number]
         if len(shapes) != call.num_tensors:
             raise StrategyError(
