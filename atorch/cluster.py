@@ -123,7 +123,6 @@ class ClusterSpec:
 
     @property
     def world_size(self) -> int:
-        """The number of devices."""
         return self.num_nodes * self.devices_per_node
 
     @property

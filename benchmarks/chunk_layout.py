@@ -39,7 +39,7 @@ def rows(workload: Workload) -> Iterator[Row]:
         layout = lay_out(workload.parameters, workload.foreseen, budget, dtype=torch.bfloat16, shards=shards)
         sizes = [chunk.numel for chunk in layout.chunks]
         chunks = f"{len(sizes)} chunks, the largest of {max(sizes) / 2**20:.1f} Mi elements"
-        used = layout.utilisation
+        used = total / sum(sizes)
         claim = f"{workload.name}: utilisation of {chunks}, {shards} process{'es' if shards > 1 else ''}"
         yield Row(claim, f"{used:.3%}", "≥ 99 %", used >= 0.99)
     items = [Item(name, parameter.numel(), "", True) for name, parameter in workload.parameters.items()]

@@ -25,12 +25,13 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from command import KEEPING_MEMORY, answer_of, main
 from compare import Row, interleave
+from paced_link import Paced
 from small_llama import SEQ, VOCAB, make_model, make_tokens
 
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.transfer import Paced, Transfer
+from atorch.runtime.chunk.transfer import Transfer
 
 LINK_BYTES_PER_S = 16e9
 IDLE_BAR, MOVING_BAR = 1.03, 1.05

@@ -237,7 +237,7 @@ def _start(name: str, size: int) -> dict[str, float]:
     with fake_world(size, rank=first_of_a_node), counting(size) as counted:
         from atorch import auto_accelerate  # what imports from `collectives` by name imports what counts
         from atorch.auto import session  # noqa: F401
-        from atorch.auto.opt_lib.tensor_layout import KEY, written
+        from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, written
         from atorch.auto.strategy import Strategy
         from atorch.runtime.tensor_parallel import derive_layout
 
@@ -245,7 +245,7 @@ def _start(name: str, size: int) -> dict[str, float]:
         if name in SPLIT:
             layout = derive_layout(model, lambda model: model(torch.randn(2, WIDTH)), SPLIT[name])
             kept = written(layout, {"plan": None, "parameter_bytes": None})
-            strategy = replace(strategy, metadata={KEY: kept})
+            strategy = replace(strategy, metadata={LAYOUT_KEY: kept})
         began = time.perf_counter()
         done, _, _ = auto_accelerate(
             model, torch.optim.AdamW, data, lambda batch, output: output.square().mean(), verify=False,

@@ -32,41 +32,37 @@ if TYPE_CHECKING:
 _ABOUT_STRATEGIES = ("excluded", "included", "load_strategy", "finetune_strategy", "save_strategy_to_file")
 FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "objective", "reserve", "verify")  # arguments of `plan`
 INSTEAD: Mapping[str, str] = {
-    r"lr|learning_rate|weight_decay|betas|eps|momentum": "it to the optimizer, as optim_args={'lr': 1e-3}",
-    r"optim|optimizer|optim(izer)?_(cls|class|fn|type)": "optim_func, such as torch.optim.AdamW, and its optim_args",
-    r"optim(izer)?_(kwargs|params|config)|optimizer_args": "optim_args, as {'lr': 1e-3}",
-    r"(train_?)?(data_?)?loader|train_data(set)?|data|trainset": "dataset, and dataloader_args={'batch_size': 32}",
-    r"batch_size|num_workers|shuffle|collate_fn|drop_last|pin_memory|(data)?loader_(args|kwargs)|dataloader_kwargs": (
-        "dataloader_args, as {'batch_size': 32}, in which batch_size is that of all processes together"
+    r"lr|learning_rate|weight_decay|betas|eps|momentum": "give it to the optimizer, as optim_args={'lr': 1e-3}",
+    r"optim|optimizer|optim(izer)?_(cls|class|fn|type)": (
+        "give optim_func, such as torch.optim.AdamW, and its optim_args"
     ),
-    r"loss|loss_fn|criterion|loss_function": "loss_func, a function (input, output) -> loss",
-    r"(lr_?)?scheduler(_cls|_class|_fn)?": "lr_scheduler_cls, such as torch.optim.lr_scheduler.StepLR",
-    r"(lr_?)?scheduler_(args|kwargs|params)|lr_scheduler_kwargs": "lr_scheduler_args, as {'step_size': 10}",
-    r"strategy|strategies|methods": "load_strategy",
-    r"save_path|save_strategy(_path)?": "save_strategy_to_file",
-    r"exclude|excludes": "excluded",
-    r"include|includes": "included",
-    r"input_format|unpack": "model_input_format",
+    r"optim(izer)?_(kwargs|params|config)|optimizer_args": "give optim_args, as {'lr': 1e-3}",
+    r"(train_?)?(data_?)?loader|train_data(set)?|data|trainset": "give dataset, and dataloader_args={'batch_size': 32}",
+    r"batch_size|num_workers|shuffle|collate_fn|drop_last|pin_memory|(data)?loader_(args|kwargs)|dataloader_kwargs": (
+        "give dataloader_args, as {'batch_size': 32}, in which batch_size is that of all processes together"
+    ),
+    r"loss|loss_fn|criterion|loss_function": "give loss_func, a function (input, output) -> loss",
+    r"(lr_?)?scheduler(_cls|_class|_fn)?": "give lr_scheduler_cls, such as torch.optim.lr_scheduler.StepLR",
+    r"(lr_?)?scheduler_(args|kwargs|params)|lr_scheduler_kwargs": "give lr_scheduler_args, as {'step_size': 10}",
+    r"methods": "give load_strategy",
+    r"save_path|save_strategy": "give save_strategy_to_file",
+    r"unpack": "give model_input_format",
     r"(distributed_)?sampler(_cls|_class)?|distributed_sampler_(args|kwargs)": (
-        "distributed_sampler_cls, a class or a functools.partial of one and its arguments; or any sampler as "
+        "give distributed_sampler_cls, a class or a functools.partial of one and its arguments; or any sampler as "
         "dataloader_args={'sampler': sampler}"
     ),
-    r"strategy_(file|path)": "load_strategy to read one, or save_strategy_to_file to write it",
-    r"input_func(tion)?|batch_func(tion)?": "prepare_input, a function (data, device) -> input",
+    r"strategy_(file|path)": "give load_strategy to read one, or save_strategy_to_file to write it",
+    r"input_func(tion)?|batch_func(tion)?": "give prepare_input, a function (data, device) -> input",
     r"amp|autocast|dtype|fp16|bf16|float16|bfloat16|mixed_precision": (
-        "it as a method, load_strategy=[('amp_native', 'bf16')], or to a search as precision='autocast'"
+        "give it as a method, load_strategy=[('amp_native', 'bf16')], or to a search as precision='autocast'"
     ),
     r"(grad(ient)?_)?accumulat(e|ion)(_grad_batches|_steps)?|micro_batch_size": (
-        "it as a method, load_strategy=[('micro_batch', {'count': 4})], or accumulate in the loop"
+        "give it as a method, load_strategy=[('micro_batch', {'count': 4})], or accumulate in the loop"
     ),
-    r"cluster|global_batch": "it to atorch.plan(model, sample_batch, cluster='8xH100-80GB')",
-    r"(random_)?seed": "sampler_seed for the order of samples, and call torch.manual_seed(0) for the rest",
-    r"dry_?run": "ignore_dryrun_on_load_strategy=False",
-    r"search_time|max_time|(time|search)_budget": "time_limit, in seconds",
-}
-"""Replacements for arguments that there are not, by how these are often called."""
-
-ELSEWHERE: Mapping[str, str] = {
+    r"cluster|global_batch": "give it to atorch.plan(model, sample_batch, cluster='8xH100-80GB')",
+    r"(random_)?seed": "give sampler_seed for the order of samples, and call torch.manual_seed(0) for the rest",
+    r"dry_?run": "give ignore_dryrun_on_load_strategy=False",
+    r"search_time|max_time|(time|search)_budget": "give time_limit, in seconds",
     r"(eval|test|val(id(ation)?)?)_(data_?)?(set|loader)": "what is not trained on is yours to load",
     r"(num_|max_)?(train_)?(epochs|steps)": "the loop over result.dataloader is yours",
     r"device|(local_)?rank|world_size|num_processes|gpus": "torchrun tells each process its rank and device",
@@ -74,7 +70,7 @@ ELSEWHERE: Mapping[str, str] = {
         "call atorch.clip_grad_norm(result.model, 1.0) before result.optim.step()"
     ),
 }
-"""Those that do what no argument asks for."""
+"""What to do in place of giving arguments that there are not, by how these are often called."""
 
 OPTIONAL = ("optim_args", "dataloader_args", "lr_scheduler_args", "excluded", "included")
 """Arguments of which None means none."""
@@ -259,9 +255,6 @@ def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str
 def meant(name: str, known: Collection[str]) -> str:
     """The end of an error about an argument that there is not: what to give instead."""
     for wrong, instead in INSTEAD.items():
-        if re.fullmatch(wrong, name.lower()):
-            return f"give {instead}"
-    for wrong, instead in ELSEWHERE.items():
         if re.fullmatch(wrong, name.lower()):
             return instead
     if name in METHODS or name in RECIPES:

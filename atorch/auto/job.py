@@ -42,22 +42,9 @@ def _calling(given: InputFormat | None) -> Callable[[nn.Module, Any], Any]:
     """
 
     def call(model: nn.Module, batch: Any) -> Any:
-        if given == "unpack_dict" and not hasattr(batch, "keys"):
-            raise ArgumentError(
-                f"model_input_format is 'unpack_dict' and the batch is a {type(batch).__name__}, which has no names; "
-                "give 'unpack_sequence' for model(*batch), None for model(batch), or a prepare_input that makes a dict "
-                "of it"
-            )
-        if given == "unpack_sequence" and isinstance(batch, Mapping):
-            raise ArgumentError(
-                f"model_input_format is 'unpack_sequence' and the batch is a {type(batch).__name__} of "
-                f"{shown(list(batch))}; give 'unpack_dict' for model(**batch), or None for model(batch)"
-            )
-        if given == "unpack_sequence" and not isinstance(batch, Iterable):
-            raise ArgumentError(
-                f"model_input_format is 'unpack_sequence' and the batch is a {type(batch).__name__}, which is no "
-                "sequence; give None for model(batch)"
-            )
+        is_sequence = isinstance(batch, Iterable) and not isinstance(batch, Mapping)
+        if not {"unpack_dict": hasattr(batch, "keys"), "unpack_sequence": is_sequence}.get(str(given), True):
+            raise ArgumentError(_misfit(model, batch, given))
         args, kwargs = _unpacked(batch, given)
         try:
             return model(*args, **kwargs)
@@ -66,7 +53,8 @@ def _calling(given: InputFormat | None) -> Callable[[nn.Module, Any], Any]:
             is_of_batch = is_taken_whole and re.search(rf"\b{re.escape(type(batch).__name__)}\b", str(error))
             if not is_of_batch and _takes(model, batch, given):
                 raise
-            raise ArgumentError(_misfit(model, batch, given, error)) from error
+            told = f"{_misfit(model, batch, given)}. The call raised {type(error).__name__}: {error}"
+            raise ArgumentError(told) from error
 
     return call
 
@@ -89,32 +77,27 @@ def _takes(model: nn.Module, batch: Any, form: str | None) -> bool:
     return True
 
 
-def _misfit(model: nn.Module, batch: Any, given: str | None, error: Exception) -> str:
-    """The message: what was given, what the batch is, what to give, and what the call raised."""
-    kind = type(batch).__name__
-    others = ["unpack_dict"] if isinstance(batch, Mapping) else ["unpack_sequence"] * isinstance(batch, (list, tuple))
+def _misfit(model: nn.Module, batch: Any, given: str | None) -> str:
+    """The message: what was given, what the batch is, and what to give."""
+    kind, fitting = type(batch).__name__, None
     if isinstance(batch, Mapping):
-        kind = f"{kind} of {shown(list(batch))}"
-    elif others:
-        kind = f"{kind} of {len(batch)} ({', '.join(type(each).__name__ for each in batch[:6])})"
-    give = [f"give {form!r} for {_FORMS[form]}" for form in others if form != given and _takes(model, batch, form)]
-    if not give:
-        takes_whole = given is not None and _takes(model, batch, None)
-        give = ["give None for model(batch) if it takes all of it as one"] * takes_whole
-        give += [f"let it take all that the batch has, targets too, with {form!r}" for form in others]
-        give += ["let the dataset, or prepare_input, give what it takes"]
+        kind, fitting = f"{kind} of {shown(list(batch))}", "unpack_dict"
+    elif isinstance(batch, (list, tuple)):
+        parts = ", ".join(type(each).__name__ for each in batch[:6])
+        kind, fitting = f"{kind} of {len(batch)} ({parts})", "unpack_sequence"
+    give = ["let it take all that the batch has, targets too", "let the dataset, or prepare_input, give what it takes"]
+    if fitting != given and _takes(model, batch, fitting):
+        give = [f"give {fitting!r} for {_FORMS[fitting]}"]
+    elif given is not None and _takes(model, batch, None):
+        give.insert(0, "give None for model(batch) if it takes all of it as one")
+    try:
+        taken = f"({', '.join(inspect.signature(model.forward).parameters)})"
+    except (TypeError, ValueError):
+        taken = "what it takes"
     return (
         f"model_input_format is {given!r}, so that the model is called as {_FORMS[given]}; the batch is a {kind}, and "
-        f"{type(model).__name__}.forward takes {_parameters_of(model)}: {', or '.join(give)}. The call raised "
-        f"{type(error).__name__}: {error}"
+        f"{type(model).__name__}.forward takes {taken}: {', or '.join(give)}"
     )
-
-
-def _parameters_of(model: nn.Module) -> str:
-    try:
-        return f"({', '.join(inspect.signature(model.forward).parameters)})"
-    except (TypeError, ValueError):
-        return "what it takes"
 
 
 def make_context(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from atorch.auto.arguments import Call, Options
@@ -18,7 +21,6 @@ from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.plain_pass import PlainPass, plain_pass
-from atorch.auto.provenance import fingerprint, provenance, versions
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.distributed import world as worlds
@@ -340,3 +342,32 @@ def _chosen(ctx: Context, given: Strategy | None, call: Call, began: float) -> t
     if given is not None and "rejected" in given.metadata:
         metadata["rejected"] = given.metadata["rejected"]
     return replace(found.strategy, metadata=metadata), found
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the names, shapes and dtypes of the model's parameters: equal for equal architectures."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """What computes, by name."""
+    import atorch
+
+    return {"atorch": atorch.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def provenance(model: nn.Module, cluster: ClusterSpec, world_size: int) -> dict[str, Any]:
+    """Versions, world size, cluster and model fingerprint, as plain JSON data."""
+    return {
+        "versions": versions(),
+        "world_size": world_size,
+        "cluster": {
+            "device": cluster.device.name,
+            "num_nodes": cluster.num_nodes,
+            "devices_per_node": cluster.devices_per_node,
+        },
+        "model": {"class": type(model).__name__, "fingerprint": fingerprint(model)},
+    }

@@ -140,17 +140,6 @@ def host_bytes(cost: Cost) -> float:
     return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
 
 
-def states_bytes(cost: Cost) -> float:
-    """Parameters, masters and optimizer states of a stage that has the most, wherever they are."""
-    courses = courses_of(cost, heaviest_stages(cost))
-    return max(course.parameters + course.optimizer + course.masters for course in courses)
-
-
-def saved_in_blocks(cost: Cost) -> float:
-    """The most that blocks have saved for backward at any moment, on a stage that has most."""
-    return max(course.in_blocks for course in courses_of(cost, heaviest_stages(cost)))
-
-
 def least_on_host(cost: Cost) -> float:
     """Bytes of parameters, masters and optimizer states on the host at any moment, on a stage that has the most."""
     waiting = _Waiting._make(_waiting(cost))

@@ -56,11 +56,6 @@ def whole_outside(cost: Cost) -> Cost:
     return cost.but(whole_outside=True, own_tokens=has_losses and cost.size("pipeline") == 1)
 
 
-def split_experts(cost: Cost, degree: int, *, capacity: float = 0.0, skew: float = 0.0) -> Cost:
-    """A mixture's experts over `degree` ranks that see different samples: Lepikhin et al. 2020, arXiv 2006.16668."""
-    return cost.but(expert=degree, expert_capacity=capacity, expert_skew=skew)
-
-
 def split_pipeline(
     cost: Cost, *, schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b", interleave: int = 1
 ) -> Cost:

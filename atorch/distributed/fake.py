@@ -46,7 +46,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[World]:
     if dist.is_initialized():
         raise CapabilityError(
             f"a world of {size} fake processes needs a process without a process group, and this one has a group of "
-            f"{dist.get_world_size()}; simulate in a process of its own (simulate_apart), or before the group is made"
+            f"{dist.get_world_size()}; simulate in a process of its own, or before the group is made"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -66,7 +66,6 @@ def see_memory_usage(message: str, force: bool = False, scale_name: str = "MB") 
 
 
 def getsizeof(dtype: torch.dtype) -> int:
-    """Bytes of an element."""
     return dtype.itemsize
 
 

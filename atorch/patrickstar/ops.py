@@ -28,12 +28,10 @@ class LossScaler(LossScale):
 
     @property
     def loss_scale(self) -> float:
-        """The present scale."""
         return self()
 
     @property
     def cur_scale(self) -> float:
-        """The present scale."""
         return self()
 
 
@@ -139,7 +137,6 @@ class FP16Adam(WrappedOptimizer):
         return parameters
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
         super().zero_grad(set_to_none)
         if self._backward is not None:
             self._backward.cleared()

@@ -7,25 +7,33 @@ the device and blue while it is on the host.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.patrickstar.profile import MemoryEvent, Profile, Tier
-from atorch.units import format_bytes, format_seconds
+from atorch.report.elements import element, table
+from atorch.report.html import page
+from atorch.report.phases import Scale, Shade, in_style, over_time, shade, time_scale
+from atorch.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from atorch.report.phases import Shade
 
 FigType = Literal["memory", "access"]
 TOTAL, CHUNKS = "#cf3a3a", "#2f6db5"
 ORDER = ("PARAM_FP16", "PARAM_FP32", "VARIANCE", "MOMENTUM")
 """The guide's sections, from the bottom; others come above them."""
 NAMES: Mapping[Tier, str] = {"GPU": "device", "CPU": "host"}
+DOTS_PER_INCH = 200
+DEVICE, HOST = "#cf3a3a", "#3f77bd"
+_MANY = 4000  # rectangles, above which a page would be slow to draw: they become dots
+_DISTINCT_ROWS = 160  # above which there is no room for a line between rows
 
 
 @dataclass(frozen=True)
@@ -40,14 +48,10 @@ class Drawing:
     rows: tuple[tuple[str, ...], ...]
 
     def png(self) -> bytes:
-        from atorch.report.picture import png
-
         return png(self.figure)
 
     def page(self) -> bytes:
         """As a page of HTML that needs nothing else."""
-        from atorch.report.picture import picture_page
-
         return picture_page(self.title, self.said, self.figure, self.facts, self.head, self.rows).encode()
 
 
@@ -67,8 +71,6 @@ def draw(profile: Profile, fig_type: FigType, memory_type: Tier = "GPU") -> Draw
 
 
 def _memory(profile: Profile, tier: Tier) -> Drawing:
-    from atorch.report.memory_curves import Curve, memory_figure
-
     events = [each for each in profile.memory if each.tier == tier]
     if not events:
         raise ArgumentError(f"the profile has no memory of the {NAMES[tier]}: no engine worked while it was recorded")
@@ -114,8 +116,6 @@ def _by_phase(profile: Profile, events: list[MemoryEvent]) -> Iterator[tuple[str
 
 
 def _access(profile: Profile) -> Drawing:
-    from atorch.report.chunk_locations import Bar, locations_figure
-
     kinds = sorted(profile.kinds(), key=lambda kind: (kind not in ORDER, ORDER.index(kind) if kind in ORDER else 0))
     if not kinds:
         raise ArgumentError("the profile has no chunks: no engine worked while it was recorded")
@@ -152,6 +152,140 @@ def _by_kind(profile: Profile, kind: str) -> tuple[str, ...]:
 
 
 def _shades(profile: Profile) -> list[Shade]:
-    from atorch.report.phases import Shade
-
     return [Shade(*span) for span in profile.spans()]
+
+
+def png(figure: Figure) -> bytes:
+    return _drawn(figure, "png")
+
+
+def picture_page(
+    title: str,
+    said: str,
+    figure: Figure,
+    facts: Iterable[tuple[str, str]],
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+) -> str:
+    """A page with the figure, `said` in words for who cannot see it, and the figures behind it as facts and a table."""
+    source = "data:image/svg+xml;base64," + base64.b64encode(_drawn(figure, "svg")).decode()
+    drawn = element("img", src=source, alt=said)
+    boxes = (element("div", element("dt", name), element("dd", value)) for name, value in facts)
+    content = (
+        element("h1", title),
+        element("p", said, class_="soft"),
+        element("figure", drawn),
+        element("dl", *boxes, class_="facts"),
+        table(head, rows, numbers=range(1, len(head))),
+    )
+    return page(title, content, "img-src data:")
+
+
+def _drawn(figure: Figure, kind: str) -> bytes:
+    from matplotlib import rc_context
+
+    file = io.BytesIO()
+    # Without a date and random names, the same profile makes the same file.
+    unnamed = {"Date": None} if kind == "svg" else {}
+    with rc_context({"svg.hashsalt": "atorch"}):
+        figure.savefig(file, format=kind, dpi=DOTS_PER_INCH, metadata=unnamed)
+    return file.getvalue()
+
+
+class Curve(NamedTuple):
+    """Bytes over seconds; each value holds until the next."""
+
+    name: str
+    colour: str
+    times_s: Sequence[float]
+    num_bytes: Sequence[int]
+
+
+def memory_figure(
+    title: str, curves: Sequence[Curve], shades: Sequence[Shade], end_s: float, budget_bytes: int | None
+) -> Figure:
+    """The curves, and the budget as a dashed line where it is within twice what they reach."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    most = max((each for curve in curves for each in curve.num_bytes), default=0)
+    unit, size = next(((unit, size) for unit, size in (("GiB", GiB), ("MiB", MiB)) if most >= size), ("KiB", KiB))
+    scale = time_scale(end_s)
+    with in_style():
+        figure = Figure(figsize=(8.0, 3.8), layout="constrained")
+        axes = figure.add_subplot()
+        phases = shade(axes, shades, scale, opacity=0.14)
+        lines: list[Line2D] = []
+        for name, colour, times, values in curves:
+            along = [each * scale.per_s for each in (*times, end_s)]
+            up = [each / size for each in (*values, *values[-1:])]
+            lines += axes.plot(along[: len(up)], up, color=colour, linewidth=1.4, drawstyle="steps-post", label=name)
+        top = most
+        if budget_bytes is not None and budget_bytes <= 2 * most:
+            top = max(most, budget_bytes)
+            lines.append(
+                axes.axhline(budget_bytes / size, color="#1d2430", linewidth=0.9, linestyle=(0, (5, 4)), label="budget")
+            )
+        axes.set_ylim(0, 1.06 * top / size or 1.0)
+        axes.set_ylabel(f"memory ({unit})")
+        over_time(axes, end_s, scale)
+        axes.set_title(title, loc="left")
+        figure.legend(handles=[*lines, *phases], loc="outside lower center", ncols=len(lines) + len(phases))
+    return figure
+
+
+class Bar(NamedTuple):
+    """A chunk in one place, from one time to another, in seconds."""
+
+    row: int
+    start_s: float
+    end_s: float
+    on_device: bool
+
+
+def locations_figure(
+    title: str, sections: Mapping[str, Sequence[Bar]], shades: Sequence[Shade], end_s: float
+) -> Figure:
+    """The sections from the bottom to the top, each with as many rows as it has chunks, under a strip of the phases."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    scale = time_scale(end_s)
+    with in_style():
+        figure = Figure(figsize=(8.0, 5.0), layout="constrained")
+        strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 30))
+        strip.set_axis_off()
+        strip.set_title(title, loc="left")
+        phases = shade(strip, shades, scale, opacity=0.4)
+        _draw(axes, sections, scale)
+        over_time(axes, end_s, scale)
+        places = [Patch(facecolor=DEVICE, label="on the device"), Patch(facecolor=HOST, label="on the host")]
+        figure.legend(handles=[*places, *phases], loc="outside lower center", ncols=len(places) + len(phases))
+    return figure
+
+
+def _draw(axes: Axes, sections: Mapping[str, Sequence[Bar]], scale: Scale) -> None:
+    from matplotlib.collections import PolyCollection
+
+    heights = {name: 1 + max(bar.row for bar in bars) for name, bars in sections.items() if bars}
+    total = sum(heights.values())
+    gap = max(0.02 * total, 0.6)
+    inset = 0.06 if total <= _DISTINCT_ROWS else 0.0
+    corners: dict[bool, list[list[tuple[float, float]]]] = {True: [], False: []}
+    middles, names, base = [], [], 0.0
+    for name, height in heights.items():
+        for bar in sections[name]:
+            left, right = bar.start_s * scale.per_s, bar.end_s * scale.per_s
+            low, high = base + bar.row + inset, base + bar.row + 1 - inset
+            corners[bar.on_device].append([(left, low), (left, high), (right, high), (right, low)])
+        middles.append(base + height / 2)
+        names.append(f"{name}\n{height} chunk{'s' * (height > 1)}")
+        base += height + gap
+    many = sum(map(len, corners.values())) > _MANY
+    for on_device, rectangles in corners.items():
+        colour = DEVICE if on_device else HOST
+        axes.add_collection(PolyCollection(rectangles, facecolors=colour, linewidths=0, snap=False, rasterized=many))
+    axes.set_ylim(0, max(base - gap, 1.0))
+    axes.set_yticks(middles, names)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)

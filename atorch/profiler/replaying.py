@@ -102,7 +102,7 @@ class Blocks:
         """All that a block's work depends on: shapes, and the values of whatever is no tensor."""
         yield torch.is_grad_enabled()
         order = {self._recorder.value(each): index for index, each in reversed(list(enumerate(tensors_of(given))))}
-        yield from _described(given, lambda tensor: order[self._recorder.value(tensor)])
+        yield from described(given, lambda each: order[self._recorder.value(each)], lambda each: (type(each), id(each)))
 
 
 def like(before: torch.Tensor) -> torch.Tensor:
@@ -114,18 +114,19 @@ def like(before: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(before.size(), before.stride(), before.storage_offset())
 
 
-def _described(data: Any, identity: Callable[[torch.Tensor], int]) -> Iterator[Hashable]:
+def described(data: Any, tensor: Callable[[torch.Tensor], int], other: Callable[[Any], Hashable]) -> Iterator[Hashable]:
+    """What a call is made of: shapes of tensors and which they are, plain values, and what `other` says of the rest."""
     if isinstance(data, torch.Tensor):
-        yield (tuple(data.shape), data.stride(), data.dtype, data.requires_grad, identity(data))
+        yield tuple(data.shape), data.stride(), data.dtype, data.device.type, data.requires_grad, tensor(data)
     elif isinstance(data, Mapping):
         yield tuple(data)
         for value in data.values():
-            yield from _described(value, identity)
+            yield from described(value, tensor, other)
     elif isinstance(data, (list, tuple)):
-        yield (type(data), len(data))
+        yield type(data), len(data)
         for value in data:
-            yield from _described(value, identity)
+            yield from described(value, tensor, other)
     elif data is None or isinstance(data, (bool, int, float, str, torch.dtype, torch.device)):
         yield data
     else:
-        yield (type(data), id(data))
+        yield other(data)

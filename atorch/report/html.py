@@ -13,15 +13,14 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
-from atorch.report.bars import Bars
-from atorch.report.columns import columns
 from atorch.report.elements import element, row, section, table
 from atorch.report.figures import (
+    SLACK,
     cluster_rows,
     composition,
     counted,
@@ -44,6 +43,9 @@ from atorch.units import format_bytes, format_seconds
 PlanData = Mapping[str, Any]
 
 MAX_BARS = 12
+SEPARATOR = " + "  # of the methods in a label
+NUM_COLOURS = 10  # that the page's style has
+Values = Mapping[str, float]
 
 
 def plan_page(plan: PlanData, title: str = "") -> str:
@@ -205,3 +207,98 @@ def _piece(name: str) -> str:
 def _hash(text: str) -> str:
     """The source expression that allows exactly this text, W3C Content Security Policy 3, section 2.3.1."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def columns(plan: PlanData) -> dict[str, Any]:
+    """Plain JSON data: `labels` index `parts`, `why` indexes `reasons`, `shares` are percents of the peak."""
+    candidates = plan.get("candidates") or {"step_s": [], "peak_bytes": [], "label": [], "why": []}
+    parts: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    labels = [_indices(label.split(SEPARATOR), parts) for label in candidates["label"]]
+    why = _indices(candidates["why"], reasons)
+    return {
+        "step_s": _rounded(candidates["step_s"]),
+        "peak_bytes": _rounded(candidates["peak_bytes"]),
+        "labels": labels,
+        "parts": list(parts),
+        "why": why,
+        "reasons": list(reasons),
+        "shares": {
+            name: _percent(values, candidates["peak_bytes"])
+            for name, values in candidates.get("memory", {}).items()
+            if name != SLACK and any(values)
+        },
+        "pareto": [{name: each[name] for name in ("step_s", "peak_bytes")} for each in plan.get("pareto", ())],
+        "chosen": {name: plan["estimate"][name] for name in ("step_s", "peak_bytes")},
+        "limit_bytes": usable_bytes(plan),
+    }
+
+
+def _indices(names: Iterable[str], known: dict[str, int]) -> list[int]:
+    """Each name's number; new ones are numbered on."""
+    return [known.setdefault(name or "", len(known)) for name in names]
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
+
+
+def _percent(values: Iterable[float], wholes: Iterable[float]) -> list[int]:
+    return [round(100 * value / whole) if whole else 0 for value, whole in zip(values, wholes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What bars have in common: the categories, what a full one is, how figures are written, and lines across."""
+
+    names: Sequence[str]
+    whole: float
+    form: Callable[[float], str]
+    limits: Values = field(default_factory=dict)  # class of a line → where it stands
+
+    @classmethod
+    def of(cls, values: Sequence[Values], form: Callable[[float], str], limits: Values | None = None) -> Bars:
+        """Bars that have room for all of `values` and their limits."""
+        names = dict.fromkeys(name for each in values for name, value in each.items() if value > 0)
+        whole = max([sum(each.values()) for each in values] + list((limits or {}).values()), default=0.0)
+        return cls(tuple(names), whole or 1.0, form, limits or {})
+
+    def bar(self, values: Values) -> Element:
+        """One bar; each piece says its figure where it is pointed at."""
+        pieces, start = [], 0.0
+        for index, name in enumerate(self.names):
+            width = values.get(name, 0.0) / self.whole * 100
+            tip = element("title", f"{name.replace('_', ' ')}: {self.form(values.get(name, 0.0))}")
+            place = {"x": f"{start:.3f}", "width": f"{width:.3f}", "height": "1"}
+            pieces.append(element("rect", tip, **place, class_=_colour(index)))
+            start += width
+        for name, value in self.limits.items():
+            at = f"{value / self.whole * 100:.3f}"
+            pieces.append(element("line", x1=at, x2=at, y1="0", y2="1", class_=name))
+        return element("svg", *pieces, viewBox="0 0 100 1", preserveAspectRatio="none", role="img")
+
+    def chart(self, rows: Sequence[tuple[str, Values]], caption: str) -> Element:
+        """A labelled bar of each, with a legend."""
+        lines = [
+            element(
+                "div",
+                element("span", label),
+                self.bar(values),
+                element("output", self.form(sum(values.values()))),
+                class_="bar",
+            )
+            for label, values in rows
+        ]
+        return element("figure", *lines, self.legend(), element("figcaption", caption))
+
+    def legend(self) -> Element:
+        """Which colour is which category."""
+        keys = []
+        for index, name in enumerate(self.names):
+            square = element("rect", width="1", height="1", class_=_colour(index))
+            keys.append(element("span", element("svg", square, viewBox="0 0 1 1"), name.replace("_", " ")))
+        return element("div", *keys, class_="legend")
+
+
+def _colour(index: int) -> str:
+    return f"k{index % NUM_COLOURS}"

@@ -5,7 +5,6 @@ All functions take what `Plan.to_json_data` gives, so that a plan that was read 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +49,6 @@ def plan_summary(plan: PlanData) -> RenderableType:
         parts.append(Text(f"Numbers: {plan['numbers']}."))
     parts += [Text(f"Note: {each}.") for each in plan.get("notes", ())]
     return Group(*parts)
-
-
-def plan_text(plan: PlanData, max_rows: int | None = MAX_ROWS, width: int = 120) -> str:
-    """The plan as plain text of at most `width` columns."""
-    from rich.console import Console
-
-    page = io.StringIO()
-    Console(file=page, width=width, no_color=True, highlight=False).print(plan_report(plan, max_rows))
-    return page.getvalue()
 
 
 def show_plan(plan: PlanData, max_rows: int | None = MAX_ROWS, console: Console | None = None) -> None:

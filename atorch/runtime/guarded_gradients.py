@@ -86,7 +86,6 @@ class GuardedGradient(_Guarded, Tensor):
     """A plain tensor otherwise."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """An ordinary tensor."""
         return self.as_subclass(Tensor).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

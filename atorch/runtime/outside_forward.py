@@ -52,7 +52,6 @@ class Outside(DTensor):
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """An ordinary DTensor."""
         return self._as_ordinary(Tensor.__deepcopy__, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -3,78 +3,107 @@
     detector = StragglerDetector(model, optim, every=50)
     for batch in loader: ...                    # the loop stays as it is
 
-Of a step three parts are a process's own: from the last step to the model's call (its data, and what else the loop
-does), forward, and backward from the first to the last gradient. Hooks note when they begin and end: on a GPU as events
-in its stream, which nobody waits for until the report. The rest of the step, in which processes wait for one another,
-says nothing about who is slow.
+Processes that train together take equally long for every step, whichever is slow: the others wait. So what is compared
+is a process's own work: its data (from the last step to the model's call), forward, and backward up to the last
+gradient. On a GPU the times are events in its stream, which nobody waits for until the report.
 """
 
 from __future__ import annotations
 
-import functools
 import socket
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from itertools import chain
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median_low
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from atorch.distributed.collectives import agreed, everyone, gather_objects, meeting_place, nobody_else, several
+from atorch.distributed.collectives import agreed, gather_objects, several
 from atorch.distributed.description import described
 from atorch.errors import ArgumentError, shown
 from atorch.logs import logger
-from atorch.runtime.stragglers import PARTS, StepReport, Straggler, behind
+from atorch.runtime.nested import map_leaves
 from atorch.runtime.wrapper import Wrapper
+from atorch.units import format_seconds
 
-DATA, FORWARD, BACKWARD = PARTS
-WHOLE, PAUSE, HELD = "whole", "pause", "held"  # a step; an evaluation in it; waiting in forward
+PARTS = DATA, FORWARD, BACKWARD = ("data", "forward", "backward")
+WHOLE, HELD = "whole", "held"  # a step; waiting for parameters in forward
 IN_A_PASS = ("tensor", "sequence", "context")  # axes along which processes wait for one another in every pass
+SPREAD = 6.0  # median deviations from the median; of normally distributed times four standard deviations
+NAMED = 8  # ranks that a message names
 
 
-class Clock(Protocol):
-    """A clock in the order of the work that it is about."""
+class Clock:
+    """When work was done: on a CUDA device in the current stream, whose times only `seconds` waits for."""
 
-    def now(self) -> Any: ...
+    def __init__(self, device: torch.device) -> None:
+        self._on_stream = device.type == "cuda"
 
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-
-class HostClock:
-    """A clock of work that is done when its call returns."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class StreamClock:
-    """A clock of work on a CUDA device, in the current stream. Reading it waits for the device."""
-
-    def now(self) -> torch.cuda.Event:
+    def now(self) -> Any:
+        if not self._on_stream:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
+        if not self._on_stream:
+            return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """What is slow in a part of the step: a process, or several that wait for one another in it."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    part: str  # of PARTS
+    own_s: float  # what it takes for it, a step
+    median_s: float  # what its peers take
+    reports: int  # in a row that say so
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks[:NAMED])) + (", …" if len(self.ranks) > NAMED else "")
+        hosts = ", ".join(list(dict.fromkeys(self.hosts))[:NAMED])
+        several = len(self.ranks) > 1
+        who = f"one of ranks {ranks}, which wait for one another in it," if several else f"rank {ranks}"
+        own, median = format_seconds(self.own_s), format_seconds(self.median_s)
+        return f"{who} on {hosts} takes {own} a step for {self.part}, where the median is {median}"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the steps since the last report took, seconds a step, by rank."""
+
+    step: int  # steps that the optimizer has taken since the times are measured
+    steps_s: Sequence[float]  # whole steps
+    parts_s: Mapping[str, Sequence[float]]  # those of PARTS; 0 where a part is not measured
+    stragglers: Sequence[Straggler] = ()
+
+    def __str__(self) -> str:
+        told = ", ".join(
+            f"{name} {' / '.join(map(format_seconds, (min(each), median_low(each), max(each))))}"
+            for name, each in {WHOLE: self.steps_s, **self.parts_s}.items()
+        )
+        return f"step {self.step}: least / median / most of {len(self.steps_s)} processes: {told}"
 
 
 class StragglerDetector:
     """Measures the steps of `optim`, and reports every so many of them, on rank 0, who was slow at what.
 
-    All processes make one together. It is over with `close()`, or with the block where it is a context manager.
+    All processes make one together. It is over with `close()`, or with the block where it is a context manager. The
+    first step, and steps with a pass without gradients, are not measured.
 
     Args:
         model, optim: as `auto_accelerate` returned them, or any module (also a DistributedDataParallel) and optimizer.
-        every: steps between reports, at least 2. The first of them is not measured: the order of gradients is learnt.
+        every: steps between reports, at least 2.
         patience: reports in a row that name a process before there is a warning.
         margin: how far above the median of its peers a process is slow, as a share of the median step.
         on_report: called with each `StepReport` on rank 0.
@@ -105,22 +134,14 @@ class StragglerDetector:
         """The last one, on rank 0."""
         self._every, self._patience, self._margin, self._on_report = every, patience, margin, on_report
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        self._clock = clock or (StreamClock() if device.type == "cuda" else HostClock())
-        self._hosts: list[str] = gather_objects(socket.gethostname())
+        self._clock = clock or Clock(device)
         self._slow: dict[tuple[str, tuple[int, ...]], int] = {}  # reports in a row, by part and ranks
-        self._num_steps, self._measured = 0, 0
-        self._spans: list[tuple[str, Any, Any]] = []  # since the last report: what, from when, until when
-        self._last_step: Any = None  # when it ended
-        self._since: Any = None  # since when the loop is in neither model nor backward nor step
-        self._entered: Any = None  # when the model's own forward was
-        self._held: Any = None  # since when that waits for parameters of other processes
-        self._first: Any = None  # when the first gradient came
-        self._order: list[torch.Tensor] = []  # of the gradients, in the first pass of the step that learns it
-        self._learning: list[Any] = []  # hooks that do
-        self._passes: list[Any] = []  # hooks on the first and the last gradient
+        self._num_steps = self._num_measured = 0
+        self._spans: list[tuple[str, Any, Any]] = []  # of the steps since the last report: what, from when, until when
+        self._step: list[tuple[str, Any, Any]] = []  # of this step
+        self._since: dict[str, Any] = {}  # what has begun, and when
         self._place(model)
-        self._handles = [*self._watch(model), optim.register_step_post_hook(lambda *_: self._step())]
-        self._learn()
+        self._handles = [*self._watch(model), optim.register_step_post_hook(lambda *_: self._end_step())]
 
     def __enter__(self) -> StragglerDetector:
         return self
@@ -130,129 +151,97 @@ class StragglerDetector:
 
     def close(self) -> None:
         """Measure no more. All processes do so between the same two steps."""
-        for handle in chain(self._handles, self._learning, self._passes):
+        for handle in self._handles:
             handle.remove()
 
     def _place(self, model: nn.Module) -> None:
         """Say which processes do the same work, and which wait for one another in the midst of it."""
         mesh = getattr(getattr(model, "_atorch", None), "mesh", None)
-        roots, rank = list(_roots(model)), dist.get_rank() if several() else 0
-        self._peers, self._is_staged, within = 0, False, [rank]
+        peers, self._is_staged, within = 0, False, [dist.get_rank() if several() else 0]
         if mesh is not None and mesh.num_ranks > 1:
-            self._peers, self._is_staged = mesh.rank("pipeline"), mesh.size("pipeline") > 1
-            compiled = any(_gathers(each) and _is_compiled(each) for root in roots for each in root.modules())
+            peers, self._is_staged = mesh.rank("pipeline"), mesh.size("pipeline") > 1
+            compiled = any(_gathers(each) and _is_compiled(each) for each in model.modules())
             within = mesh.ranks(*IN_A_PASS, *(("data", "zero") if compiled else ()))
         # Gradients of replicas travel while others are computed, and are waited for at the end of backward.
-        is_own = not several() or isinstance(model, DistributedDataParallel) or hasattr(model, "replicas")
-        self._units = (min(within), min(within) if is_own else -1)
-        self._parameters = [each for each in model.parameters() if each.requires_grad] if is_own else []
+        self._is_own = not several() or isinstance(model, DistributedDataParallel) or hasattr(model, "replicas")
+        self._hosts, self._peers, self._units = zip(
+            *gather_objects((socket.gethostname(), peers, min(within))), strict=True
+        )
 
     def _watch(self, model: nn.Module) -> Iterator[Any]:
         """Hooks around all that a call of the model is, around its own modules, and where these wait for parameters."""
         yield model.register_forward_pre_hook(_Hook(self._call), prepend=True)
-        yield model.register_forward_hook(_Hook(self._return))
         for root in _roots(model):
             if _is_compiled(root):  # its hooks would be, too
                 continue
-            yield root.register_forward_pre_hook(_Hook(self._enter))
+            yield root.register_forward_pre_hook(_Hook(self._begin, FORWARD))
             yield root.register_forward_hook(_Hook(self._leave))
             for module in root.modules():
                 if module is not root and _gathers(module) and not _is_compiled(module):
-                    yield module.register_forward_pre_hook(_Hook(self._hold), prepend=True)
-                    yield module.register_forward_pre_hook(_Hook(self._go_on))
+                    yield module.register_forward_pre_hook(_Hook(self._begin, HELD), prepend=True)
+                    yield module.register_forward_pre_hook(_Hook(self._end, HELD))
+
+    def _begin(self, what: str, *_: Any) -> None:
+        self._since[what] = self._clock.now() if torch.is_grad_enabled() else None
+
+    def _end(self, what: str, *_: Any) -> None:
+        if (start := self._since.pop(what, None)) is not None:
+            self._step.append((what, start, self._clock.now()))
 
     def _call(self, *_: Any) -> None:
-        if self._since is not None and torch.is_grad_enabled():
-            self._spans.append((DATA, self._since, self._clock.now()))
-            self._since = None
+        if torch.is_grad_enabled():
+            self._end(DATA)
+        else:
+            self._since.clear()  # the step is not measured
 
-    def _return(self, *_: Any) -> None:
-        if self._since is not None and not torch.is_grad_enabled():
-            now = self._clock.now()
-            self._spans.append((PAUSE, self._since, now))  # with what came before it
-            self._since = now
+    def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
+        self._end(FORWARD)
+        if self._is_own and torch.is_grad_enabled():
+            map_leaves(self._await_gradient, output)
 
-    def _enter(self, *_: Any) -> None:
-        self._entered = self._clock.now() if torch.is_grad_enabled() else None
+    def _await_gradient(self, leaf: Any, _: str) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(self._begin_backward)
+        return leaf
 
-    def _leave(self, *_: Any) -> None:
-        if self._entered is not None:
-            self._spans.append((FORWARD, self._entered, self._clock.now()))
-            self._entered = None
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        if BACKWARD not in self._since:
+            self._since[BACKWARD] = self._clock.now()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _hold(self, *_: Any) -> None:
-        self._held = None if self._entered is None else self._clock.now()
+    def _end_backward(self) -> None:
+        self._end(BACKWARD)
+        if not self._is_staged:  # between their passes stages wait for one another
+            self._since[DATA] = self._clock.now()
 
-    def _go_on(self, *_: Any) -> None:
-        if self._held is not None:
-            self._spans.append((HELD, self._held, self._clock.now()))
-            self._held = None
-
-    def _arrive(self, parameter: torch.Tensor) -> None:
-        self._order.append(parameter)
-
-    def _begin_backward(self, *_: Any) -> None:
-        self._first = self._clock.now()
-
-    def _end_backward(self, *_: Any) -> None:
-        if self._first is not None:
-            now = self._clock.now()
-            self._spans.append((BACKWARD, self._first, now))
-            self._first = None
-            self._since = None if self._is_staged else now  # between their passes stages wait for one another
-
-    def _step(self) -> None:
+    def _end_step(self) -> None:
         """After each step of the optimizer."""
         self._num_steps += 1
-        now, place = self._clock.now(), self._num_steps % self._every
-        if place == 1:
-            self._has_learnt()
-        else:
-            self._spans.append((WHOLE, self._last_step, now))
-            self._measured += 1
-        if place == 0:
+        if WHOLE in self._since:
+            self._end(WHOLE)
+            self._spans += self._step
+            self._num_measured += 1
+        if self._num_steps % self._every == 0:
             self._tell()
-            self._learn()
-            now = None
-        self._last_step = self._since = now
-        self._entered = self._held = self._first = None
-
-    def _learn(self) -> None:
-        """In the next step note which gradient is first and which last: hooks on all would cost in every step."""
-        _remove(self._passes)
-        for parameter in self._parameters:
-            self._learning.append(parameter.register_post_accumulate_grad_hook(_Hook(self._arrive)))
-
-    def _has_learnt(self) -> None:
-        _remove(self._learning)
-        self._spans.clear()
-        if self._order:
-            again = next((place for place, each in enumerate(self._order) if place and each is self._order[0]), None)
-            ends = self._order[0], self._order[:again][-1]
-            for parameter, method in zip(ends, (self._begin_backward, self._end_backward), strict=True):
-                self._passes.append(parameter.register_post_accumulate_grad_hook(_Hook(method)))
-        self._order.clear()
+        self._step.clear()
+        self._since = dict.fromkeys((WHOLE, DATA), self._clock.now())
 
     def _tell(self) -> None:
-        """Bring together what all processes have measured: a few numbers of each, on rank 0."""
-        taken = dict.fromkeys((WHOLE, *PARTS, PAUSE, HELD), 0.0)
+        """Bring together what all processes have measured: a few numbers of each."""
+        taken = dict.fromkeys((WHOLE, *PARTS, HELD), 0.0)
         for what, start, end in self._spans:
             taken[what] += self._clock.seconds(start, end)
-        taken = {what: seconds / self._measured for what, seconds in taken.items()}
-        self._spans.clear()
-        self._measured = 0
-        taken[WHOLE] -= taken[PAUSE]
-        taken[FORWARD] = max(0.0, taken[FORWARD] - taken[HELD])
-        own = [taken[WHOLE], *(taken[part] for part in PARTS), self._peers, *self._units]
-        rows = _gathered(own)
-        if rows is None:
+        taken[FORWARD] = max(0.0, taken[FORWARD] - taken.pop(HELD))
+        num_measured = max(1, self._num_measured)
+        rows = gather_objects({what: seconds / num_measured for what, seconds in taken.items()})
+        self._spans, self._num_measured = [], 0
+        if several() and dist.get_rank():
             return
-        whole, *parts, peers, forward, backward = ([row[place] for row in rows] for place in range(len(own)))
-        units = {DATA: list(range(len(rows))), FORWARD: [*map(int, forward)], BACKWARD: [*map(int, backward)]}
-        slow, before = [], self._slow
-        self._slow = {}
+        whole, *parts = ([row[what] for row in rows] for what in taken)
+        slow, before, self._slow = [], self._slow, {}
         for part, by_rank in zip(PARTS, parts, strict=True):
-            found = behind(by_rank, whole, self._margin, units[part], [*map(int, peers)])
+            units = range(len(rows)) if part == DATA else self._units
+            found = behind(by_rank, whole, self._margin, units, self._peers)
             for ranks, (own_s, median_s) in found.items():
                 reports = self._slow[part, ranks] = before.get((part, ranks), 0) + 1
                 hosts = tuple(self._hosts[rank] for rank in ranks)
@@ -266,28 +255,44 @@ class StragglerDetector:
             self._on_report(self.report)
 
 
-class _Hook:
-    """A method as a hook that keeps nothing alive, and that copies and pickles of its module do not have."""
-
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, *args: Any) -> None:
-        if (method := self._method()) is not None:
-            method(*args)
+class _Hook(partial[None]):
+    """A hook that copies and pickles of its module do not have."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (_nothing,)
+        return partial, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:
     """The hook of a copy."""
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
+def behind(
+    own_s: Sequence[float], whole_s: Sequence[float], margin: float, units: Sequence[int], peers: Sequence[int]
+) -> dict[tuple[int, ...], tuple[float, float]]:
+    """The ranks that are slow in a part of the step, with what it takes them and the median of their peers.
+
+    Slow is what takes longer than the (lower) median by more than `margin` of the median step, and by more than SPREAD
+    times the median deviation from the median. Of those that wait for one another the one that took least hardly
+    waited: its time stands for all of them, and they are named together.
+
+    Args:
+        own_s, whole_s: what the part and the whole step take, by rank.
+        units: by rank, a number that those share who wait for one another in this part.
+        peers: by rank, a number that those share who do the same work.
+    """
+    least, found = margin * median_low(whole_s), {}
+    for kind in sorted(set(peers)):
+        members: dict[int, list[int]] = {}
+        for rank, unit in enumerate(units):
+            if peers[rank] == kind:
+                members.setdefault(unit, []).append(rank)
+        times = {unit: min(own_s[rank] for rank in ranks) for unit, ranks in members.items()}
+        middle = median_low(times.values())
+        spread = median_low(abs(each - middle) for each in times.values())
+        for unit, taken in times.items():
+            if taken - middle > max(least, SPREAD * spread):
+                found[tuple(members[unit])] = (taken, middle)
+    return found
 
 
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
@@ -306,19 +311,6 @@ def _gathers(module: nn.Module) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _gathered(own: list[float]) -> list[list[float]] | None:
-    """Every rank's numbers, on rank 0; None on the others."""
-    if not several():
-        return [own]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if nobody_else():
-        return [own] * size if rank == 0 else None
-    held = torch.tensor(own, dtype=torch.float64, device=meeting_place())
-    rows = [torch.empty_like(held) for _ in range(size)] if rank == 0 else None
-    dist.gather(held, rows, group=everyone(), group_dst=0)
-    return None if rows is None else [row.tolist() for row in rows]
 
 
 def _check(model: Any, optim: Any, every: Any, patience: Any, margin: Any) -> None:

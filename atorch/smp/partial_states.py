@@ -21,7 +21,6 @@ CUTS = "_smp_cuts"
 MARKS = frozenset({PARTIAL, CUTS})
 
 State = Mapping[str, Any]
-Cuts = Mapping[str, Mapping[str, Any]]
 
 
 def merged(parts: Sequence[Any], place: str = "the checkpoint") -> Any:

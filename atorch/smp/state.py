@@ -13,7 +13,6 @@ from atorch.smp.session import session
 
 
 def __getattr__(name: str) -> Any:
-    """Values of the present session."""
     if name == "cfg":
         return session().config
     if name in ("model", "optimizer"):

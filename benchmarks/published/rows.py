@@ -18,7 +18,6 @@ from atorch.cost.splits import (
     shard,
     shard_optimizer,
     split_context,
-    split_experts,
     split_pipeline,
     split_tensor,
 )
@@ -116,7 +115,7 @@ def cost_of(row: Row) -> Cost:
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(
-        split_experts(cost, layout.expert, capacity=_expert_capacity(row)),
+        cost.but(expert=layout.expert, expert_capacity=_expert_capacity(row)),
         schedule="interleaved" if layout.interleave > 1 else "1f1b",
         interleave=layout.interleave,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from atorch.auto.strategy import Strategy
 from atorch.cli import main
-from atorch.cli.clusters import clusters_of
+from atorch.cli.plan import clusters_of
 from atorch.cluster import ClusterSpec
 from tests.report.test_html import Page, data_of
 

@@ -18,7 +18,6 @@ from atorch.cost.splits import (
     shard,
     shard_optimizer,
     split_context,
-    split_experts,
     split_pipeline,
     split_sequence,
     split_tensor,
@@ -116,7 +115,7 @@ def test_a_context_split_passes_keys_and_values_around_behind_attention():
 
 
 def test_experts_get_tokens_and_send_them_back():
-    cost = split_experts(arrange(accumulate(PLAIN, 8), {"data": 2}), 2)
+    cost = arrange(accumulate(PLAIN, 8), {"data": 2}).but(expert=2)
     mixture = replace(BLOCK, dispatched_bytes=128)
     share = 8 / 2 / 8  # of the traced sample
     assert of_copy(cost, mixture) == [Comm("all_to_all", ("expert",), 4 * 128 * share, count=4)]

@@ -10,7 +10,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.cost.communication import of_copy
 from atorch.cost.experts import busiest_load, saved_bytes
-from atorch.cost.splits import accumulate, arrange, replicate, shard, split_experts
+from atorch.cost.splits import accumulate, arrange, replicate, shard
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")
@@ -27,7 +27,7 @@ shapes = pytest.mark.parametrize("shape", [MIXTRAL, DEEPSEEK], ids=["mixtral", "
 def training(shape, *, ranks=8, capacity=0.0, skew=0.0):
     cost = arrange(plain_cost(transformer_profile(shape), 32), {"data": 8})
     cost = accumulate(replace(cost, dtype="bfloat16", param_itemsize=2.0), 4)
-    return replicate(split_experts(cost, ranks, capacity=capacity, skew=skew))
+    return replicate(cost.but(expert=ranks, expert_capacity=capacity, expert_skew=skew))
 
 
 def blocks(shape):
@@ -90,7 +90,7 @@ def test_a_capacity_cuts_or_pads_every_load(shape):
 def test_the_optimizer_steps_the_states_that_are_kept(shape):
     """Over 8 ranks experts of 4 of them are sharded over 2, all else over 8."""
     start = arrange(plain_cost(transformer_profile(shape), 32), {"data": 8})
-    costs = [shard(split_experts(start, ranks)) for ranks in (1, 4, 8)]
+    costs = [shard(start.but(expert=ranks)) for ranks in (1, 4, 8)]
     taken = [step_time(cost, CLUSTER).optimizer_s / peak_memory(cost).optimizer for cost in costs]
     assert taken == pytest.approx([taken[0]] * 3)
 

@@ -17,7 +17,6 @@ from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.blocks import repeated_blocks
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
-from atorch.runtime.compiling import compile_in_place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -78,7 +77,8 @@ def in_chunks(
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     budget = max(access.other_bytes for access in accesses.accesses) + int(share * parameters)
     operations = chunk(model, accesses, budget, device=torch.device("cuda"), compiled=compiled, **how)
-    compile_in_place(map(model.get_submodule, compiled))
+    for name in compiled:
+        model.get_submodule(name).compile()
     return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), budget
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from atorch.report.columns import columns
 from atorch.report.figures import (
     cluster_rows,
     counterfactual,
@@ -12,6 +11,7 @@ from atorch.report.figures import (
     shown_estimates,
     slower,
 )
+from atorch.report.html import columns
 from tests.report.answers import answer
 
 

@@ -8,7 +8,13 @@ from rich.console import Console
 
 from atorch.report import progress
 from atorch.report.progress import line, search_progress
-from atorch.report.text import plan_text, show_plan, show_rejections
+from atorch.report.text import plan_report, show_plan, show_rejections
+
+
+def plan_text(plan, max_rows=20):
+    page = io.StringIO()
+    Console(file=page, width=120, no_color=True, highlight=False).print(plan_report(plan, max_rows))
+    return page.getvalue()
 
 
 def rejected(why, reason, *methods, step_s=None):

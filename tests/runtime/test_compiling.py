@@ -8,7 +8,6 @@ from torch import nn
 
 from atorch.blocks import repeated_blocks
 from atorch.runtime.amp import autocast_forward
-from atorch.runtime.compiling import compile_in_place
 
 # The compiler looks at tensors inside the graph, and torch's own filter of this warning loses to ours.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -43,7 +42,8 @@ def compiled(net, modules=None, **knobs):
         graphs.append(graph)
         return graph.forward
 
-    compile_in_place(modules or repeated_blocks(net).values(), backend=backend, **knobs)
+    for module in modules or repeated_blocks(net).values():
+        module.compile(backend=backend, **knobs)
     return graphs
 
 

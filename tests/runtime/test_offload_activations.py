@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.blocks import repeated_blocks
 from atorch.errors import ArgumentError
-from atorch.runtime.compiling import compile_in_place
 from atorch.runtime.offload_activations import offload_activations
 from atorch.runtime.recompute import checkpoint_wrapper
 
@@ -106,7 +105,8 @@ def test_beside_compilation_what_compiled_blocks_save_waits():
     torch.manual_seed(3)
     net = nn.Sequential(*(Residual(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
     twin = copy.deepcopy(net)
-    compile_in_place(twin, backend="aot_eager")
+    for module in twin:
+        module.compile(backend="aot_eager")
     offload_activations(twin)
     for each in (net, twin):
         each(inputs()[0]).square().sum().backward()

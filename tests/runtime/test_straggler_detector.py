@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset
 import atorch
 from atorch import StragglerDetector, auto_accelerate
 from atorch.errors import ArgumentError
-from atorch.runtime.stragglers import StepReport
+from atorch.runtime.straggler_detector import StepReport, Straggler, behind
 from tests.pool import Pool
 
 BATCH, WIDTH = 4, 8
@@ -140,14 +141,15 @@ def test_a_loop_that_accumulates_waits_for_the_data_of_every_pass() -> None:
     assert report.parts_s == {"data": [2.0], "forward": [4.0], "backward": [6.0]}
 
 
-def test_an_evaluation_is_no_part_of_a_step() -> None:
+def test_a_step_with_an_evaluation_is_not_measured() -> None:
     clock = Counted({"data": 0.25, "forward": 2.0, "backward": 3.0})
     result = made(clock.work, [], 4)
     with StragglerDetector(result.model, result.optim, every=4, clock=clock) as detector:
-        for _ in train(result):
-            with torch.no_grad():
-                result.model(torch.ones(1, WIDTH))
-                result.model(torch.ones(1, WIDTH))
+        for number in train(result):
+            if number == 1:
+                with torch.no_grad():
+                    result.model(torch.ones(1, WIDTH))
+                    result.model(torch.ones(1, WIDTH))
     assert detector.report is not None
     assert detector.report.steps_s == [6.0]
     assert detector.report.parts_s == {"data": [1.0], "forward": [2.0], "backward": [3.0]}
@@ -338,3 +340,59 @@ def test_it_measures_beside_other_methods(pool: Pool, strategy: Any, parts: Any)
 
 def test_it_is_public() -> None:
     assert atorch.StragglerDetector is StragglerDetector
+
+
+def slow(own: list[float], whole: float = 100.0, units: list[int] | None = None, peers: list[int] | None = None):
+    size = len(own)
+    return behind(own, [whole] * size, 0.1, units or list(range(size)), peers or [0] * size)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ([20, 20], {}),
+        ([20, 30], {}),  # a tenth of the step, and not more
+        ([20, 31], {(1,): (31, 20)}),
+        ([20, 20, 20, 50], {(3,): (50, 20)}),
+        ([20, 50, 20, 50, 20], {(1,): (50, 20), (3,): (50, 20)}),
+        ([1, 20, 20, 20], {}),  # one that is quick
+        ([0, 15, 30, 45, 60, 75], {}),  # all differ: none stands out
+        ([0], {}),
+    ],
+)
+def test_who_stands_out_of_the_median(own, expected):
+    assert slow(own) == expected
+
+
+def test_times_that_vary_name_nobody_and_one_far_outside_is_named():
+    draw = random.Random(0)
+    for _ in range(20):
+        own = [draw.gauss(50, 10) for _ in range(512)]
+        assert len(slow(own)) <= 1, "four standard deviations: one of 30,000"
+        own[77] += 100
+        assert (77,) in slow(own)
+
+
+def test_who_waits_in_the_midst_of_its_work_is_not_slow():
+    """Rank 0 came late, and rank 1 waited for it: the time of the one that did not wait is that of both."""
+    assert slow([20, 50, 20, 20], units=[0, 0, 2, 2]) == {}
+    assert slow([50, 50, 20, 20], units=[0, 0, 2, 2]) == {(0, 1): (50, 20)}
+    assert slow([50, 90], units=[0, 0]) == {}
+
+
+def test_those_with_other_work_are_no_peers():
+    assert slow([20, 20, 50, 50], peers=[0, 0, 1, 1]) == {}
+    assert slow([20, 20, 50, 70], peers=[0, 0, 1, 1]) == {(3,): (70, 50)}
+
+
+def test_what_is_said():
+    one = Straggler((3,), ("node-b",), "forward", 0.05, 0.02, 3)
+    assert str(one) == "rank 3 on node-b takes 50 ms a step for forward, where the median is 20 ms"
+    several = Straggler(tuple(range(10)), ("a",) * 5 + ("b",) * 5, "forward", 0.05, 0.02, 3)
+    assert str(several).startswith(
+        "one of ranks 0, 1, 2, 3, 4, 5, 6, 7, …, which wait for one another in it, on a, b takes 50 ms"
+    )
+    report = StepReport(50, [0.1, 0.1, 0.1], {"data": [0.001, 0.03, 0.002]})
+    assert str(report) == (
+        "step 50: least / median / most of 3 processes: whole 100 ms / 100 ms / 100 ms, data 1 ms / 2 ms / 30 ms"
+    )

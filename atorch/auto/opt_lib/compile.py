@@ -20,7 +20,6 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import find_modules, module_names, repeated_blocks
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile, Segment
-from atorch.runtime.compiling import compile_in_place
 
 
 @method("compile", phase=Phase.COMPILE)
@@ -74,13 +73,8 @@ class Compile(Method):
 
     def apply(self, ctx: Context) -> Context:
         for part in ctx.parts:
-            compile_in_place(
-                self.chosen(part).values(),
-                backend=self.backend,
-                mode=self.mode,
-                dynamic=self.dynamic,
-                fullgraph=self.fullgraph,
-            )
+            for module in self.chosen(part).values():
+                module.compile(backend=self.backend, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)
         return ctx
 
     def chosen(self, part: nn.Module) -> Mapping[str, nn.Module]:

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib import pipeline_deepspeed
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_cut import even_cut
-from atorch.auto.opt_lib.pipeline_export import against_graph, cut_by_graph, neither
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
-from atorch.auto.opt_lib.pipeline_understudy import understudy_of
 from atorch.auto.opt_lib.structure import changes_modules
+from atorch.auto.strategy import Phase, Strategy
 from atorch.blocks import repeated_blocks, units
-from atorch.distributed.collectives import together
+from atorch.cost.products import peak_flops
+from atorch.distributed.collectives import nobody_else, together
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
+from atorch.profiler.copying import copy_structure
 from atorch.runtime.caches import turn_off_caches
 from atorch.runtime.loss_weight import Rule, tolerance_of
 from atorch.runtime.pipeline.engine import Engine
-from atorch.runtime.pipeline.exported import uninstall
+from atorch.runtime.pipeline.exported import Exported, Speeds, install, uninstall
 from atorch.runtime.pipeline.observing import route_of
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.pipeline.route import Route
 from atorch.runtime.pipeline.schedules import stages_of
 from atorch.runtime.pipeline.stage import cut, held_for_loss, holders
 from atorch.runtime.pipeline.ties import Ties
+from atorch.runtime.pipeline.understudy import Understudy
 from atorch.runtime.split import num_rows, take
 from atorch.units import format_bytes
 
@@ -289,3 +293,78 @@ def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, 
         raise StrategyError(
             f"stage {mine[0]} has no trainable parameter, and its optimizer nothing to do; choose other split_points"
         )
+
+
+def understudy_of(
+    ctx: Context, model: nn.Module, units: Iterable[str], route: Route
+) -> Callable[[], Understudy | None]:
+    """Copies a model that is going to be cut; what it returns gives the understudy, once the stages are built.
+
+    None where other processes are there. To the copy is done what the strategy does to stages.
+    """
+    if not nobody_else():
+        return lambda: None
+    whole = copy_structure(model, torch.empty_like)
+    named = {name: whole.get_submodule(name) for name in units}
+    (part,) = cut(whole, named, route, (0,), (0,), ctx.device)
+
+    def ready() -> Understudy:
+        job = replace(ctx, root=part, parts=(part,))
+        for each in ctx.strategy or Strategy():
+            if each.phase > Phase.SPLIT:
+                job = each.apply(job)
+        return Understudy(job.parts[0])
+
+    return ready
+
+
+_BY_MODULES = (Phase.TENSOR, Phase.RECOMPUTE, Phase.COMPILE)
+"""Phases whose methods act where modules are called; a graph calls none."""
+
+
+def cut_by_graph(
+    ctx: Context, method: PipelineParallel, model: nn.Module, batch: Any, stages: int, because: StrategyError
+) -> tuple[dict[str, nn.Module], Route, tuple[int, ...]]:
+    """Lets `model` run by its graph, in place: the segments by name, their calls, and where stages begin.
+
+    because: why modules do not tell where to cut.
+
+    Raises:
+        StrategyError: its graph cannot be had or cut either, with both reasons; the model is as it was.
+    """
+    reason = against_graph(ctx.strategy)
+    if reason is not None:
+        raise neither(because, reason) from because
+    try:
+        named = install(model, _exported(ctx, method, model, stages), stages)
+        route = route_of(model, named, batch, ctx.call_model, ctx.loss_func)
+    except StrategyError as error:
+        uninstall(model)
+        raise neither(because, error) from error
+    logger.info("the pipeline is cut by the graph that torch.export gives, as modules do not tell where: %s", because)
+    return named, route, tuple(range(stages))
+
+
+def against_graph(strategy: Strategy | None) -> str | None:
+    """Why a method of the strategy cannot be beside a pipeline that is cut by its graph, or None."""
+    for each in strategy or ():
+        if each.phase in _BY_MODULES or each.name in ("amp_native", "fsdp", "zero2", "offload", "chunk"):
+            return f"{each.name} acts where modules are called, which a graph does not do; leave it out"
+    return None
+
+
+def neither(because: object, reason: object) -> StrategyError:
+    """The error of a model that can be cut neither by its modules, because of one thing, nor by its graph."""
+    return StrategyError(f"{because}. Nor can the model be cut by its graph: {reason}")
+
+
+def _exported(ctx: Context, method: PipelineParallel, model: nn.Module, stages: int) -> Exported:
+    mode, device = FakeTensorMode(allow_non_fake_inputs=True), ctx.cluster.device
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=ctx.device)
+
+    source = copy_structure(model, fake)
+    reached = peak_flops(device, "float32"), device.memory_bandwidth * device.efficiency.traffic
+    return Exported(source, mode, stages, Speeds(*reached))

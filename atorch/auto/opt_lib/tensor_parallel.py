@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from torch import nn
 from typing_extensions import Self
 
@@ -25,7 +25,6 @@ from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sample import on_few_tokens
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.structure import has_compiled_loss
-from atorch.auto.opt_lib.tensor_layout import KEY, read_layout, written
 from atorch.auto.opt_lib.zero_backends import in_pipeline
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
@@ -35,14 +34,17 @@ from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import split_tensor
 from atorch.distributed.collectives import from_rank_zero
 from atorch.distributed.rng import preserved_rng
-from atorch.errors import StrategyError
+from atorch.errors import StrategyError, shown
 from atorch.logs import logger
 from atorch.profiler.copying import copy_structure, lazy_copy
 from atorch.runtime.meta_device import has_meta
-from atorch.runtime.tensor_parallel import ModelLayout, apply_layout, derive_layout, tensor_parallel
+from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_parallel
+from atorch.runtime.tensor_parallel.model_layout import ModelLayout, why_not_of
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 FEW = 2  # blocks, the fewest that are seen to repeat
+LAYOUT_KEY = "tensor_layout"
+"""Where a strategy's metadata has the layout, which is then not derived again."""
 BESIDE_FP8 = "fp8 hides the products that tensor_parallel would split; leave one of them out, or take amp_native"
 
 
@@ -115,7 +117,7 @@ class TensorParallel(Method):
         (model,) = ctx.parts  # stages are cut later
         tensor, spreads = mesh.device_mesh("tensor"), has_fsdp(strategy)
         splits = self.loss_parallel and not has_compiled_loss(ctx)
-        layout = self._known(model, from_rank_zero(strategy.metadata.get(KEY)), mesh.size("tensor"))
+        layout = self._known(model, from_rank_zero(strategy.metadata.get(LAYOUT_KEY)), mesh.size("tensor"))
         how: Any = {"as_dtensors": spreads, "loss_parallel": splits}
         if layout is not None:
             apply_layout(model, layout, tensor, **how)
@@ -133,7 +135,9 @@ class TensorParallel(Method):
             if isinstance(each, SequenceParallel):
                 each.complete(ctx, layout)
         share_random_state(mesh.group("tensor"), ctx.device)
-        return replace(ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, KEY: written(layout, self._asked)})
+        return replace(
+            ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, LAYOUT_KEY: written(layout, self._asked)}
+        )
 
     def _few_blocks_of(self, model: nn.Module, device: torch.device) -> nn.Module:
         """A copy of a model without values that has some, the same on all processes, and the first of its blocks.
@@ -175,7 +179,7 @@ class TensorParallel(Method):
             return {}
         (model,) = ctx.parts
         layout = derive_layout(model, on_few_tokens(ctx, self.name), degree, **self._asked)
-        return {KEY: written(layout, self._asked)}
+        return {LAYOUT_KEY: written(layout, self._asked)}
 
 
 def _tell_order(ctx: Context, layout: ModelLayout) -> None:
@@ -217,3 +221,24 @@ def _tell(model: nn.Module, layout: ModelLayout) -> None:
     for reason, names in reasons.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         logger.info("tensor_parallel leaves %s%s whole: %s", ", ".join(names[:3]), more, reason)
+
+
+def written(layout: ModelLayout, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout, and what was asked of it, by the names of the knobs, as JSON data."""
+    return {**asked, **_adapter().dump_python(layout, mode="json")}
+
+
+def read_layout(kept: Any, model: nn.Module, degree: int, asked: Mapping[str, Any]) -> ModelLayout | str:
+    """The layout in `kept`, or why it is not this model's, as is asked, on so many processes."""
+    if not isinstance(kept, Mapping) or any(kept.get(name) != value for name, value in asked.items()):
+        return f"it was derived by another {' or '.join(asked)}"
+    try:
+        layout = _adapter().validate_python({name: value for name, value in kept.items() if name not in asked})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        return f"{'.'.join(map(str, fault['loc']))} is {shown(fault['input'])}: {fault['msg']}"
+    return why_not_of(layout, model, degree) or layout
+
+
+def _adapter() -> TypeAdapter[ModelLayout]:
+    return TypeAdapter(ModelLayout)

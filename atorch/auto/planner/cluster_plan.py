@@ -79,7 +79,6 @@ class ClusterPlan(Plan):
         return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
 
     def to_json_data(self) -> dict[str, Any]:
-        """The plan as plain JSON data."""
         return super().to_json_data() | {
             "fits_narrowly": self.fits_narrowly,
             "cluster": self.cluster.to_json_data(),

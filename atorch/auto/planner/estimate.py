@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atorch.auto.planner.plan import Estimate, Rejected
-from atorch.auto.planner.space import Node, Space
+from atorch.auto.planner.space import Node
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, StepTime, StepTimes, peak_memory
@@ -22,11 +22,6 @@ class Scored:
 
     strategy: Strategy
     estimate: Estimate
-
-
-def score(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
-    """Every composition of a space with its estimate, the fastest first."""
-    return scored(space.leaves(space.root(start)), cluster)
 
 
 def scored(leaves: Iterable[Node], cluster: ClusterSpec) -> list[Scored]:

@@ -58,7 +58,6 @@ class Guide:
             math.log(each.step_s) - (math.log(each.estimate_s) if index is None else self._log_estimates[index])
             for each, index in zip(earlier, own, strict=True)
         ]
-        self.num_known = len({index for index in own if index is not None})  # candidates that ran in earlier searches
 
     def _covariances(self, rows: npt.NDArray[np.int_], columns: npt.NDArray[np.int_]) -> npt.NDArray[np.float64]:
         """Covariances of some candidates, or, behind these, earlier observations, with some others.

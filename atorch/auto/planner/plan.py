@@ -123,7 +123,6 @@ class Plan:
         return "; ".join(said) or "as in plain training, but that sums may be taken in another order"
 
     def to_json_data(self) -> dict[str, Any]:
-        """The plan as plain JSON data."""
         return {
             "strategy": strategy_data(self.strategy),
             "estimate": estimate_data(self.estimate),

@@ -9,8 +9,7 @@ Equal blocks are simulated at two small depths and carried to the full one (dept
 blocks of its stage, and a copy of the model plays the other stages (runtime/pipeline/understudy.py). Operations are the
 CPU's, also where the target is a GPU: other kernels may save other tensors, and what an allocator wastes is not seen.
 
-torch has one default process group a process. Where a real one is there, `simulate_apart` takes a process of its own,
-which is started fresh: forking one that has run threads of gloo or of autograd is not safe.
+torch has one default process group a process: where a real one is there, nothing is simulated.
 """
 
 from __future__ import annotations
@@ -185,25 +184,6 @@ def _stage(
         seen = seen.with_more(fewer.left_out)
         notes += (f"{fewer.left_out} more micro-batches do as the last that was simulated",)
     return Simulated(moments=seen.moments, collectives=seen.sent, notes=notes)
-
-
-def simulate_apart(make_ctx: Callable[[], Context], strategy: Strategy, batch: Any, **more: Any) -> Simulated:
-    """`simulate` in a new process, for one that has a process group.
-
-    Args:
-        make_ctx: a function of a module, or a `functools.partial` of one, that makes the context over there.
-    """
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    shapes = map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
-        return processes.submit(_simulate_here, make_ctx, strategy, shapes, more).result()
-
-
-def _simulate_here(make_ctx: Callable[[], Context], strategy: Strategy, batch: Any, more: dict[str, Any]) -> Simulated:
-    torch.set_num_threads(1)
-    return simulate(make_ctx(), strategy, batch, **more)
 
 
 def observe(

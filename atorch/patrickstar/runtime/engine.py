@@ -14,21 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.distributed.collectives import agreed, gather_objects, synchronise, together
 from atorch.distributed.description import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
 from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
-from atorch.patrickstar.embeddings import host_embeddings, look_up_on_host, table_of
-from atorch.patrickstar.foresight import Foresight
+from atorch.patrickstar.embeddings import foresee_lookups, host_embeddings, look_up_on_host, table_of
 from atorch.patrickstar.ops import FP16Adam, LossScaler, loss_scale_of
 from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of, plain, scaled_backward
 from atorch.patrickstar.parts import load_parts, own_part
-from atorch.patrickstar.recorder import Recorder
+from atorch.patrickstar.profile import Tier
+from atorch.patrickstar.profiler import profiler
 from atorch.profiler.tensors import tensors_of
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.course import Pass
 from atorch.runtime.chunk.courses import Courses
+from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.clip import ClipsItself
@@ -236,3 +238,80 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             return leaf.to(self.client.device, DTYPE if leaf.is_floating_point() else leaf.dtype, non_blocking=True)
 
         return map_leaves(move, data)
+
+
+class Foresight:
+    """Foresees passes of `model`, which computes in `dtype` on `device`, on `(args, kwargs)`."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._model, self._dtype, self._device = model, dtype, device
+        self.on_host: set[str] = set()  # names of embeddings that the device does not see
+
+    def __call__(self, batch: Any, /, *, for_real: bool = False, whole: bool = False) -> Pass:
+        """A pass on `batch`, on fake tensors, of some blocks for all where they are alike, or by a real run."""
+
+        def loss(duplicate: nn.Module, batch: Any) -> Tensor:
+            foresee_lookups(duplicate, self.on_host, self._dtype)
+            return _loss(duplicate, batch)
+
+        return foreseen(
+            self._model,
+            batch,
+            loss,
+            device_type=self._device.type,
+            dtype=self._dtype,
+            for_real=for_real,
+            whole=whole,
+        )
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    """A loss to foresee a backward pass by: the model's own where it gives one, else one as costly as most are."""
+    args, kwargs = batch
+    found = [each for each in tensors_of(model(*args, **kwargs)) if each.requires_grad]
+    own = [each for each in found if each.numel() == 1]
+    if own:
+        return own[0]
+    if not found:
+        raise ArgumentError(f"{type(model).__name__} gives no tensor that gradients could come from")
+    return torch.stack([each.float().log_softmax(-1).sum() for each in found]).sum()
+
+
+class Recorder:
+    """The observer of a `Residency`: tells the profiler what chunks do, in PatrickStar's words.
+
+    A PARAM_FP16 chunk is the parameters that operations see; on the host its gradient lies beside it. PARAM_FP32,
+    MOMENTUM and VARIANCE are what the optimizer has, for every chunk that is trained.
+    """
+
+    def __init__(self, operations: Operations) -> None:
+        self._residency = operations.residency
+        self._device = operations.chunks.device
+        profiler.works_on(str(self._device), self._residency.tier.budget_bytes)
+        for memory in operations.chunks.chunks:
+            _place(memory, "GPU" if memory.tier is operations.chunks.device_tier else "CPU")
+        self._residency.observer = self
+
+    def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
+        """A chunk came to the device, or left it."""
+        profiler.holds("PARAM_FP16", chunk, "GPU", num_bytes if on_device else 0)
+        profiler.moment(self._device_bytes())
+
+    def phase(self, name: str) -> None:
+        profiler.moment(self._device_bytes())
+        profiler.phase(name)
+
+    def _device_bytes(self) -> int:
+        """What the device holds in all: as its allocator knows, or as it was foreseen."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self._device))
+        return self._residency.tier.used_bytes + self._residency.course.other_bytes
+
+
+def _place(memory: ChunkMemory, tier: Tier) -> None:
+    """Where a chunk is between steps."""
+    index, compute, trainable = memory.spec.index, memory.compute, memory.spec.trainable
+    profiler.holds("PARAM_FP16", index, tier, compute.nbytes * (2 if trainable else 1))
+    if trainable:
+        for kind in ("PARAM_FP32", "MOMENTUM", "VARIANCE"):
+            profiler.holds(kind, index, tier, memory.master.nbytes)

@@ -64,12 +64,6 @@ class Layout:
 
     chunks: tuple[ChunkSpec, ...]
 
-    @property
-    def utilisation(self) -> float:
-        """The share of allocated elements that parameters take, 0 to 1."""
-        allocated = sum(chunk.numel for chunk in self.chunks)
-        return sum(slot.numel for chunk in self.chunks for slot in chunk.slots) / allocated if allocated else 1.0
-
     @cached_property
     def chunk_of(self) -> dict[str, int]:
         """The index of the chunk of each parameter, by its name."""

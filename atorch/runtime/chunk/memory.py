@@ -324,11 +324,6 @@ class ChunkSet:
         """The managed parameters, and where they lie in their chunks."""
         return ((parameter, slot) for parameter, (_, slot) in self._places.items())
 
-    def clear_gradients(self) -> None:
-        """Forget all gradients; their memory stays."""
-        for chunk in self.chunks:
-            chunk.has_gradient.clear()
-
     def _memory(
         self,
         spec: ChunkSpec,

@@ -35,9 +35,7 @@ class LiveCount(Protocol):
 
     def __exit__(self, *fault: Any) -> Any: ...
 
-    def mark(self, name: str) -> None:
-        """End a moment."""
-        ...
+    def mark(self, name: str) -> None: ...
 
 
 def trace(

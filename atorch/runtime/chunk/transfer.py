@@ -1,8 +1,7 @@
-"""Copies between host and compute device: at once, beside computation, or over a given link."""
+"""Copies between host and compute device: at once, or beside computation."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -103,46 +102,6 @@ class OnStream:
         self._back.synchronize()
         while self._sums:
             self._sums.pop().result()
-
-
-class Paced:
-    """Copies in threads, over a link of so many bytes a second in each direction: a machine that is not here."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._rate = bytes_per_s
-        self._there, self._back = (ThreadPoolExecutor(max_workers=1, thread_name_prefix=to) for to in ("there", "back"))
-        self._kept: list[Future[None]] = []
-
-    def start(self, target: Tensor, source: Tensor) -> Wait:
-        """Copy, not sooner than the link could, and after what was started before."""
-        copying: Future[None] = self._there.submit(self._copy, target, source)
-        return copying.result
-
-    def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
-        """Copy, and wait for it: what a process sends to others it has to have."""
-        self.start(target, source)()
-        return nullcontext()
-
-    def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
-        """Copy or add, not sooner than the link could."""
-        self._kept.append(self._back.submit(self._copy, target, source, add))
-        return self._kept[-1].result
-
-    def settle(self) -> None:
-        while self._kept:
-            self._kept.pop().result()
-
-    @torch.no_grad()
-    def _copy(self, target: Tensor, source: Tensor, add: bool = False) -> None:
-        began = time.perf_counter()
-        put(target, source, add)
-        left = began + source.nbytes / self._rate - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-
-    def close(self) -> None:
-        self._there.shutdown()
-        self._back.shutdown()
 
 
 def transfer_for(device: torch.device) -> Transfer:

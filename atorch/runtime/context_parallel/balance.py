@@ -55,11 +55,6 @@ class Meeting:
         rows, columns = self.of_mask
         return mask[:, :, rows, columns]
 
-    @property
-    def num_scores(self) -> float:
-        square = (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
-        return square / 2 if self.is_causal else float(square)
-
 
 Schedule = Sequence[Sequence[Meeting]]
 """The meetings of every hop: at hop h a rank has the keys of the rank h before it."""

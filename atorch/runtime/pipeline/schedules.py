@@ -55,9 +55,7 @@ class StageReduction(Protocol):
         """True if a forward pass gathers parameters from other processes."""
         ...
 
-    def forward(self) -> AbstractContextManager[None]:
-        """A forward pass whose backward comes later."""
-        ...
+    def forward(self) -> AbstractContextManager[None]: ...
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
         """The backward pass of an earlier forward pass; gradients are reduced with the last one."""

@@ -14,6 +14,7 @@ from torch.utils._pytree import keystr as _keystr
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from atorch.distributed.rng import preserved_rng
+from atorch.runtime.still import evaluation_mode
 from atorch.runtime.tensor_parallel.recorded import Call
 
 Run = Callable[[nn.Module], Any]
@@ -108,11 +109,5 @@ def _kind(block: nn.Module, tensors: Mapping[str, Tensor], origins: Mapping[str,
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode and records no gradients; each module's own mode is back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad(), preserved_rng():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with evaluation_mode(model), torch.no_grad(), preserved_rng():
+        yield

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.blocks import repeated_blocks
+from atorch.distributed.collectives import gather_objects
 from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
 from atorch.runtime.sequence_parallel.blocks_seen import Run, by_place, changed, copied, evaluate, evaluating
-from atorch.runtime.sequence_parallel.outside import everywhere
 from atorch.runtime.sequence_parallel.replay import MISFITS, MOST, BlockStream, has_values, same, uses_random_numbers
 from atorch.runtime.sequence_parallel.share import Share
 from atorch.runtime.sequence_parallel.stream import Streams, check_output, install, linked
@@ -112,7 +112,7 @@ def _found(
     for first, *others in islice(ways, MOST):
         meetings = [Meeting(each[index]) for each, index in zip(places, others, strict=True)]
         tried = _tried(block, layout, whole, streams[first], meetings, share)
-        failures = [each for each in everywhere(tried if isinstance(tried, str) else None, share.group) if each]
+        failures = [each for each in gather_objects(tried if isinstance(tried, str) else None, share.group) if each]
         if not failures and isinstance(tried, BlockStream):
             return tried, meetings
         reason = reason or failures[0]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from atorch.blocks import outside_of
+from atorch.distributed.collectives import gather_objects
 from atorch.positions import made_alone
 from atorch.runtime.override import override
 from atorch.runtime.sequence_parallel.blocks_seen import Run, by_place, changed, copied, evaluating
@@ -59,7 +60,7 @@ def find_by_token(
             run(model)
         for path, (call, result) in calls.items():
             way = None if call is None else _way(model.get_submodule(path), call, result, dims, share)
-            ways = everywhere(way, share.group)
+            ways = gather_objects(way, share.group)
             if way is not None and all(each == way for each in ways):
                 found[path] = way
     return found
@@ -109,15 +110,6 @@ def drawing(theirs: Callable[..., Any], rank: int) -> Callable[..., Any]:
             stream.leave()
 
     return forward
-
-
-def everywhere(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The value of every rank of the group."""
-    if dist.get_backend(group) == "fake":
-        return [value] * group.size()
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 @contextmanager

@@ -181,18 +181,8 @@ def _loss(
     return reduced(losses, kept, shares, reduction, losses.dtype)
 
 
-def _cross_entropy(
-    split: SplitTokens,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    smoothed = partial(F.cross_entropy, label_smoothing=label_smoothing)
-    return _loss(smoothed, split, target, weight, size_average, ignore_index, reduce, reduction)
+def _cross_entropy(split: SplitTokens, target: Tensor, *args: Any, label_smoothing: float = 0.0, **others: Any) -> Any:
+    return _loss(partial(F.cross_entropy, label_smoothing=label_smoothing), split, target, *args, **others)
 
 
 _RULES: Mapping[Callable[..., Any], Callable[..., Any]] = {

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.blocks import repeated_blocks
+from atorch.distributed.collectives import gather_objects
 from atorch.errors import AtorchError, StrategyError
 from atorch.runtime.override import override
 from atorch.runtime.sequence_parallel.attention import AttentionCall, Exchange, exchange_attention
 from atorch.runtime.sequence_parallel.blocks_seen import Evaluation, Run, by_place, changed, evaluate, evaluating
-from atorch.runtime.sequence_parallel.outside import compute_by_token, drawing, everywhere, find_by_token
+from atorch.runtime.sequence_parallel.outside import compute_by_token, drawing, find_by_token
 from atorch.runtime.sequence_parallel.replay import BlockStream, Whole, find_stream, run_whole, same, try_part
 from atorch.runtime.sequence_parallel.share import Share
 from atorch.runtime.sequence_parallel.split_tokens import own_tokens, split_tokens
@@ -115,7 +116,7 @@ def _need_fit(path: str, call: AttentionCall, exchange: Exchange) -> None:
 def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: Share) -> BlockStream | str:
     """The stream, or why some rank does not compute the same on its tokens."""
     own = try_part(block, whole, stream.arguments, share, share.rank)
-    reasons = everywhere(own if isinstance(own, str) else None, share.group)
+    reasons = gather_objects(own if isinstance(own, str) else None, share.group)
     return next((reason for reason in reasons if reason is not None), stream)
 
 
@@ -207,7 +208,7 @@ def check_output(
         for place, tensor in expected.items()
         if tensor.is_floating_point() and (place not in got or not same(_plain(got[place]), tensor))
     ]
-    other = sorted({place for places in everywhere(own, group) for place in places})
+    other = sorted({place for places in gather_objects(own, group) for place in places})
     if other or expected.keys() != got.keys():
         names = ", ".join(other) or "another number of them"
         raise AtorchError(

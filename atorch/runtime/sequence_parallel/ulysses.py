@@ -55,36 +55,25 @@ def _repeated(x: Tensor, size: int) -> Tensor:
 
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(batch, heads, tokens / n, width) → (batch, heads / n, tokens, width)."""
-    exchanged: Tensor = _ToHeads.apply(x, group)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _Exchange.apply(x, 1, 2, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(batch, heads / n, tokens, width) → (batch, heads, tokens / n, width)."""
-    exchanged: Tensor = _ToTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _Exchange.apply(x, 2, 1, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(x, 1, 2, group)
+    def forward(ctx: Any, x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.back = joined, cut, group
+        return _exchange(x, cut, joined, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return to_tokens(grad, ctx.group), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(x, 2, 1, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return to_heads(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(grad, *ctx.back), None, None, None  # type: ignore[no-untyped-call]
 
 
 def _exchange(x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:

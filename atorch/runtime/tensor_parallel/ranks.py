@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-import torch.distributed as dist
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+from atorch.distributed.collectives import gather_objects
 
 T = TypeVar("T")
 
@@ -36,8 +36,5 @@ class Ranks:
         return cls(degree, range(degree))
 
     def gather(self, value: T) -> list[T]:
-        if self.mesh is None:
-            return [value]
-        values = [value] * self.degree
-        dist.all_gather_object(values, value, group=self.mesh.get_group())
-        return values
+        """What each process has found."""
+        return [value] if self.mesh is None else gather_objects(value, self.mesh.get_group())

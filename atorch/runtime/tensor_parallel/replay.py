@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from atorch.distributed.collectives import gather_objects
 from atorch.duplicates import duplicate
 from atorch.runtime.tensor_parallel.apply import Cut, split_block
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows
@@ -105,9 +105,7 @@ def why_refused(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut) -> 
     split_block(split, layout, cut)
     got = _Run(split, call, cut, expected)
     reason = got.reason or _gradients_differ(layout, expected, got, cut.rank)
-    reasons: list[str | None] = [None] * cut.degree
-    dist.all_gather_object(reasons, reason, group=cut.group)
-    return next((each for each in reasons if each is not None), None)
+    return next((each for each in gather_objects(reason, cut.group) if each is not None), None)
 
 
 class _Run:

@@ -9,11 +9,12 @@ stays whole on every rank, and `layout.kept` says why. A layout that is known al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from atorch.distributed.collectives import agreed, together
 from atorch.distributed.description import described_call
@@ -24,13 +25,14 @@ from atorch.runtime.tensor_parallel.among import groups_among, has_pair, vocabul
 from atorch.runtime.tensor_parallel.apply import Cut, split_block
 from atorch.runtime.tensor_parallel.attention_heads import with_attributes
 from atorch.runtime.tensor_parallel.derive import derive
-from atorch.runtime.tensor_parallel.dropout import with_draws
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Kept
 from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name, shapes_of, why_not_of
 from atorch.runtime.tensor_parallel.multihead_attention import make_splittable
 from atorch.runtime.tensor_parallel.plan import Plan, check_names, chosen
+from atorch.runtime.tensor_parallel.products import Product, SeeProducts
+from atorch.runtime.tensor_parallel.random_numbers import random_state
 from atorch.runtime.tensor_parallel.ranks import Ranks
-from atorch.runtime.tensor_parallel.recorded import Call, apart
+from atorch.runtime.tensor_parallel.recorded import Call, apart, fresh
 from atorch.runtime.tensor_parallel.replay import why_refused
 from atorch.runtime.tensor_parallel.settled import settled
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, derive_vocabulary, split_vocabulary
@@ -298,3 +300,28 @@ def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> 
                 groups.append(group)
         result[path] = BlockLayout(tuple(groups), tuple(kept))
     return result
+
+
+@torch.no_grad()
+def with_draws(block: nn.Module, layout: BlockLayout, call: Call) -> BlockLayout:
+    """The layout with `draws` set for each group between whose fork and sum training draws random numbers, or may.
+
+    A call need not reach all groups: an expert may have no token.
+    """
+    states: dict[str, Tensor] = {}
+
+    def note(product: Product, compute: Callable[[], Tensor]) -> Tensor:
+        result = compute()
+        states.setdefault(product.weight, random_state(result.device))
+        return result
+
+    (args, kwargs), _ = fresh(call)
+    with preserved_rng(), SeeProducts(dict(block.named_parameters()), note):
+        block.train()(*args, **kwargs)
+    block.eval()
+
+    def may_draw(start: str, end: str) -> bool:
+        return not (start in states and end in states and torch.equal(states[start], states[end]))
+
+    groups = [replace(group, draws=may_draw(next(iter(group.columns)), group.row)) for group in layout.groups]
+    return replace(layout, groups=tuple(groups))

@@ -64,7 +64,6 @@ class DistributedAttentionLayer(DistributedModule):
             drawn_normal(self, initializer_range)
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
-        """The layer's result, like hidden_states."""
         hidden, *cross, mask = inputs
         assert hidden is not None
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)

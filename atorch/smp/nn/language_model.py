@@ -71,24 +71,11 @@ class DistributedTransformerLMHead(DistributedModule):
         self.position_embedding = nn.Embedding(num_positions, hidden_size)
         self.token_type_embedding = nn.Embedding(num_token_types, hidden_size) if num_token_types else None
         self.transformer = DistributedTransformer(
-            num_layers,
-            num_attention_heads,
-            attention_head_size,
-            hidden_size,
-            intermediate_size,
-            attention_dropout_prob,
-            hidden_dropout_prob,
-            activation,
-            layernorm_epsilon,
-            initializer_range,
-            use_normal_initialization,
-            causal_mask_size,
-            add_cross_attention,
-            pre_layernorm,
-            post_layernorm,
-            use_alibi,
-            alibi_bias_max,
-        )
+            num_layers, num_attention_heads, attention_head_size, hidden_size, intermediate_size,
+            attention_dropout_prob, hidden_dropout_prob, activation, layernorm_epsilon, initializer_range,
+            use_normal_initialization, causal_mask_size, add_cross_attention, pre_layernorm, post_layernorm,
+            use_alibi, alibi_bias_max,
+        )  # fmt: skip
         self.layernorm = nn.LayerNorm(hidden_size, layernorm_epsilon) if final_layernorm else None
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False) if add_lm_head else None
         if self.lm_head is not None:

@@ -66,7 +66,6 @@ class DistributedTransformerOutputLayer(DistributedModule):
             drawn_normal(self, initializer_range)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The layer's result, like `hidden`."""
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         mapped: Tensor = self.dropout(self.dense2(ACTIVATIONS[self.activation](self.dense1(normed))))
         if self.fp32_residual_addition:
@@ -126,16 +125,15 @@ class DistributedTransformerLayer(DistributedModule):
             "pre_layernorm": pre_layernorm,
             "post_layernorm": post_layernorm,
         }
-        attention: dict[str, Any] = {
+        attention = partial(
+            DistributedAttentionLayer,
+            num_attention_heads,
+            attention_head_size,
+            attention_dropout_prob=attention_dropout_prob,
             **both,
-            "num_attention_heads": num_attention_heads,
-            "attention_head_size": attention_head_size,
-            "attention_dropout_prob": attention_dropout_prob,
-        }
-        self.attention = DistributedAttentionLayer(**attention, causal_mask_size=causal_mask_size)
-        self.cross_attention = (
-            DistributedAttentionLayer(**attention, cross_attention=True) if add_cross_attention else None
         )
+        self.attention = attention(causal_mask_size=causal_mask_size)
+        self.cross_attention = attention(cross_attention=True) if add_cross_attention else None
         self.output = DistributedTransformerOutputLayer(
             **both, intermediate_size=intermediate_size, activation=activation
         )
@@ -176,28 +174,12 @@ class DistributedTransformer(DistributedModule):
         alibi_bias_max: int = 8,
     ) -> None:
         super().__init__()
-        layers = [
-            DistributedTransformerLayer(
-                num_attention_heads,
-                attention_head_size,
-                hidden_size,
-                intermediate_size,
-                attention_dropout_prob,
-                hidden_dropout_prob,
-                activation,
-                layernorm_epsilon,
-                initializer_range,
-                use_normal_initialization,
-                causal_mask_size,
-                add_cross_attention,
-                pre_layernorm,
-                post_layernorm,
-                use_alibi,
-                alibi_bias_max,
-            )
-            for _ in range(num_layers)
-        ]
-        self.seq_layers = nn.Sequential(*layers)
+        arguments = (
+            num_attention_heads, attention_head_size, hidden_size, intermediate_size, attention_dropout_prob,
+            hidden_dropout_prob, activation, layernorm_epsilon, initializer_range, use_normal_initialization,
+            causal_mask_size, add_cross_attention, pre_layernorm, post_layernorm, use_alibi, alibi_bias_max,
+        )  # fmt: skip
+        self.seq_layers = nn.Sequential(*(DistributedTransformerLayer(*arguments) for _ in range(num_layers)))
 
     def forward(self, inputs: States) -> States:
         states: States = self.seq_layers(inputs)

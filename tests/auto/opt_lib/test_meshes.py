@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.auto.opt_lib.meshes import meshes
-from atorch.auto.opt_lib.parallel_mode import ParallelMode
+from atorch.auto.opt_lib.parallel_mode import ParallelMode, meshes
 from atorch.cluster import ClusterSpec
 from atorch.cost.transformer import TransformerShape, transformer_profile
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster

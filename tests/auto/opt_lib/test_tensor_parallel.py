@@ -17,8 +17,7 @@ from torch import nn
 import tests.contract.job as contract
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.tensor_layout import KEY
-from atorch.auto.opt_lib.tensor_parallel import TensorParallel
+from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel
 from atorch.auto.planner.simulate import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
@@ -172,7 +171,7 @@ def kept(rank: int, size: int) -> dict[str, Any]:
     shapes = [{name: tuple(p.shape) for name, p in each.model.named_parameters()} for each in (first, again)]
     return {
         "same": shapes[0] == shapes[1],
-        "kept": len(json.loads(text)["metadata"][KEY]["kinds"]),
+        "kept": len(json.loads(text)["metadata"][LAYOUT_KEY]["kinds"]),
         "watched": len(calls),
         "told": [each for each in told if "another derived" in each],
         "split": sum("layers.2" in name for name in derived.model._atorch.layout.rows),

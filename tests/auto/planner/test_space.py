@@ -17,7 +17,7 @@ from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.planner.candidate import Feed
-from atorch.auto.planner.estimate import estimate_of, score, split_by_memory
+from atorch.auto.planner.estimate import estimate_of, scored, split_by_memory
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.space import compositions, plannable
 from atorch.auto.planner.space import less_exact as less_exact_names
@@ -230,16 +230,21 @@ def test_the_fold_is_each_strategy_by_itself(start):
     assert space.follow((Ddp(),), cost) is None, "without a mesh"
 
 
+def score(profile, cost):
+    space = compositions(profile, cluster(2))
+    return scored(space.leaves(space.root(cost)), cluster(2))
+
+
 def test_ranking_is_by_estimated_seconds(start):
     profile, cost = start
-    scored = score(compositions(profile, cluster(2)), cost, cluster(2))
-    brute = sorted(estimate_of(each.strategy.cost(cost), cluster(2)).step_s for each in scored)
-    assert [each.estimate.step_s for each in scored] == brute
+    found = score(profile, cost)
+    brute = sorted(estimate_of(each.strategy.cost(cost), cluster(2)).step_s for each in found)
+    assert [each.estimate.step_s for each in found] == brute
 
 
 def test_an_estimate_adds_up(start):
     profile, cost = start
-    for each in score(compositions(profile, cluster(2)), cost, cluster(2)):
+    for each in score(profile, cost):
         assert sum(each.estimate.time.values()) == pytest.approx(each.estimate.step_s)
         assert sum(each.estimate.memory.values()) == pytest.approx(each.estimate.peak_bytes)
         assert each.estimate.samples_per_s == pytest.approx(8 / each.estimate.step_s)
@@ -247,12 +252,12 @@ def test_an_estimate_adds_up(start):
 
 def test_what_cannot_fit_says_what_takes_the_room(start):
     profile, cost = start
-    scored = score(compositions(profile, cluster(2)), cost, cluster(2))
-    sizes = sorted(each.estimate.needed_bytes for each in scored)
+    found = score(profile, cost)
+    sizes = sorted(each.estimate.needed_bytes for each in found)
     small = cluster(2, memory_bytes=sizes[len(sizes) // 2] / 0.95)
-    fitting, rejected = split_by_memory(scored, small)
+    fitting, rejected = split_by_memory(found, small)
     assert fitting
-    assert len(fitting) + len(rejected) == len(scored)
+    assert len(fitting) + len(rejected) == len(found)
     assert all(" short of the " in each.reason for each in rejected)
     assert all(next(iter(each.estimate.memory)) in each.reason for each in rejected)
 

@@ -15,7 +15,6 @@ from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
-from atorch.runtime.compiling import compile_in_place
 from atorch.runtime.recompute import checkpoint_wrapper
 from tests.runtime.chunk.test_training import (
     CPU,
@@ -57,7 +56,8 @@ def compiled(
     others, parameters = needed(accesses, model)
     budget = others + int(share * parameters)
     operations = chunk(model, accesses, budget, device=CPU, compiled=list(blocks))
-    compile_in_place(blocks.values(), backend=backend)
+    for block in blocks.values():
+        block.compile(backend=backend)
     return model, operations, ChunkOptimizer(sgd, model.parameters(), operations.chunks), budget
 
 
@@ -112,7 +112,8 @@ def test_compiled_blocks_are_not_compiled_again_for_chunks_or_steps() -> None:
     torch._dynamo.reset()
     model, _, optimizer, _ = compiled(*FAMILIES["llama"], 0.6)
     plain = fresh(FAMILIES["llama"][0])
-    compile_in_place(repeated_blocks(plain).values(), backend="aot_eager")
+    for block in repeated_blocks(plain).values():
+        block.compile(backend="aot_eager")
     counts = []
     for each, optim in ((plain, sgd(plain.parameters())), (model, optimizer)):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

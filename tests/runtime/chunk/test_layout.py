@@ -97,9 +97,9 @@ def test_what_is_larger_than_a_chunk_parts_nothing():
     assert names(pack(trained(2, 50, 2, 2), 6)) == [["p0", "p2", "p3"], ["p1"]]
 
 
-def test_utilisation_is_what_padding_leaves():
-    assert pack(trained(3, 4, 5), 8, shards=4).utilisation == 12 / 16
-    assert pack([], 8).utilisation == 1.0
+def test_chunks_are_padded_to_what_their_shards_share_out():
+    assert sum(chunk.numel for chunk in pack(trained(3, 4, 5), 8, shards=4).chunks) == 16
+    assert not pack([], 8).chunks
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=10), st.integers(0, 30))

@@ -192,7 +192,7 @@ def test_gradients_in_place_of_parameters():
     with pytest.raises(ArgumentError, match=r"another pass began before they were stepped on"):
         memory.prepare()
     memory.write(weight, torch.ones(3, 7))
-    chunks.clear_gradients()
+    memory.has_gradient.clear()
     memory.prepare()
     assert torch.equal(memory.part(memory.compute, bias), before[1].bias.bfloat16())
     assert torch.equal(memory.part(memory.compute, weight), torch.ones(3, 7, dtype=torch.bfloat16))
@@ -294,7 +294,7 @@ def test_others_are_not_managed():
     assert net[1].bias.isfinite().all()
     memory, slot = chunks.place(net[1].weight)
     memory.accumulate(slot, torch.ones(3, 7))
-    chunks.clear_gradients()
+    memory.has_gradient.clear()
     assert memory.gradient_of(slot) is None
 
 

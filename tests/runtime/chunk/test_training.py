@@ -23,7 +23,8 @@ from atorch.runtime.chunk.course import Pass
 from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.transfer import AtOnce, Paced, Transfer
+from atorch.runtime.chunk.transfer import AtOnce, Transfer
+from benchmarks.paced_link import Paced
 from tests.runtime.sharing import SEQ, VOCAB, Awkward
 
 CPU, STEPS = torch.device("cpu"), 3

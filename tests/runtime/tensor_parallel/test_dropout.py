@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from atorch.runtime.tensor_parallel.derive import derive
-from atorch.runtime.tensor_parallel.dropout import with_draws
 from atorch.runtime.tensor_parallel.recorded import Call, apart
+from atorch.runtime.tensor_parallel.split import with_draws
 
 
 class Experts(nn.Module):

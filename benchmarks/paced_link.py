@@ -1,0 +1,54 @@
+"""A link between host and device of a given speed, for a machine that has none."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from atorch.runtime.chunk.transfer import Wait, put
+
+
+class Paced:
+    """Copies in threads, over a link of so many bytes a second in each direction: a machine that is not here."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._there, self._back = (ThreadPoolExecutor(max_workers=1, thread_name_prefix=to) for to in ("there", "back"))
+        self._kept: list[Future[None]] = []
+
+    def start(self, target: Tensor, source: Tensor) -> Wait:
+        """Copy, not sooner than the link could, and after what was started before."""
+        copying: Future[None] = self._there.submit(self._copy, target, source)
+        return copying.result
+
+    def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
+        """Copy, and wait for it: what a process sends to others it has to have."""
+        self.start(target, source)()
+        return nullcontext()
+
+    def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
+        """Copy or add, not sooner than the link could."""
+        self._kept.append(self._back.submit(self._copy, target, source, add))
+        return self._kept[-1].result
+
+    def settle(self) -> None:
+        """Wait for all that was to be kept."""
+        while self._kept:
+            self._kept.pop().result()
+
+    @torch.no_grad()
+    def _copy(self, target: Tensor, source: Tensor, add: bool = False) -> None:
+        began = time.perf_counter()
+        put(target, source, add)
+        left = began + source.nbytes / self._rate - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._there.shutdown()
+        self._back.shutdown()
