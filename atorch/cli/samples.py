@@ -108,6 +108,8 @@ class Form:
         one = torch.zeros(1, dtype=torch.long)
         if "labels" in self.takes:
             made["labels"] = self._labels(tokens, one, made)
+            if "decoder_input_ids" in self.takes:  # else shifted labels, by a token that a config may not have
+                made["decoder_input_ids"] = tokens
         elif "start_positions" in self.takes:
             made |= {"start_positions": one, "end_positions": one}
         if "next_sentence_label" in self.takes:

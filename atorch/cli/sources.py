@@ -93,9 +93,19 @@ def _of_job(named: str) -> Source:
 def _of_config(path: Path) -> Source:
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.offline import subject_of
+        from atorch.errors import ArgumentError, AtorchError
 
         arguments = config.job_of(path, seq)
-        return subject_of(arguments.pop("model"), arguments.pop("sample_batch"), cluster, **arguments)
+        try:
+            return subject_of(arguments.pop("model"), arguments.pop("sample_batch"), cluster, **arguments)
+        except Exception as error:
+            fault = error.__cause__ if isinstance(error, AtorchError) else error
+            if fault is None:
+                raise
+            raise ArgumentError(
+                f"the model of {path} fails on the sample that is made for it ({type(fault).__name__}: "
+                f"{' '.join(str(fault).split())[:200]}); write a job (FILE.py:NAME) with a sample_batch"
+            ) from error
 
     return Source(str(path), True, subject)
 

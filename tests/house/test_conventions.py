@@ -29,6 +29,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/planner/guard.py:Crew.led": "raised again on rank 0, and told to the others, who would wait for ever",
     "atorch/auto/planner/guard.py:Guard.together": "a candidate that raises is rejected, on all ranks together",
     "atorch/auto/verify.py:_outcome": "a model may fail on fake tensors in any way; the plan stands, and says why not",
+    "atorch/cli/sources.py:_of_config.subject": "a library's model may fail in any way; the error names a remedy",
     "atorch/cli/samples.py:Form._num_features": "a model may fail in any way on an image; the error names a remedy",
     "atorch/distributed/collectives.py:agreed": "raised again here, and told to the others, who would wait for ever",
     "atorch/distributed/collectives.py:together": "raised again here, and told to the others, who would wait for ever",
