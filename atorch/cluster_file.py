@@ -12,6 +12,7 @@ held to what any machine of the coming years could have: one outside is in anoth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -139,7 +140,7 @@ def cluster_of(data: Any, where: str) -> ClusterSpec:
         optional["nodes_per_leaf"] = top.count("nodes_per_leaf")
         optional["inter_leaf"] = _link(top, "inter_leaf")
     if "host" in top.data:
-        optional["host"] = _host(top)
+        optional["host"] = HostSpec(**_figures(top, "host", HostSpec))
     if "host_memory_gib" in top.data:
         optional["host_memory_bytes"] = top.figure("host_memory_gib", _RANGES["host_memory_gib"]) * GiB
     return ClusterSpec(
@@ -176,17 +177,6 @@ def _link(top: _Part, name: str) -> LinkSpec:
     return LinkSpec(**_figures(top, name, LinkSpec))
 
 
-def _host(top: _Part) -> HostSpec:
-    part = top.part("host", {each.name for each in fields(HostSpec)})
-    return HostSpec(
-        memory_bandwidth=part.figure("memory_bandwidth", _RANGES["memory_bandwidth"]),
-        efficiency=part.figure("efficiency", _SHARE, HostSpec.efficiency),
-        cores=part.count("cores"),
-        devices_per_uplink=part.count("devices_per_uplink", HostSpec.devices_per_uplink),
-        both_ways=part.figure("both_ways", _RANGES["both_ways"], HostSpec.both_ways),
-    )
-
-
 def _kernels(device: _Part) -> dict[str, KernelSpec]:
     if "attention" not in device.data:
         return {}
@@ -194,10 +184,16 @@ def _kernels(device: _Part) -> dict[str, KernelSpec]:
     return {name: KernelSpec(**_figures(kernels, name, KernelSpec)) for name in kernels.data}
 
 
-def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency | KernelSpec]) -> dict[str, float]:
+def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency | KernelSpec | HostSpec]) -> dict[str, Any]:
     """The figures that are a dataclass's fields, required where they have no default."""
     part = outer.part(name, {each.name for each in fields(kind)})
-    return {each.name: part.figure(each.name, _RANGES.get(each.name, _SHARE), each.default) for each in fields(kind)}
+    ranges = {each: _RANGES.get(each.name, _SHARE) for each in fields(kind)}
+    return {
+        each.name: part.count(each.name, each.default)
+        if range_ is _COUNT
+        else part.figure(each.name, range_, each.default)
+        for each, range_ in ranges.items()
+    }
 
 
 def _uncertainty(top: _Part) -> dict[str, dict[str, float]]:
@@ -248,40 +244,24 @@ def with_source(sources: Mapping[str, str], place: str, source: str) -> dict[str
     return {**kept, place: source}
 
 
-def _attention_data(device: DeviceSpec) -> dict[str, Any]:
-    return {"attention": {name: asdict(each) for name, each in device.attention.items()}} if device.attention else {}
-
-
 def data_of(cluster: ClusterSpec) -> dict[str, Any]:
     """The contents of a cluster file for `cluster`."""
-    device = cluster.device
-    data: dict[str, Any] = {
-        "device": {
-            "type": device.type,
-            "name": device.name,
-            "memory_gib": device.memory_bytes / GiB,
-            "capability": None if device.capability is None else list(device.capability),
-            "peak_flops": dict(device.peak_flops),
-            "memory_bandwidth": device.memory_bandwidth,
-            "launch_s": device.launch_s,
-            "efficiency": asdict(device.efficiency),
-            **({"multiprocessors": device.multiprocessors} if device.multiprocessors else {}),
-            **_attention_data(device),
-        },
-        "num_nodes": cluster.num_nodes,
-        "devices_per_node": cluster.devices_per_node,
-        "intra_node": asdict(cluster.intra_node),
-        "inter_node": asdict(cluster.inter_node),
-        "host_link": asdict(cluster.host_link),
+    data = _figures_told(asdict(cluster))
+    device = _figures_told(data["device"])
+    capability = device["capability"]
+    return {**data, "device": {**device, "capability": None if capability is None else list(capability)}}
+
+
+def _figures_told(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A dataclass's fields by their names in files, without those that say nothing."""
+    return {
+        name.replace("_bytes", "_gib"): value / GiB if name.endswith("_bytes") else value
+        for name, value in spec.items()
+        if name not in _SAYS_NOTHING or value != _SAYS_NOTHING[name]
     }
-    if cluster.inter_leaf is not None:
-        data |= {"nodes_per_leaf": cluster.nodes_per_leaf, "inter_leaf": asdict(cluster.inter_leaf)}
-    if cluster.tree_efficiency != TREE_EFFICIENCY:
-        data["tree_efficiency"] = cluster.tree_efficiency
-    if cluster.host is not None:
-        data["host"] = asdict(cluster.host)
-    if cluster.host_memory_bytes < float("inf"):
-        data["host_memory_gib"] = cluster.host_memory_bytes / GiB
-    if cluster.uncertainty:
-        data["uncertainty"] = {name: dict(row) for name, row in cluster.uncertainty.items()}
-    return {**data, "sources": dict(cluster.sources)}
+
+
+_SAYS_NOTHING: Mapping[str, Any] = {
+    **{"multiprocessors": 0, "attention": {}, "uncertainty": {}, "nodes_per_leaf": None, "inter_leaf": None},
+    **{"host": None, "host_memory_bytes": math.inf, "tree_efficiency": TREE_EFFICIENCY},
+}

@@ -6,26 +6,21 @@ ordinary file is refused both ways. Links are followed, and stay links.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from atorch.errors import AtorchError, shown
 
 AnyPath = str | os.PathLike[str]
 
-_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
+_SPECIAL: Mapping[str, str] = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
 
 
 @dataclass(frozen=True)
@@ -43,22 +38,14 @@ def read_bytes(path: AnyPath, kind: FileKind) -> bytes:
     Raises:
         AtorchError: of `kind.error`: it is not there, cannot be read, is no ordinary file, or is too long.
     """
-    named = _named(path, kind)
-    try:
-        _refuse_special(path, os.stat(path).st_mode, kind)
-        # What is there may have changed since; opening a pipe so does not wait for whoever writes to it.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            _refuse_special(path, status.st_mode, kind)
-            data = b"" if status.st_size > kind.max_bytes else file.read(kind.max_bytes + 1)
-    except FileNotFoundError:
-        raise kind.error(f"there is no {kind.name} {named}") from None
-    except OSError as error:
-        raise kind.error(f"cannot read the {kind.name} {named}: {error.strerror}") from None
-    except ValueError as error:  # NUL or half a character
-        raise kind.error(f"{named} is no file name: {error}") from None
-    if max(len(data), status.st_size) > kind.max_bytes:
-        raise kind.error(f"{named}: more than {kind.max_bytes:,} bytes; a {kind.name} is smaller")
+    check_source(path, kind)
+    # What is there may have changed since; opening a pipe so does not wait for whoever writes to it.
+    with _told(path, kind, "read") as named, open(path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        _refuse_special(named, status, kind)
+        data = b"" if status.st_size > kind.max_bytes else file.read(kind.max_bytes + 1)
+        if max(len(data), status.st_size) > kind.max_bytes:
+            raise kind.error(f"{named}: more than {kind.max_bytes:,} bytes; a {kind.name} is smaller")
     return data
 
 
@@ -81,8 +68,8 @@ def replacing(path: AnyPath, kind: FileKind) -> Iterator[BinaryIO]:
     Raises:
         AtorchError: of `kind.error`, as `write`.
     """
-    try:
-        status = _status(path, kind)
+    with _told(path, kind, "written") as named:
+        status = _replaceable(path, named, kind)
         target = os.path.realpath(path)
         scratch = Path(os.path.dirname(target), f".{secrets.token_hex(8)}.tmp")
         try:
@@ -95,10 +82,6 @@ def replacing(path: AnyPath, kind: FileKind) -> Iterator[BinaryIO]:
             os.replace(scratch, target)
         finally:
             scratch.unlink(missing_ok=True)
-    except OSError as error:
-        raise _unwritable(path, kind, error.strerror) from None
-    except ValueError as error:
-        raise kind.error(f"{_named(path, kind)} is no file name: {error}") from None
 
 
 def check_source(path: AnyPath, kind: FileKind) -> None:
@@ -107,15 +90,8 @@ def check_source(path: AnyPath, kind: FileKind) -> None:
     Raises:
         AtorchError: of `kind.error`.
     """
-    named = _named(path, kind)
-    try:
-        _refuse_special(path, os.stat(path).st_mode, kind)
-    except FileNotFoundError:
-        raise kind.error(f"there is no {kind.name} {named}") from None
-    except OSError as error:
-        raise kind.error(f"cannot read the {kind.name} {named}: {error.strerror}") from None
-    except ValueError as error:
-        raise kind.error(f"{named} is no file name: {error}") from None
+    with _told(path, kind, "read") as named:
+        _refuse_special(named, os.stat(path), kind)
 
 
 def check_target(path: AnyPath, kind: FileKind) -> None:
@@ -124,55 +100,62 @@ def check_target(path: AnyPath, kind: FileKind) -> None:
     Raises:
         AtorchError: of `kind.error`.
     """
-    try:
-        _status(path, kind)
+    with _told(path, kind, "written") as named:
+        _replaceable(path, named, kind)
         folder = os.path.dirname(os.path.realpath(path))
-        is_folder = os.path.isdir(folder)
-    except OSError as error:
-        raise _unwritable(path, kind, error.strerror) from None
-    except ValueError as error:
-        raise kind.error(f"{_named(path, kind)} is no file name: {error}") from None
-    if not is_folder:
-        raise _unwritable(path, kind, f"it is in no folder that is there; make {folder!r} first")
-    if not os.access(folder, os.W_OK):
-        raise _unwritable(path, kind, f"no file can be made in {folder!r}; give another path")
+        if not os.path.isdir(folder):
+            raise OSError(errno.ENOENT, f"it is in no folder that is there; make {folder!r} first")
+        if not os.access(folder, os.W_OK):
+            raise OSError(errno.EACCES, f"no file can be made in {folder!r}; give another path")
 
 
-def _named(path: AnyPath, kind: FileKind) -> str:
-    """The path as an error quotes it; raises where it is none."""
+@contextmanager
+def _told(path: AnyPath, kind: FileKind, done: Literal["read", "written"]) -> Iterator[str]:
+    """The path as an error quotes it; what the system then refuses is told with it."""
     try:
-        return shown(os.fspath(path))
+        named, has_nul = shown(os.fspath(path)), b"\0" in os.fsencode(path)
     except TypeError:
         raise kind.error(f"{shown(path)} is no path; give the path of a {kind.name}") from None
+    except UnicodeEncodeError as error:
+        raise kind.error(f"{shown(path)} is no file name: {error}") from None
+    if has_nul:
+        raise kind.error(f"{named} is no file name: it holds a NUL")
+    try:
+        yield named
+    except OSError as error:
+        if done == "read" and isinstance(error, FileNotFoundError):
+            raise kind.error(f"there is no {kind.name} {named}") from None
+        raise kind.error(f"the {kind.name} {named} cannot be {done}: {error.strerror}") from None
 
 
-def _unwritable(path: AnyPath, kind: FileKind, why: str | None) -> AtorchError:
-    return kind.error(f"the {kind.name} {_named(path, kind)} cannot be written: {why}")
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag
 
 
-def _status(path: AnyPath, kind: FileKind) -> os.stat_result | None:
+def _refuse_special(named: str, status: os.stat_result, kind: FileKind) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        what = _SPECIAL.get(stat.filemode(status.st_mode)[0], "something else")
+        raise kind.error(f"{named} is {what}, no ordinary file; give the path of a {kind.name}")
+
+
+def _replaceable(path: AnyPath, named: str, kind: FileKind) -> os.stat_result | None:
     """The status of what is to be replaced; None where nothing is."""
-    _named(path, kind)
     if not os.path.basename(os.fspath(path)):
-        raise _unwritable(path, kind, "it names no file; give the path of a file")
+        raise OSError(errno.EISDIR, "it names no file; give the path of a file")
     try:
         status = os.stat(path)
     except FileNotFoundError:
         return None
-    _refuse_special(path, status.st_mode, kind)
+    _refuse_special(named, status, kind)
     if not os.access(path, os.W_OK):
-        raise _unwritable(path, kind, "it must not be written to; change its permissions, or give another path")
+        raise OSError(errno.EACCES, "it must not be written to; change its permissions, or give another path")
     return status
 
 
-def _refuse_special(path: AnyPath, mode: int, kind: FileKind) -> None:
-    if not stat.S_ISREG(mode):
-        what = next((name for is_one, name in _KINDS if is_one(mode)), "something else")
-        raise kind.error(f"{_named(path, kind)} is {what}, no ordinary file; give the path of a {kind.name}")
-
-
 def _keep_permissions(handle: int, status: os.stat_result) -> None:
-    if hasattr(os, "fchown") and (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+    if not hasattr(os, "fchown"):
+        return  # Windows has other ones
+    if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
         with suppress(PermissionError):  # who may not give it away may still write it
             os.fchown(handle, status.st_uid, status.st_gid)
     os.chmod(handle, stat.S_IMODE(status.st_mode))

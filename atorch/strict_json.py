@@ -39,23 +39,14 @@ class Format(FileKind):
     allows_infinity: bool = False
 
 
-class _Integer(str):
-    """The text of a whole number."""
+class _Number(str):
+    """The text of a number, NaN or Infinity."""
 
     __slots__ = ()
 
 
-class _Real(str):
-    """The text of another number, NaN or Infinity."""
-
-    __slots__ = ()
-
-
-class _Object:
+class _Object(list[tuple[str, Any]]):
     """The members of an object in order, repeated keys included."""
-
-    def __init__(self, members: list[tuple[str, Any]]) -> None:
-        self.members = members
 
 
 def read_json(path: AnyPath, form: Format) -> Json:
@@ -79,13 +70,16 @@ def parse(text: str | bytes, form: Format) -> Json:
     """
     if len(text) > form.max_bytes:
         raise form.error(f"more than {form.max_bytes:,} bytes; a {form.name} is smaller")
-    if isinstance(text, bytes):
-        text = _decode(text, form)
-    _check_depth(text, form)
     try:
-        raw = json.loads(text, object_pairs_hook=_Object, parse_int=_Integer, parse_float=_Real, parse_constant=_Real)
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        _check_depth(text, form)
+        raw = json.loads(
+            text, object_pairs_hook=_Object, parse_int=_Number, parse_float=_Number, parse_constant=_Number
+        )
+    except UnicodeDecodeError as error:
+        raise form.error(f"byte {error.start} is not UTF-8 ({error.reason}); a {form.name} is JSON in UTF-8") from None
     except json.JSONDecodeError as error:
-        is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+        is_cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
         why = " (the text was cut short)" if is_cut else ""
         raise form.error(f"line {error.lineno} column {error.colno}: {error.msg}{why}") from None
     return _Reader(form, "$").read(raw)
@@ -107,26 +101,13 @@ def step(place: str, part: str | int) -> str:
     return f"{place}.{part}" if _PLAIN_KEY.fullmatch(part) else f"{place}[{shown(part, 60)}]"
 
 
-def _decode(data: bytes, form: Format) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise form.error(f"byte {error.start} is not UTF-8 ({error.reason}); a {form.name} is JSON in UTF-8") from None
-
-
 def _check_depth(text: str, form: Format) -> None:
     """Refuse deep nesting before the parser, which recurses, sees it."""
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text):
-        token = match.group()
-        if token in "[{":
-            depth += 1
-            if depth > form.max_depth:
-                line = text.count("\n", 0, match.start()) + 1
-                column = match.start() - text.rfind("\n", 0, match.start())
-                raise form.error(f"line {line} column {column}: nested deeper than {form.max_depth} levels")
-        elif token in "]}":
-            depth -= 1
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match.group(), 0)
+        if depth > form.max_depth:
+            raise json.JSONDecodeError(f"nested deeper than {form.max_depth} levels", text, match.start())
 
 
 class _Reader:
@@ -141,22 +122,23 @@ class _Reader:
         self._num_values += 1
         if self._num_values > self.form.max_values:
             raise self._error(f"more than {self.form.max_values:,} values; a {self.form.name} has fewer")
-        if not isinstance(value, (str, _Object, list, tuple, Mapping)):
-            return self._number_or_none(value)
-        if isinstance(value, str):
-            return self._parsed(value) if type(value) in (_Integer, _Real) else self._string(value)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, _Number):
+            value = self._parsed(value)
+        elif isinstance(value, str):
+            return self._string(value)
+        if isinstance(value, (int, float)):
+            return self._number(value)
+        if not isinstance(value, (list, tuple, Mapping)):
+            raise self._error(f"{shown(value)} is a {type(value).__name__}, which JSON does not hold")
         if len(self._path) >= self.form.max_depth:
             raise self._error(f"nested deeper than {self.form.max_depth} levels")
-        if isinstance(value, (list, tuple)):
-            return self._list(value)
-        return self._object(value.members if isinstance(value, _Object) else value.items())
-
-    def _list(self, items: Iterable[Any]) -> list[Json]:
-        plain: list[Json] = []
+        if isinstance(value, (_Object, Mapping)):
+            return self._object(value if isinstance(value, _Object) else value.items())
         path = self._path
         path.append(0)
-        for path[-1], item in enumerate(items):
-            plain.append(self.read(item))
+        plain = [self.read(item) for path[-1], item in enumerate(value)]
         path.pop()
         return plain
 
@@ -173,23 +155,19 @@ class _Reader:
             self._path.pop()
         return plain
 
-    def _number_or_none(self, value: Any) -> Json:
-        if value is None or isinstance(value, bool):
-            return value
+    def _parsed(self, text: _Number) -> int | float:
+        if len(text) > _MAX_NUMBER:
+            raise self._error(f"a number of {len(text)} characters; one has at most {_MAX_NUMBER}")
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+
+    def _number(self, value: int | float) -> int | float:
         if isinstance(value, int):
             if abs(value) > MAX_INTEGER:
                 raise self._error(f"an integer beyond ±{MAX_INTEGER}, more than any that is meant")
             return int(value)
-        if isinstance(value, float):
-            if math.isnan(value) or (math.isinf(value) and not self.form.allows_infinity):
-                raise self._error(f"{value!r} is no JSON number; write a finite one, or null")
-            return float(value)
-        raise self._error(f"{shown(value)} is a {type(value).__name__}, which JSON does not hold")
-
-    def _parsed(self, text: str) -> Json:
-        if len(text) > _MAX_NUMBER:
-            raise self._error(f"a number of {len(text)} characters; one has at most {_MAX_NUMBER}")
-        return self._number_or_none(int(text) if type(text) is _Integer else float(text))
+        if math.isnan(value) or (math.isinf(value) and not self.form.allows_infinity):
+            raise self._error(f"{value!r} is no JSON number; write a finite one, or null")
+        return float(value)
 
     def _string(self, text: str, what: str = "") -> str:
         if len(text) > self.form.max_string:

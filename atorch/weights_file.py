@@ -16,19 +16,8 @@ from atorch.files import AnyPath, FileKind, check_source
 CHECKPOINT = FileKind("checkpoint", CheckpointError)
 
 # What torch raises for a file that it did not write, or that holds more than weights.
-_UNREADABLE = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    OverflowError,
-    struct.error,
-    torch.serialization.pickle.UnpicklingError,  # type: ignore[attr-defined]
-)
+_BROKEN = (OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError)
+_UNREADABLE = (*_BROKEN, OverflowError, struct.error, torch.serialization.pickle.UnpicklingError)  # type: ignore[attr-defined]
 
 
 def read_weights(path: AnyPath, advice: str, map_location: Any = "cpu", mmap: bool | None = None) -> Any:

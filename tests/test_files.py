@@ -91,7 +91,7 @@ def test_what_the_system_makes_up_can_be_read() -> None:
 def test_what_cannot_be_read_is_told(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for use in (lambda: read_bytes(path, KIND), lambda: check_source(path, KIND)):
-        with pytest.raises(ArgumentError, match="there is no note|cannot read the note|is no file name"):
+        with pytest.raises(ArgumentError, match="there is no note|cannot be read|is no file name"):
             use()
 
 

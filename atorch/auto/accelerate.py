@@ -83,28 +83,12 @@ def auto_accelerate(
     Raises:
         ArgumentError, StrategyError, CapabilityError: on every rank, for whatever does not hold.
     """
+    given = dict(locals())  # every argument by its name: no line stands above this one
+    del given["kargs"]
+
     from atorch.auto.arguments import call_of_auto_accelerate
     from atorch.auto.session import run
 
-    given = {
-        "model": model,
-        "optim_func": optim_func,
-        "dataset": dataset,
-        "loss_func": loss_func,
-        "prepare_input": prepare_input,
-        "model_input_format": model_input_format,
-        "optim_args": optim_args,
-        "optim_param_func": optim_param_func,
-        "dataloader_args": dataloader_args,
-        "distributed_sampler_cls": distributed_sampler_cls,
-        "excluded": excluded,
-        "included": included,
-        "load_strategy": load_strategy,
-        "lr_scheduler_cls": lr_scheduler_cls,
-        "lr_scheduler_args": lr_scheduler_args,
-        "finetune_strategy": finetune_strategy,
-        "save_strategy_to_file": save_strategy_to_file,
-    }
     return run(call_of_auto_accelerate(given, kargs))
 
 

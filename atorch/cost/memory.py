@@ -157,16 +157,10 @@ def uses_host(cost: Cost) -> bool:
 
 
 def _memory(stage: Stage, held: Held, on_host: float) -> Memory:
+    categories = dict(zip(Held._fields[:8], held, strict=False))
     return Memory(
+        **categories,
         stage=stage.index,
-        parameters=held.parameters,
-        gradients=held.gradients,
-        optimizer=held.optimizer,
-        masters=held.masters,
-        activations=held.activations,
-        buffers=held.buffers,
-        transient=held.transient,
-        working=held.working,
         slack=SLACK * held.coming,
         on_host=on_host,
     )

@@ -74,6 +74,15 @@ def is_own(hook: Any) -> bool:
     return hasattr(hook, "expects_none") or module.partition(".")[0] == "atorch"
 
 
+def has_users_hooks(parameter: torch.Tensor, accumulated: bool = True) -> bool:
+    """True if a parameter has a hook on its gradient that is not this package's. accumulated: or on itself then."""
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = [*(parameter._backward_hooks or {}).values()]
+        if accumulated:
+            hooks += (parameter._post_accumulate_grad_hooks or {}).values()
+    return not all(map(is_own, hooks))
+
+
 def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
     """Put `Postponed` in the place of the hooks on gradients that are not this package's."""
     for parameter in parameters:

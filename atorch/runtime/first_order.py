@@ -7,9 +7,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from atorch.errors import ArgumentError
+
+Map = Callable[[Tensor], Tensor]
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,6 +26,24 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return once(ctx, *grads)
 
     return named
+
+
+class _Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.map = backward
+        return forward(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.map(grad), None, None
+
+
+def mapped(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    """`forward(x)`, whose gradient becomes that of `x` by `backward`, and has none itself."""
+    result: Tensor = _Both.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
 
 def refuse_transforms(*_: Any) -> None:

@@ -23,6 +23,7 @@ from atorch.distributed.collectives import agreed
 from atorch.distributed.description import Facts, described_call
 from atorch.errors import ArgumentError
 from atorch.logs import logger
+from atorch.runtime.asked import has_users_hooks
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.first_order import refuse_transforms
 from atorch.runtime.fsdp_groups import Group
@@ -188,9 +189,7 @@ def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool =
     """Raise for hooks on gradients: those of shards are reduced and put there without a call of them."""
     for name, parameter in parameters:
         # What runs once a gradient has been accumulated is called with shards, but is lost with what they replace.
-        with torch._C.DisableTorchFunctionSubclass():
-            has_hooks = parameter._backward_hooks or (before and parameter._post_accumulate_grad_hooks)
-        if has_hooks:
+        if has_users_hooks(parameter, accumulated=before):
             raise ArgumentError(
                 f"{name} has a hook on its gradient, which would never be called: gradients are reduced to shards. "
                 "Change gradients between backward() and step(), or by a module's register_full_backward_hook; "

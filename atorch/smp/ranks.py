@@ -7,13 +7,17 @@ numbers its processes by rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from atorch.distributed import world
 from atorch.errors import ArgumentError, shown
 from atorch.smp.session import AXES_OF, session
+
+T = TypeVar("T")
 
 
 class CommGroup(Enum):
@@ -101,111 +105,33 @@ def local_size() -> int:
     return size() if held is None else int(held[1])
 
 
-def mp_rank() -> int:
-    """This process's number among those that hold one model."""
-    return _rank(MP_GROUP)
+def _door(name: str, asks: Callable[[CommGroup], T], kind: CommGroup, doc: str) -> Callable[[], T]:
+    """The documented function `name`, which asks one thing of this process's group of a kind."""
+
+    def door() -> T:
+        return asks(kind)
+
+    door.__name__ = door.__qualname__ = name
+    door.__doc__ = doc
+    return door
 
 
-def mp_size() -> int:
-    """The number of processes that hold one model."""
-    return _size(MP_GROUP)
+def _doors(
+    kind: CommGroup, who: str
+) -> tuple[Callable[[], int], Callable[[], int], Callable[[], list[int]], Callable[[], dist.ProcessGroup]]:
+    """A kind's documented functions: this process's number in the group, its size, its ranks, and the group itself."""
+    of = kind.value
+    return (
+        _door(f"{of}_rank", _rank, kind, f"This process's number among those that {who}."),
+        _door(f"{of}_size", _size, kind, f"The number of processes that {who}."),
+        _door(f"get_{of}_group", ranks_of, kind, f"The ranks that {who}."),
+        _door(f"get_{of}_process_group", process_group, kind, f"The group of the processes that {who}."),
+    )
 
 
-def get_mp_group() -> list[int]:
-    """The ranks that hold one model."""
-    return ranks_of(MP_GROUP)
-
-
-def get_mp_process_group() -> dist.ProcessGroup:
-    """The group of the processes that hold one model."""
-    return process_group(MP_GROUP)
-
-
-def dp_rank() -> int:
-    """This process's number among those that see different samples."""
-    return _rank(DP_GROUP)
-
-
-def dp_size() -> int:
-    """The number of processes that see different samples."""
-    return _size(DP_GROUP)
-
-
-def get_dp_group() -> list[int]:
-    """The ranks that see different samples."""
-    return ranks_of(DP_GROUP)
-
-
-def get_dp_process_group() -> dist.ProcessGroup:
-    """The group of the processes that see different samples."""
-    return process_group(DP_GROUP)
-
-
-def pp_rank() -> int:
-    """This process's number among those that hold the stages of one model."""
-    return _rank(PP_GROUP)
-
-
-def pp_size() -> int:
-    """The number of processes that hold the stages of one model."""
-    return _size(PP_GROUP)
-
-
-def get_pp_group() -> list[int]:
-    """The ranks that hold the stages of one model."""
-    return ranks_of(PP_GROUP)
-
-
-def get_pp_process_group() -> dist.ProcessGroup:
-    """The group of the processes that hold the stages of one model."""
-    return process_group(PP_GROUP)
-
-
-def tp_rank() -> int:
-    """This process's number among those that split the same tensors."""
-    return _rank(TP_GROUP)
-
-
-def tp_size() -> int:
-    """The number of processes that split the same tensors."""
-    return _size(TP_GROUP)
-
-
-def get_tp_group() -> list[int]:
-    """The ranks that split the same tensors."""
-    return ranks_of(TP_GROUP)
-
-
-def get_tp_process_group() -> dist.ProcessGroup:
-    """The group of the processes that split the same tensors."""
-    return process_group(TP_GROUP)
-
-
-def rdp_rank() -> int:
-    """This process's number among those that hold the same parameters."""
-    return _rank(RDP_GROUP)
-
-
-def rdp_size() -> int:
-    """The number of processes that hold the same parameters."""
-    return _size(RDP_GROUP)
-
-
-def get_rdp_group() -> list[int]:
-    """The ranks that hold the same parameters."""
-    return ranks_of(RDP_GROUP)
-
-
-def get_rdp_process_group() -> dist.ProcessGroup:
-    """The group of the processes that hold the same parameters."""
-    return process_group(RDP_GROUP)
-
-
-def get_world_group() -> list[int]:
-    """The ranks of all processes."""
-    return ranks_of(WORLD)
-
-
-def get_world_process_group() -> dist.ProcessGroup:
-    """The group of all processes."""
-    return process_group(WORLD)
+mp_rank, mp_size, get_mp_group, get_mp_process_group = _doors(MP_GROUP, "hold one model")
+dp_rank, dp_size, get_dp_group, get_dp_process_group = _doors(DP_GROUP, "see different samples")
+pp_rank, pp_size, get_pp_group, get_pp_process_group = _doors(PP_GROUP, "hold the stages of one model")
+tp_rank, tp_size, get_tp_group, get_tp_process_group = _doors(TP_GROUP, "split the same tensors")
+rdp_rank, rdp_size, get_rdp_group, get_rdp_process_group = _doors(RDP_GROUP, "hold the same parameters")
+_, _, get_world_group, get_world_process_group = _doors(WORLD, "there are")

@@ -41,9 +41,7 @@ def read(source: str | bytes | os.PathLike[str]) -> Strategy:
     Raises:
         StrategyError: whatever does not hold, with the file's name and the JSON path or line and column.
     """
-    if isinstance(source, bytes):
-        return _from_json(source)
-    if isinstance(source, str) and source.lstrip()[:1] in ("[", "{"):
+    if isinstance(source, bytes) or (isinstance(source, str) and source.lstrip()[:1] in ("[", "{")):
         return _from_json(source)
     data = _read_file(source)
     try:
@@ -63,22 +61,13 @@ def to_json(strategy: Strategy) -> str:
         for index, each in enumerate(strategy)
     ]
     listed = "[\n    " + ",\n    ".join(methods) + "\n  ]" if methods else "[]"
-    metadata = _pretty(check(strategy.metadata, "$.metadata", FORMAT), indent=2)
-    text = f'{{\n  "atorch_strategy": {VERSION},\n  "methods": {listed},\n  "metadata": {metadata}\n}}\n'
+    metadata = check(strategy.metadata, "$.metadata", FORMAT)
+    noted = json.dumps(metadata, ensure_ascii=False, sort_keys=True)
+    if len(noted) > LINE:
+        noted = json.dumps(metadata, ensure_ascii=False, sort_keys=True, indent=2).replace("\n", "\n  ")
+    text = f'{{\n  "atorch_strategy": {VERSION},\n  "methods": {listed},\n  "metadata": {noted}\n}}\n'
     parse(text.encode(), FORMAT)  # what is written can be read: the limits on the whole hold too
     return text
-
-
-def _pretty(value: Json, indent: int) -> str:
-    """JSON with sorted keys, in which what fits on a line stands on one."""
-    flat = json.dumps(value, ensure_ascii=False, sort_keys=True)
-    if len(flat) + indent <= LINE or not value or not isinstance(value, (dict, list)):
-        return flat
-    space = "\n" + " " * (indent + 2)
-    if isinstance(value, list):
-        return f"[{space}{f',{space}'.join(_pretty(each, indent + 2) for each in value)}{space[:-2]}]"
-    items = (f"{json.dumps(key, ensure_ascii=False)}: {_pretty(value[key], indent + 2)}" for key in sorted(value))
-    return f"{{{space}{f',{space}'.join(items)}{space[:-2]}}}"
 
 
 def save(strategy: Strategy, path: str | os.PathLike[str]) -> None:

@@ -7,7 +7,7 @@ anything is moved: it fits, or by how many bytes it does not, and in which opera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,9 @@ from torch import nn
 
 from atorch.distributed.collectives import agreed, meet
 from atorch.distributed.description import Facts, described
+from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
+from atorch.logs import logger
 from atorch.runtime.chunk.compiled import CompiledModules, outermost
 from atorch.runtime.chunk.course import Access, Course, Pass, Uses, moments
 from atorch.runtime.chunk.gradients import Gradients, SharedGradients
@@ -34,6 +36,7 @@ from atorch.runtime.override import override
 from atorch.units import format_bytes
 
 ALIGNED = 8  # elements, so that compiled code that was made for one block finds another's parameters as it does its own
+WIDENED_PARTS = 16  # of 16-bit gradients, of which the optimizer widens one at a time
 PINNED_PARTS = 16  # chunks that a model has at least, where some may have room on the device and others not
 TRANSFER_BYTES = 64 * 1024  # what a link could have moved in the time that starting one more transfer takes
 
@@ -46,13 +49,14 @@ def chunk(
     device: torch.device,
     dtype: torch.dtype | None = None,
     values: Any = None,
-    in_place: bool = False,
+    in_place: bool | None = False,
     group: dist.ProcessGroup | None = None,
     replicas: dist.ProcessGroup | None = None,
     leave: Collection[str] = (),
     compiled: Collection[str] = (),
     chunk_size: int | None = None,
     state_bytes: float | None = None,
+    host_state_bytes: float | None = None,
     prefetch: int = 1,
     transfer: Transfer | None = None,
 ) -> Operations:
@@ -63,7 +67,8 @@ def chunk(
         budget_bytes: of the device, for chunks and everything else that lives in forward and backward passes.
         dtype: of floating-point parameters as operations see them; None for their own.
         values: what parameters were before they were rounded to 16 bits, by parameter.
-        in_place: let gradients lie in the place of 16-bit parameters that have masters; a step after every pass.
+        in_place: let gradients lie in the place of 16-bit parameters that have masters; a step after every pass. None:
+            where host memory has no room for them beside.
         group: processes that share every chunk; None for this one alone.
         replicas: processes that keep the same share of other copies of the chunks, where `group` is not all.
         leave: names of parameters that stay as they are; no operation on the device may take them.
@@ -71,10 +76,12 @@ def chunk(
         chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
         state_bytes: of the optimizer's states for an element; chunks for which the budget has room then live on the
             device for good and are stepped there, or this process's share of them. None: the host steps all.
+        host_state_bytes: the same of what the host steps, for a check that host memory has room; None for no check.
         prefetch: chunks that may be on their way before they are needed.
 
     Raises:
-        OutOfBudgetError: no order of fetching keeps the budget; the model is as it was, on all processes of `group`.
+        OutOfBudgetError: no order of fetching keeps the budget, or host memory has no room; the model is as it was, on
+            all processes of `group`.
         ArgumentError: those have other models, passes or arguments; the models are as they were.
         StrategyError: the whole model will be compiled.
     """
@@ -104,6 +111,7 @@ def chunk(
         given: dict[str, Any] = {"budget_bytes": budget_bytes, "state_bytes": state_bytes, "prefetch": prefetch}
         given |= {"dtype": dtype, "in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
         plan = agreed("chunk", lambda: {"arguments": _facts(given)}, planned, _Planned.facts, group)
+    in_place = _fit_host(plan, parameters.values(), shards, in_place, host_state_bytes)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     managed = {name: parameters[name] for name in plan.layout.chunk_of}
@@ -151,6 +159,52 @@ class _Planned:
     def facts(self) -> Mapping[str, Facts]:
         """Facts that must be equal on processes that share the chunks."""
         return {"chunks": _facts({f"chunk {each.index}": each for each in self.layout.chunks})}
+
+
+def _fit_host(
+    plan: _Planned,
+    parameters: Iterable[nn.Parameter],
+    shards: int,
+    in_place: bool | None,
+    state_bytes: float | None,
+) -> bool:
+    """True if gradients are to lie in the place of parameters, without which host memory has no room for all.
+
+    Raises:
+        OutOfBudgetError: it has no room, on all processes.
+    """
+    if state_bytes is None:
+        return bool(in_place)
+    # The values that are there now are let go of one chunk after another.
+    released = sum(each.nbytes for each in parameters if each.device.type == "cpu" and each.untyped_storage().nbytes())
+    on_host = [each for each in plan.layout.chunks if each.index not in plan.pinned]
+
+    def needed(in_place: bool) -> float:
+        return sum(_on_host(each, state_bytes, in_place) for each in on_host) / shards - released
+
+    if in_place is None:
+        in_place = missing_bytes(needed(False)) > 0
+        if in_place:
+            logger.warning(
+                "host memory has no room for gradients beside 16-bit parameters, so they lie in the place of these: "
+                "call optim.step() after every backward pass"
+            )
+    need_host_memory(
+        needed(in_place),
+        "what chunk keeps on the host (parameters, gradients, masters, optimizer states)",
+        "Raise the device's budget, use more processes, 16-bit parameters (half), or chunk's disk",
+    )
+    return in_place
+
+
+def _on_host(chunk: ChunkSpec, state_bytes: float, in_place: bool) -> float:
+    """Bytes of a chunk on the host: itself, its gradient, its masters, its states, gradients that are widened."""
+    itemsize = _itemsize(chunk.dtype)
+    if not chunk.trainable:
+        return float(chunk.numel * itemsize)
+    masters, widened = (4, 4 / WIDENED_PARTS) if itemsize == 2 else (0, 0.0)
+    copies = 1 if in_place and masters else 2
+    return chunk.numel * (copies * itemsize + masters + state_bytes + widened)
 
 
 def _facts(given: Mapping[str, Any]) -> Facts:

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
-from atorch.runtime.asked import is_own
+from atorch.runtime.asked import has_users_hooks
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.course import Course, HeldViews, Nodes, Pass
 from atorch.runtime.chunk.gradients import Gradients
@@ -120,10 +120,7 @@ class Operations:
     def _refuse_hooks(self) -> None:
         """Raise for users' hooks on gradients, which processes would call with their own."""
         for parameter, slot in self.chunks.parameters():
-            with torch._C.DisableTorchFunctionSubclass():
-                hooks = [*(parameter._backward_hooks or {}).values()]
-                hooks += (parameter._post_accumulate_grad_hooks or {}).values()
-            if not all(map(is_own, hooks)):
+            if has_users_hooks(parameter):
                 raise ArgumentError(
                     f"{slot.name} has a hook on its gradient, which chunk on several processes would call before the "
                     "gradient is averaged. Change gradients between backward() and step(), or use ddp, zero1, or a "

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.first_order import first_order
+from atorch.runtime.first_order import mapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +80,17 @@ class Share:
         """This rank's tokens of what every rank has whole."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return self.part(x, dim)
-        own: Tensor = _Scatter.apply(x, self, dim)  # type: ignore[no-untyped-call]
-        return own
+        scale = self.size if self.averaged else 1
+        return mapped(
+            x,
+            lambda x: self.part(x, dim).clone(memory_format=torch.contiguous_format),
+            lambda grad: self.all_gather(grad / scale, dim),
+        )
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole sequence from every rank's tokens."""
-        whole: Tensor = _Gather.apply(x, self, dim)  # type: ignore[no-untyped-call]
-        return whole
+        scale = self.size if self.averaged else 1
+        return mapped(x, lambda x: self.all_gather(x, dim), lambda grad: self.part(grad, dim) * scale)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The same outside of autograd."""
@@ -97,32 +101,3 @@ class Share:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Share:
         return self  # a copy of the model lives on the same processes
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, dim: int) -> Tensor:
-        ctx.share, ctx.dim = share, dim
-        return share.part(x, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        share: Share = ctx.share
-        if share.averaged:
-            grad = grad / share.size
-        return share.all_gather(grad, ctx.dim), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, dim: int) -> Tensor:
-        ctx.share, ctx.dim = share, dim
-        return share.all_gather(x, dim)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        share: Share = ctx.share
-        own = share.part(grad, ctx.dim)
-        return (own * share.size if share.averaged else own), None, None

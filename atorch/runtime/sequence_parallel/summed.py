@@ -10,50 +10,22 @@ Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.1) call them g and its co
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.runtime.first_order import first_order
+from atorch.runtime.first_order import mapped
 from atorch.runtime.sequence_parallel.share import Share
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, dim: int) -> Tensor:
-        ctx.share, ctx.dim = share, dim
-        return share.all_gather(x, dim)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.share, ctx.dim), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, dim: int) -> Tensor:
-        ctx.share, ctx.dim = share, dim
-        return _reduce_scatter(x, share, dim)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.share.all_gather(grad, ctx.dim), None, None
 
 
 def gather_tokens(x: Tensor, share: Share, dim: int) -> Tensor:
     """All ranks' tokens, whose gradients are summed over the ranks."""
-    whole: Tensor = _GatherTokens.apply(x, share, dim)  # type: ignore[no-untyped-call]
-    return whole
+    return mapped(x, lambda x: share.all_gather(x, dim), lambda grad: _reduce_scatter(grad, share, dim))
 
 
 def scatter_sum(x: Tensor, share: Share, dim: int) -> Tensor:
     """This rank's tokens of the sum of the ranks' `x`."""
-    own: Tensor = _ScatterSum.apply(x, share, dim)  # type: ignore[no-untyped-call]
-    return own
+    return mapped(x, lambda x: _reduce_scatter(x, share, dim), lambda grad: share.all_gather(grad, dim))
 
 
 def _reduce_scatter(x: Tensor, share: Share, dim: int) -> Tensor:

@@ -45,12 +45,7 @@ def vocabulary_among(
         names.setdefault(id(parameter), []).append(name)
     left = {name for each in names.values() if not only >= set(each) for name in each}
     biases = {product.bias for product in products if product.weight in left}
-    return replace(
-        vocabulary,
-        lookups={name: rows for name, rows in vocabulary.lookups.items() if name not in left},
-        logits={name: rows for name, rows in vocabulary.logits.items() if name not in left},
-        biases={name: rows for name, rows in vocabulary.biases.items() if name not in biases},
-    )
+    return vocabulary.without(left, biases)
 
 
 def with_those_alone(layout: ModelLayout, model: nn.Module, run: Run, only: Set[str]) -> ModelLayout:

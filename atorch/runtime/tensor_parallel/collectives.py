@@ -13,82 +13,33 @@ Shoeybi et al. 2019 (arXiv 1909.08053) call the first two f and g.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.runtime.first_order import first_order
-
-
-class _Fork(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        return x / size
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        rank = dist.get_rank(group)
-        ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
-        return join(x, counts, group)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.narrow(-1, ctx.start, ctx.count), None, None
+from atorch.runtime.first_order import mapped
 
 
 def fork(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, whose gradient will be summed over the group."""
-    forked: Tensor = _Fork.apply(x, group)  # type: ignore[no-untyped-call]
-    return forked
+    return mapped(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the group's `x`."""
-    summed: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
-    return summed
+    return mapped(x, lambda x: _summed(x, group), lambda grad: grad)
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def share(x: Tensor, size: int) -> Tensor:
     """`x / size`, which `size` ranks add up to `x`; every rank has the whole gradient already."""
-    part: Tensor = _Share.apply(x, size)  # type: ignore[no-untyped-call]
-    return part
+    return mapped(x, lambda x: x / size, lambda grad: grad)
 
 
 def join(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -101,5 +52,6 @@ def join(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
 
 def gather(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """`join`, and in backward the rank's own part of the gradient."""
-    whole: Tensor = _Gather.apply(x, counts, group)  # type: ignore[no-untyped-call]
-    return whole
+    rank = dist.get_rank(group)
+    start, count = sum(counts[:rank]), counts[rank]
+    return mapped(x, lambda x: join(x, counts, group), lambda grad: grad.narrow(-1, start, count))

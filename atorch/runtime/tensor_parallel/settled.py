@@ -61,7 +61,9 @@ def settled(
     ]
     left = {name for index, names in enumerate(tables, len(groups)) if index not in chosen for name in names}
     biases = {product.bias for product in watched.products if product.weight in left}
-    return replace(found, kinds=tuple(kinds), vocabulary=_without(found.vocabulary, left, biases))
+    vocabulary = found.vocabulary.without(left, biases)
+    kept = (*vocabulary.kept, *(Kept(name, NOT_NEEDED) for name in sorted(left)))
+    return replace(found, kinds=tuple(kinds), vocabulary=replace(vocabulary, kept=kept))
 
 
 def _are_apart(groups: Sequence[Group]) -> bool:
@@ -136,14 +138,3 @@ def _only(layout: BlockLayout, rows: Set[str]) -> BlockLayout:
             left = {name: Kept(name, reason) for name in (*group.columns, group.row) if name not in taken}
             kept = {**left, **kept}
     return BlockLayout(groups, tuple(kept.values()))
-
-
-def _without(vocabulary: Vocabulary, left: Set[str], biases: Set[str | None]) -> Vocabulary:
-    """The vocabulary without the tables that are left whole, and the biases of their logits."""
-    return replace(
-        vocabulary,
-        lookups={name: rows for name, rows in vocabulary.lookups.items() if name not in left},
-        logits={name: rows for name, rows in vocabulary.logits.items() if name not in left},
-        biases={name: rows for name, rows in vocabulary.biases.items() if name not in biases},
-        kept=(*vocabulary.kept, *(Kept(name, NOT_NEEDED) for name in sorted(left))),
-    )

@@ -7,8 +7,8 @@ taken of them as they are. A table that embedding and logits share is cut once a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,15 @@ class Vocabulary:
     biases: Mapping[str, Rows]
     """Those of the logits, which every rank keeps whole."""
     kept: tuple[Kept, ...] = ()
+
+    def without(self, left: Set[str], biases: Set[str | None]) -> Vocabulary:
+        """The vocabulary without the tables `left`, and these biases of their logits."""
+        return replace(
+            self,
+            lookups={name: rows for name, rows in self.lookups.items() if name not in left},
+            logits={name: rows for name, rows in self.logits.items() if name not in left},
+            biases={name: rows for name, rows in self.biases.items() if name not in biases},
+        )
 
 
 def derive_vocabulary(model: nn.Module, tables: Iterable[str], products: Iterable[Product], degree: int) -> Vocabulary:

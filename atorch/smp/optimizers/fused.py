@@ -193,6 +193,12 @@ def corrections(group: dict[str, Any]) -> Betas:
     return 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
 
 
+def settings(group: dict[str, Any]) -> tuple[Any, ...]:
+    """The settings of a group that apex's kernels take, in their order."""
+    adam = (group["lr"], *group["betas"], group["eps"], group["step"], int(group["bias_correction"]))
+    return *adam, group["weight_decay"], int(group["grad_averaging"])
+
+
 def new_share(group: dict[str, Any]) -> float:
     """The weight of a gradient in the mean."""
     return 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0

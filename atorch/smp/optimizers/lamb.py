@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atorch.errors import ArgumentError, shown
-from atorch.smp.optimizers.fused import Betas, Bucket, Fused, Kernels, corrections, new_share, wide, write
+from atorch.smp.optimizers.fused import Betas, Bucket, Fused, Kernels, corrections, new_share, settings, wide, write
 
 
 class FusedLamb(Fused):
@@ -121,13 +121,7 @@ class FusedLamb(Fused):
             kernels.lamb,
             torch.zeros(1, dtype=torch.int, device=device),
             [bucket.gradients, bucket.parameters, bucket.state(self, "exp_avg"), self._squares(bucket)],
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["step"],
-            int(group["bias_correction"]),
-            group["weight_decay"],
-            int(group["grad_averaging"]),
+            *settings(group),
             int(self.adam_w_mode),
             self._norm.to(device),
             self.defaults["max_grad_norm"],

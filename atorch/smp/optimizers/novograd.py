@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atorch.smp.optimizers.fused import Betas, Bucket, Fused, Kernels, corrections, new_share, wide, write
+from atorch.smp.optimizers.fused import Betas, Bucket, Fused, Kernels, corrections, new_share, settings, wide, write
 
 
 class FusedNovoGrad(Fused):
@@ -130,13 +130,7 @@ class FusedNovoGrad(Fused):
             torch.zeros(1, dtype=torch.int, device=norms.device),
             [bucket.gradients, bucket.parameters, bucket.state(self, "exp_avg")],
             norms,  # which it changes
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["step"],
-            int(group["bias_correction"]),
-            group["weight_decay"],
-            int(group["grad_averaging"]),
+            *settings(group),
             int(not self.reg_inside_moment),
             group["norm_type"],
         )
