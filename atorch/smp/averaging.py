@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.arrivals import answered
+from atorch.runtime.losses import value_of
 
 CommHook = Callable[[Any, Any], Any]
 """As DistributedDataParallel takes it: (state, bucket) → a future of the bucket's reduced tensor."""
@@ -70,8 +71,7 @@ class Bucket:
     @torch.no_grad()
     def hand_over(self, reduced: Tensor, as_views: bool) -> None:
         """Let the parameters have what the reduction gave; one that no replica has a gradient of has none."""
-        if reduced is not self._flat:
-            self._flat = reduced
+        self._flat = reduced
         anywhere = (self._flat[self._numel :] > 0).tolist()
         for has, place, parameter in zip(anywhere, self.gradients(), self._parameters, strict=True):
             if not has:
@@ -162,7 +162,7 @@ class Averaging:
         if self.comm_hook is not None:
             state, hook = self.comm_hook
             future = hook(state, bucket)
-            bucket.work = lambda: _first(future.wait())
+            bucket.work = lambda: value_of(future.wait())
             return
         flat = bucket.buffer()
         work: Any = dist.all_reduce(flat, group=self.group, async_op=True)
@@ -183,8 +183,8 @@ class PartReduction:
 
     is_sharded = False
 
-    def __init__(self, part: nn.Module, averaging: Averaging | None, failed: Callable[[Exception], None]) -> None:
-        self._part, self._averaging, self._failed = part, averaging, failed
+    def __init__(self, averaging: Averaging | None, failed: Callable[[Exception], None]) -> None:
+        self._averaging, self._failed = averaging, failed
 
     def forward(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -201,11 +201,6 @@ class PartReduction:
     def takes(self, error: Exception) -> bool:
         self._failed(error)
         return True
-
-
-def _first(value: Any) -> Tensor:
-    found: Tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return found
 
 
 def _buckets(parameters: Sequence[nn.Parameter], most_bytes: float) -> list[Bucket]:

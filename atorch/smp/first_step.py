@@ -97,7 +97,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     averaging = None if passes is not None else _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
-        reductions = [PartReduction(part, averaging, faults.note) for part in parts]
+        reductions = [PartReduction(averaging, faults.note) for _ in parts]
         group = mesh.group("pipeline")
         schedule = by_torch(placed, config.microbatches)
         engine = Engine(parts, schedule, group, owner.device, reductions=reductions)

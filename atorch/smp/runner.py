@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class Faults:
         self.first = self.first or error
 
 
+@dataclass(eq=False, repr=False)
 class Runner:
     """Runs steps on the parts of this process.
 
@@ -71,26 +73,23 @@ class Runner:
         seed: equal on all processes.
     """
 
-    def __init__(
-        self,
-        model: DistributedModel,
-        owner: Session,
-        parts: Sequence[nn.Module],
-        placed: Placed,
-        engine: Engine | None,
-        ties: Ties | None,
-        averaging: Averaging | None,
-        passes: Passes | None,
-        faults: Faults,
-        blank: nn.Module,
-        seed: int,
-    ) -> None:
-        self.parts, self.blank, self.averaging, self.placed = tuple(parts), blank, averaging, placed
-        self.model, self.engine, self.seed, self.faults = model, engine, seed, faults
-        self.passes, self.num_steps = passes, 0
+    model: DistributedModel
+    owner: Session
+    parts: tuple[nn.Module, ...]
+    placed: Placed
+    engine: Engine | None
+    ties: Ties | None
+    averaging: Averaging | None
+    passes: Passes | None
+    faults: Faults
+    blank: nn.Module
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.num_steps = 0
         self.ended_by: str | None = None
         """Why no more steps can be run."""
-        self._owner, self.ties = owner, ties
+        engine = self.engine
         self._results = None if engine is None else StepResults(engine.last_place, engine.group, engine.device)
         self._trains: dict[Kind, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
@@ -99,11 +98,7 @@ class Runner:
     @property
     def loss_scale(self) -> float:
         """The factor of losses before they go backward."""
-        return 1.0 if self._owner.optimizer is None else float(self._owner.optimizer.loss_scale)
-
-    @property
-    def device(self) -> torch.device:
-        return self._owner.device
+        return 1.0 if self.owner.optimizer is None else float(self.owner.optimizer.loss_scale)
 
     def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
         """Results of the function for each micro-batch, on every process of the pipeline.
@@ -130,8 +125,8 @@ class Runner:
         self._average(train)
         if work.went_back:
             self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
-        if work.went_back and self._owner.optimizer is not None:
-            self._owner.optimizer.trust_gradients()
+        if work.went_back and self.owner.optimizer is not None:
+            self.owner.optimizer.trust_gradients()
         is_new = self._ends_together(self._results is not None and self._results.is_new(kind, work.returned))
         return work.returned if self._results is None else self._results.give(kind, work.returned, is_new=is_new)
 
@@ -141,12 +136,12 @@ class Runner:
         while True:
             for each in parameters:
                 each.grad = None
-            if has_begun_none(self._owner):
+            if has_begun_none(self.owner):
                 break
             self.faults.first = None
             self._average(False)
             self._ends_together(False)
-        data = self._owner.mesh.group("data", "zero")
+        data = self.owner.mesh.group("data", "zero")
         if data.size() > 1:
             (most,) = largest([self.num_steps], data)
             told = first_told(True if self.num_steps == most else None, data)
@@ -157,7 +152,7 @@ class Runner:
         """The seed of a micro-batch's draws before the model's call, alike on all processes of a pipeline."""
         if self.engine is None:
             return None
-        place = self._owner.mesh.rank("data", "zero")
+        place = self.owner.mesh.rank("data", "zero")
         return zlib.crc32(repr((self.seed, self.num_steps, place, number)).encode())
 
     def _goes_back(self, work: _Work, is_alike: bool) -> bool:
@@ -318,7 +313,7 @@ class _Work:
                 "make them two functions"
             )
         self.returned[body.number] = map_tensors(Tensor.detach, body.returned) if self._detach else body.returned
-        total = torch.zeros((), device=self._runner.device)
+        total = torch.zeros((), device=self._runner.owner.device)
         for loss in body.losses:
             wide = torch.promote_types(loss.dtype, torch.float32)  # 16 bits hold no large scale
             total = total + loss.to(wide) * self._scale
