@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -48,11 +48,20 @@ class Drawing:
     rows: tuple[tuple[str, ...], ...]
 
     def png(self) -> bytes:
-        return png(self.figure)
+        return _drawn(self.figure, "png")
 
     def page(self) -> bytes:
-        """As a page of HTML that needs nothing else."""
-        return picture_page(self.title, self.said, self.figure, self.facts, self.head, self.rows).encode()
+        """A page of HTML that needs nothing else: the figure, in words for who cannot see it, and what is behind it."""
+        source = "data:image/svg+xml;base64," + base64.b64encode(_drawn(self.figure, "svg")).decode()
+        boxes = (element("div", element("dt", name), element("dd", value)) for name, value in self.facts)
+        content = (
+            element("h1", self.title),
+            element("p", self.said, class_="soft"),
+            element("figure", element("img", src=source, alt=self.said)),
+            element("dl", *boxes, class_="facts"),
+            table(self.head, self.rows, numbers=range(1, len(self.head))),
+        )
+        return page(self.title, content, "img-src data:").encode()
 
 
 def draw(profile: Profile, fig_type: FigType, memory_type: Tier = "GPU") -> Drawing:
@@ -153,32 +162,6 @@ def _by_kind(profile: Profile, kind: str) -> tuple[str, ...]:
 
 def _shades(profile: Profile) -> list[Shade]:
     return [Shade(*span) for span in profile.spans()]
-
-
-def png(figure: Figure) -> bytes:
-    return _drawn(figure, "png")
-
-
-def picture_page(
-    title: str,
-    said: str,
-    figure: Figure,
-    facts: Iterable[tuple[str, str]],
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-) -> str:
-    """A page with the figure, `said` in words for who cannot see it, and the figures behind it as facts and a table."""
-    source = "data:image/svg+xml;base64," + base64.b64encode(_drawn(figure, "svg")).decode()
-    drawn = element("img", src=source, alt=said)
-    boxes = (element("div", element("dt", name), element("dd", value)) for name, value in facts)
-    content = (
-        element("h1", title),
-        element("p", said, class_="soft"),
-        element("figure", drawn),
-        element("dl", *boxes, class_="facts"),
-        table(head, rows, numbers=range(1, len(head))),
-    )
-    return page(title, content, "img-src data:")
 
 
 def _drawn(figure: Figure, kind: str) -> bytes:

@@ -67,16 +67,13 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         self.config = agreed(
             "PatrickStarEngine", lambda: described_model(model), lambda: EngineConfig.of(config), _shared_settings
         )
-        adam = self.config.optimizer.params
+        adam = self.config.optimizer.params.model_dump(exclude={"use_hybrid_adam"})
         self.optimizer = FP16Adam(
             model.parameters(),
             loss_scale_of(self.config.fp16),
             self.config.gradient_clipping,
-            lr=adam.lr,
-            betas=adam.betas,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
             use_adamw=self.config.optimizer.type == "AdamW",
+            **adam,
         )
         self._foresight = Foresight(model, DTYPE, client.device)
         self._courses = Courses(self._foresight, client.group)
