@@ -43,17 +43,17 @@ class Naming:
         for theirs, ours in self.inside.items():
             self._part_of.update({name: (theirs, number) for number, name in enumerate(ours)})
 
-    def to_smp(self, state: State) -> dict[str, Any]:
+    def to_smp(self, state_dict: State) -> dict[str, Any]:
         """A state with the names of `smp.nn`; as it is where it has them, or the script's DistributedModel lacks them.
 
         Raises:
             ArgumentError: the state is partial, is of another model, or has a name that `smp.nn` has nothing for.
         """
         theirs = self._pattern(0)
-        if not self._is_to_be_translated(state, 0) or keeps_names(theirs):
-            return dict(state)
+        if not self._is_to_be_translated(state_dict, 0) or keeps_names(theirs):
+            return dict(state_dict)
         found: dict[str, Any] = {}
-        for name, value in state.items():
+        for name, value in state_dict.items():
             if name.endswith(self.left_out or ("\n",)):
                 continue
             match = theirs.fullmatch(name)
@@ -68,17 +68,17 @@ class Naming:
                 found[f"{match['before']}{self.layers[1]}.{match['number']}.{ours}.{match['kind']}"] = part.contiguous()
         return found
 
-    def to_hf(self, state: State) -> dict[str, Any]:
+    def to_hf(self, state_dict: State) -> dict[str, Any]:
         """A state with Hugging Face's names; as it is where it has them.
 
         Raises:
             ArgumentError: the state is partial, is of another model, or has a name that the model has nothing for.
         """
-        if not self._is_to_be_translated(state, 1):
-            return dict(state)
+        if not self._is_to_be_translated(state_dict, 1):
+            return dict(state_dict)
         found: dict[str, Any] = {}
         back = None if self.outside is None else {ours: theirs for theirs, ours in self.outside.items()}
-        for name, value in state.items():
+        for name, value in state_dict.items():
             match = self._pattern(1).fullmatch(name)
             if match is None:
                 found[self._outside(name, back)] = value
@@ -88,7 +88,7 @@ class Naming:
                 raise self._unknown(name)
             if number == 0:
                 layer = f"{match['before']}{self.layers[1]}.{match['number']}"
-                parts = [state.get(f"{layer}.{each}.{match['kind']}") for each in self.inside[theirs]]
+                parts = [state_dict.get(f"{layer}.{each}.{match['kind']}") for each in self.inside[theirs]]
                 made = self._joined(name, parts)
                 found[f"{match['before']}{self.layers[0]}.{match['number']}.{theirs}.{match['kind']}"] = made
         return found
