@@ -55,9 +55,9 @@ class _Alone(TorchDispatchMode):
 def _in_place(func: Any, args: Any) -> Any:
     name = func._opname
     if name.startswith(_OUTPUTS_FIRST):
-        _fill(_tensors(args[0]), _tensors(args[1]))
+        _fill(tensors_of(args[0]), tensors_of(args[1]))
     elif name.startswith("recv"):
-        _fill(_tensors(args[0]), [])
+        _fill(tensors_of(args[0]), [])
     num_returned = len(func._schema.returns)
     if num_returned == 0:
         return None
@@ -78,7 +78,7 @@ def _functional(func: Any, args: Any, kwargs: Any) -> Any:
         return args[3]
     if name == "wait_tensor" or name.endswith("_") or name in ("isend", "irecv"):
         return given
-    inputs = _tensors(given)
+    inputs = tensors_of(given)
     if "out" in kwargs:
         outputs = [kwargs["out"]]
     elif name.startswith("all_gather_into_tensor"):
@@ -106,7 +106,8 @@ def _fill(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
             part.copy_(values[: part.numel()])
 
 
-def _tensors(data: Any) -> list[Tensor]:
+def tensors_of(data: Any) -> list[Tensor]:
+    """The tensors in lists and tuples of any depth."""
     if isinstance(data, Tensor):
         return [data]
-    return [tensor for each in data for tensor in _tensors(each)] if isinstance(data, (list, tuple)) else []
+    return [tensor for each in data for tensor in tensors_of(each)] if isinstance(data, (list, tuple)) else []

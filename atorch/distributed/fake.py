@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.distributed.alone import tensors_of
 from atorch.distributed.mesh import forget_shardings, use_mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, CapabilityError
@@ -98,7 +99,7 @@ class Pretending(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for so often that the way through all modes is felt
         kwargs = kwargs or {}
-        inputs = _tensors((*args, *kwargs.values()))
+        inputs = tensors_of((*args, *kwargs.values()))
         if any(isinstance(tensor, FakeTensor) for tensor in inputs):
             return self._on_fakes(func, args, kwargs, inputs)
         if self._is_real(func, args, kwargs, inputs):
@@ -141,12 +142,6 @@ class Pretending(TorchDispatchMode):
         return len(args[0]) == 0 or (size <= _FEW and not dtype.is_floating_point)
 
 
-def _tensors(data: Any) -> list[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        return [data]
-    return [tensor for each in data for tensor in _tensors(each)] if isinstance(data, (list, tuple)) else []
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -162,6 +157,6 @@ def _done(func: Any, args: Any) -> Any:
     from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in its stubs
 
     future: Any = torch.futures.Future()
-    future.set_result(_tensors(args[0]))
+    future.set_result(tensors_of(args[0]))
     work = _create_work_from_future(future).boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work

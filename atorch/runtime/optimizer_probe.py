@@ -52,12 +52,12 @@ def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
         entries = [part["params"]] if isinstance(part["params"], Tensor) else list(part["params"])
         kinds: dict[Any, Any] = {}
         for entry in entries:
-            tensor = _tensor_of(entry)
+            tensor = tensor_of(entry)
             if tensor.requires_grad and tensor.is_floating_point():
                 kinds.setdefault(tensor.dim(), entry)
         few: list[Any] = []
         for entry in kinds.values():
-            tensor = _tensor_of(entry)
+            tensor = tensor_of(entry)
             for copied in range(2):
                 shape = [min(size, 6 - 2 * copied + 2 * (dim % 2)) for dim, size in enumerate(tensor.shape)]
                 value = nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=_place(tensor)))
@@ -262,10 +262,10 @@ def _place(tensor: Tensor) -> torch.device:
 
 
 def _tensors(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-    return [_tensor_of(entry) for part in groups for entry in part["params"]]
+    return [tensor_of(entry) for part in groups for entry in part["params"]]
 
 
-def _tensor_of(entry: Any) -> Tensor:
+def tensor_of(entry: Any) -> Tensor:
     """The tensor of a group's entry, which may be a pair of a name and a parameter."""
     tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
     return tensor

@@ -156,8 +156,8 @@ def checkpoint_sequential(
     bounds = [len(steps) * segment // segments for segment in range(segments + 1)]
     for start, stop in zip(bounds[:-2], bounds[1:-1], strict=True):
         owners = [step for step in steps[start:stop] if isinstance(step, nn.Module)]
-        input = run(functools.partial(_chain, steps[start:stop]), owners, (input,), {})
-    return _chain(steps[bounds[-2] :], input)
+        input = run(functools.partial(chained, steps[start:stop]), owners, (input,), {})
+    return chained(steps[bounds[-2] :], input)
 
 
 def recomputed(function: _Function, owners: list[nn.Module], args: Any, kwargs: _Kwargs, **options: bool) -> Any:
@@ -208,7 +208,8 @@ def _steps(functions: object) -> list[_Function]:
     return steps
 
 
-def _chain(functions: Iterable[_Function], value: Any) -> Any:
+def chained(functions: Iterable[Callable[..., Any]], value: Any) -> Any:
+    """The value after all functions, one after another."""
     for function in functions:
         value = function(value)
     return value

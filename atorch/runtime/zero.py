@@ -27,7 +27,7 @@ from atorch.distributed.description import Facts, described_optimizer, described
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.runtime.buckets import broadcast
 from atorch.runtime.nested import map_tensors
-from atorch.runtime.optimizer_probe import MakeOptimizer, makes_elementwise
+from atorch.runtime.optimizer_probe import MakeOptimizer, makes_elementwise, tensor_of
 from atorch.runtime.sliced_buckets import can_cut, gather, sliced_buckets
 from atorch.runtime.slices import follow, gradient_values, lend_gradient, origin, slice_of
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
@@ -85,11 +85,11 @@ class ShardedOptimizer(WrappedOptimizer):
         grouped = bool(given) and isinstance(given[0], dict)
         whole = [{**part, "params": _listed(part["params"])} for part in (given if grouped else [{"params": given}])]
         self._group = group
-        self._params = [_tensor(entry) for part in whole for entry in part["params"]]
+        self._params = [tensor_of(entry) for part in whole for entry in part["params"]]
         self._deal_out(makes_elementwise(make_optimizer, whole))
         stepped = self._pieces | {param: param for param in self._shares[group.rank()][1]}
         share = [
-            {**part, "params": [_put(e, stepped) for e in part["params"] if _tensor(e) in stepped]} for part in whole
+            {**part, "params": [_put(e, stepped) for e in part["params"] if tensor_of(e) in stepped]} for part in whole
         ]
         # Who takes bare parameters gets bare parameters; but only a group can say that there are none.
         bare = not grouped and share[0]["params"]
@@ -325,7 +325,7 @@ def _held(group: dict[str, Any]) -> dict[str, Any]:
 def _listing(entries: list[Any]) -> dict[str, Any]:
     """The same of entries that may be `(name, parameter)`."""
     names = [entry[0] for entry in entries if isinstance(entry, tuple)]
-    return {"params": [_tensor(entry) for entry in entries], **({"param_names": names} if names else {})}
+    return {"params": [tensor_of(entry) for entry in entries], **({"param_names": names} if names else {})}
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:
@@ -340,12 +340,6 @@ def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:
 
 def _listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _tensor(entry: Any) -> Tensor:
-    """The parameter of an entry, which may be `(name, parameter)`."""
-    tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
-    return tensor
 
 
 def _bytes_to_train(param: Tensor) -> int:

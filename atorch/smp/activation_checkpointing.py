@@ -18,7 +18,7 @@ from torch import nn
 
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
 from atorch.runtime.override import lift, override
-from atorch.runtime.recompute import disable_checkpointing, recomputed
+from atorch.runtime.recompute import chained, disable_checkpointing, recomputed
 from atorch.smp.places import Place, place_of
 from atorch.smp.session import is_initialized, session
 
@@ -117,7 +117,7 @@ def run_module(
 def in_runs(layers: list[nn.Module], options: Options, input: Any) -> Any:
     """The output of the layers, one after another, checkpointed in runs of `options.size` that lie on one partition."""
     for place, run in _runs(layers, options.size):
-        chain = partial(_chain, run)
+        chain = partial(chained, run)
         if place is not None and not place.is_here:
             input = chain(input)
         else:
@@ -131,12 +131,6 @@ def _runs(layers: list[nn.Module], size: int | None) -> Iterator[tuple[Place | N
         step = 1 if place is None else size or len(run)
         for start in range(0, len(run), step):
             yield place, run[start : start + step]
-
-
-def _chain(layers: list[nn.Module], value: Any) -> Any:
-    for layer in layers:
-        value = layer(value)
-    return value
 
 
 def _recomputed(

@@ -11,24 +11,25 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._pytree import tree_leaves
 
 from atorch.blocks import units as units_of
 from atorch.cluster import DeviceSpec
 from atorch.errors import ArgumentError, StrategyError, shown
 from atorch.logs import logger
+from atorch.profiler.tensors import tensor_bytes
 from atorch.profiler.unit_costs import unit_costs
 from atorch.runtime.meta_device import has_meta
-from atorch.runtime.nested import map_tensors
+from atorch.runtime.nested import map_tensors, tensors_in
+from atorch.runtime.pipeline.observing import faked
 from atorch.runtime.pipeline.partition import partition as least_largest
 from atorch.runtime.pipeline.route import Route
 from atorch.runtime.pipeline.stage import STAGE
@@ -60,11 +61,10 @@ def partition(index: int) -> Iterator[None]:
     # Every module that can be on a partition registers a parameter when it is made: torch tells all hooks of each.
     marking = session().partition_contexts
     marking.append(mark)
-    handle = register_module_parameter_registration_hook(mark)
     try:
-        yield
+        with register_module_parameter_registration_hook(mark):
+            yield
     finally:
-        handle.remove()
         marking.remove(mark)
 
 
@@ -266,7 +266,7 @@ def _figures(
     weighing: Weighing,
 ) -> dict[str, tuple[float, float]]:
     """Seconds and bytes of each unit, over all of its calls."""
-    weights = {name: float(sum(_bytes(each) for each in units[name].parameters())) for name in dict.fromkeys(called)}
+    weights = {name: float(sum(map(tensor_bytes, units[name].parameters()))) for name in dict.fromkeys(called)}
     if not weighing.traces:
         return {name: (weights[name], weights[name]) for name in weights}
     costs = unit_costs(model, call, lambda m, given: m(*given[0], **given[1]), None, device, parts=units)
@@ -313,34 +313,19 @@ def _watched(
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
         seconds[name] += time.perf_counter() - begun[name]
-        returned[name] += sum(_bytes(each) for each in tree_leaves(output) if isinstance(each, Tensor))
+        returned[name] += sum(map(tensor_bytes, tensors_in(output)))
 
-    handles = [
-        handle
-        for name, unit in units.items()
-        for handle in (
-            unit.register_forward_pre_hook(partial(enter, name)),
-            unit.register_forward_hook(partial(leave, name)),
-        )
-    ]
-    try:
-        with torch.no_grad(), untouched(model), nullcontext() if for_real else FakeTensorMode(
-            allow_non_fake_inputs=True
-        ):  # fmt: skip
-            args, kwargs = call if for_real else map_tensors(_faked, call)
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as contexts:
+        for name, unit in units.items():
+            contexts.enter_context(unit.register_forward_pre_hook(partial(enter, name)))
+            contexts.enter_context(unit.register_forward_hook(partial(leave, name)))
+        contexts.enter_context(torch.no_grad())
+        contexts.enter_context(untouched(model))
+        if not for_real:
+            contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        args, kwargs = call if for_real else map_tensors(faked, call)
+        model(*args, **kwargs)
     return seconds, returned
-
-
-def _faked(leaf: Tensor) -> Tensor:
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _division(

@@ -42,7 +42,7 @@ def route_of(
     try:
         # What is written to a real buffer is written, also among fakes.
         with untouched(model), FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
-            return _observed(model, units, map_tensors(_faked, batch), call_model, loss_func, is_last=False)
+            return _observed(model, units, map_tensors(faked, batch), call_model, loss_func, is_last=False)
     except AtorchError:
         raise
     except Exception as error:  # a forward may fail on fakes in any way; a real run shows faults of its own
@@ -62,9 +62,9 @@ def _without_values(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
             beside = call_model, loss_func
-            copied, (call_model, loss_func) = duplicate_with(model, beside, convert=_faked)
+            copied, (call_model, loss_func) = duplicate_with(model, beside, convert=faked)
             inside = {name: copied.get_submodule(name) for name in units}
-            return _observed(copied, inside, map_tensors(_faked, batch), call_model, loss_func, is_last=True)
+            return _observed(copied, inside, map_tensors(faked, batch), call_model, loss_func, is_last=True)
     except AtorchError:
         raise
     except Exception as error:  # a forward may fail on fakes in any way
@@ -106,7 +106,8 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _faked(leaf: Tensor) -> Tensor:
+def faked(leaf: Tensor) -> Tensor:
+    """A tensor like `leaf` without its values, which a fake mode makes a fake."""
     leaf = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # of a parameter that is split, this process's rows
     device = "cpu" if leaf.device.type == "meta" else leaf.device
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
