@@ -6,7 +6,7 @@ is a stage's, and ends. What it draws at random before that call, all processes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,8 @@ class Body:
         self.number, self.part = number, part
         self._function, self._arguments, self._owners = function, arguments, owners
         self._called = False
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
+        """Scalars to go backward from."""
         self._checks: list[RemovableHandle] = []
         self.call: Arguments | None = None
         """Arguments of the call of the model."""
@@ -57,12 +58,7 @@ class Body:
     @property
     def has_backward(self) -> bool:
         """True if the function called `model.backward`."""
-        return bool(self._losses)
-
-    @property
-    def losses(self) -> Sequence[Tensor]:
-        """Scalars to go backward from."""
-        return self._losses
+        return bool(self.losses)
 
     def run(self, seed: int | None = None) -> None:
         """Run the function.
@@ -127,7 +123,7 @@ class Body:
                     "output, whose backward has been, or is to be, by itself; let every micro-batch use its own output "
                     "alone, and detach what it takes from others"
                 )
-            self._losses.append(_scalar(tensor, gradient))
+            self.losses.append(_scalar(tensor, gradient))
 
     def allow_backward(self) -> None:
         """From now on gradients may pass the model's output: the function has ended."""

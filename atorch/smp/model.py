@@ -89,14 +89,15 @@ class DistributedModel(LocalParts):
         self._runner: tuple[Runner, ...] = ()  # in a tuple, or the parts would be found a second time
         self._others: tuple[nn.Module, ...] = ()
         self._body: Body | None = None
-        self._joins = False
+        self.joins = False
+        """True if replicas may take different numbers of steps."""
         self.divides_by_all = True
         """True if gradients of replicas that may run out of batches are averaged over all of them."""
         self.names = tuple(module.state_dict())
         """Of the whole model's state."""
         self._waiting: list[Callable[[], None]] = []
         self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()  # torch's handles want one
-        self._comm_hook: tuple[Any, CommHook] | None = None
+        self.comm_hook: tuple[Any, CommHook] | None = None
         owner.model = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +170,7 @@ class DistributedModel(LocalParts):
     def become(self, runner: Runner, division: Division, split: TensorSplit) -> None:
         """Be the parts that `runner` runs: the model has been partitioned, and split over tensor ranks."""
         self._runner, self.division, self.split = (runner,), division, split
-        self.module, self._others = runner.parts[0], tuple(runner.parts[1:])
+        self.module, self._others = runner.parts[0], runner.parts[1:]
 
     def settle(self) -> None:
         """Do what waits for the partition: loads, then hooks."""
@@ -225,15 +226,11 @@ class DistributedModel(LocalParts):
         Raises:
             ArgumentError: there is one.
         """
-        if self._comm_hook is not None:
+        if self.comm_hook is not None:
             raise ArgumentError("register_comm_hook was called before; there is one communication hook")
         if not callable(hook):
             raise ArgumentError(f"register_comm_hook was given {shown(hook)}; give a function of (state, bucket)")
-        self._comm_hook = state, hook
-
-    @property
-    def comm_hook(self) -> tuple[Any, CommHook] | None:
-        return self._comm_hook
+        self.comm_hook = state, hook
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
@@ -251,20 +248,15 @@ class DistributedModel(LocalParts):
                 "model.join() lets replicas take different numbers of steps, and with sharded_data_parallel_degree "
                 "above 1 every step is one of all replicas; give all of them as many batches"
             )
-        if self._joins:
+        if self.joins:
             raise ArgumentError("model.join() was entered inside of another; once is enough")
-        self._joins, self.divides_by_all = enable, divide_by_initial_world_size
+        self.joins, self.divides_by_all = enable, divide_by_initial_world_size
         try:
             yield
             if enable and self.runner is not None:
                 self.runner.attend_others()
         finally:
-            self._joins = False
-
-    @property
-    def joins(self) -> bool:
-        """True if replicas may take different numbers of steps."""
-        return self._joins
+            self.joins = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down where the norm of all of the model's exceeds `max_norm`; returns the norm before.
@@ -312,7 +304,7 @@ class DistributedModel(LocalParts):
         if not self.partitioned:
             return self.module.state_dict(*args, **kwargs)
         meet_replicas("model.state_dict()", states=False)
-        return gathered_state(self._own_state(), self.names, "model.state_dict()", self.split.whole)
+        return gathered_state(self._own_state(), self.names, "model.state_dict()", self.split)
 
     def load_state_dict(
         self,
@@ -345,7 +337,7 @@ class DistributedModel(LocalParts):
             self.module.cpu()
             return self
         meet_replicas("model.cpu()", states=False)
-        state = gathered_state(self._own_state(), self.names, "model.cpu()", self.split.whole)
+        state = gathered_state(self._own_state(), self.names, "model.cpu()", self.split)
         assert self.runner is not None
         self.module, self._others = whole_on_host(self.runner.blank, state), ()
         self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"

@@ -45,11 +45,10 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     check_bools("delay_param_initialization", enabled=enabled)
     token = _delaying.set(enabled)
     delayer: Callable[..., Any] = _delayer()  # torch's annotation lets a hook return nothing
-    hook = register_module_parameter_registration_hook(delayer)
     try:
-        yield
+        with register_module_parameter_registration_hook(delayer):
+            yield
     finally:
-        hook.remove()
         _delaying.reset(token)
 
 

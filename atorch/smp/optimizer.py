@@ -68,7 +68,9 @@ class DistributedOptimizer(WrappedOptimizer):
             )
         scale = loss_scale_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, settings)
         super().__init__(optimizer)
-        self._given, self._model = optimizer, owner.model
+        self._model = owner.model
+        self.optimizer = optimizer
+        """The optimizer that was given, for schedulers that are made of it."""
         self._scaled_apart = ScaledApart()
         self._scale = scale if owner.config.fp16 else None
         if self._scale is None and (dynamic_loss_scale or static_loss_scale not in (None, 1.0)):
@@ -92,7 +94,7 @@ class DistributedOptimizer(WrappedOptimizer):
             group["params"][:] = [own[name] for name in names if name in own]
         replicas = owner.mesh.group("data", "zero")
         self.inner = stepping(
-            self._given,
+            self.optimizer,
             halves=half_of(owner.config) is not None,
             values=values,
             scale=self._scale,
@@ -102,11 +104,6 @@ class DistributedOptimizer(WrappedOptimizer):
             spread=spread_of(model),
         )
         self._share()
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer that was given, for schedulers that are made of it."""
-        return self._given
 
     @property
     def loss_scale(self) -> float:
@@ -277,7 +274,7 @@ class DistributedOptimizer(WrappedOptimizer):
         }
         self.inner.load_state_dict({**named, "state": state, "param_groups": groups})
         self._share()
-        self._given.param_groups = self.param_groups  # a scheduler may have been made of it
+        self.optimizer.param_groups = self.param_groups  # a scheduler may have been made of it
 
 
 def _own(split: TensorSplit, name: str, held: Mapping[str, Any]) -> State:

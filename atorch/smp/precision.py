@@ -80,15 +80,13 @@ class DynamicScale:
                     f"{near_miss(name, known)}"
                 )
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            least = 1 if name in ("scale_window", "delayed_shift") else 0
+            holds, what = is_number and value > 0, "a number above 0"
             if name == "consecutive_hysteresis":
                 holds, what = isinstance(value, bool), "True or False"
-            elif least:
+            elif name in ("scale_window", "delayed_shift"):
                 holds, what = is_number and value >= 1 and value == int(value), "a number of steps, 1 or more"
-            else:
-                holds, what = is_number and value > 0, "a number above 0"
-            if name == "scale_factor" and holds and value <= 1:
-                holds, what = False, "a number above 1"
+            elif name == "scale_factor":
+                holds, what = is_number and value > 1, "a number above 1"
             if not holds:
                 raise ArgumentError(f"smp.DistributedOptimizer was given {shown(value)} as {name}; it is {what}")
         return cls(**given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,16 +14,13 @@ from atorch.duplicates import duplicate
 from atorch.runtime.tensor_parallel.state import of_all_stages
 from atorch.smp.partial_states import MARKS, PARTIAL, merged
 from atorch.smp.session import session
+from atorch.smp.tensor_split import TensorSplit
 
 PATIENCE = timedelta(seconds=10)
 """The wait of a process, after it has said so, for others that must call together what it calls."""
 
-Whole = Callable[[str, Tensor], Tensor]
-"""A tensor that is spread over processes put together, by its name in the model."""
 
-
-@torch.no_grad()
-def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, whole: Whole) -> dict[str, Any]:
+def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, split: TensorSplit) -> dict[str, Any]:
     """The state of the whole model, in the order of `names`, on all processes that hold parts of one replica.
 
     Raises:
@@ -32,7 +29,7 @@ def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, whol
     mesh = session().mesh
     if mesh.size("pipeline", "tensor") > 1:
         meet(call, mesh.group("pipeline", "tensor"), longest=PATIENCE)
-    state = {name: whole(name, value) if isinstance(value, Tensor) else value for name, value in own.items()}
+    state = split.whole_state(own)
     if mesh.size("pipeline") > 1:
         state = of_all_stages(state, names, mesh.group("pipeline"))
     return {name: state[name] for name in (*names, *state) if name in state}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.runtime.nested import map_leaves, map_tensors, tensors_in
+from atorch.runtime.nested import leaves_of, map_tensors, tensors_in
 from atorch.runtime.pipeline.sending import from_place
 from atorch.runtime.pipeline.shapes import Shape, shape_of
 
@@ -27,18 +27,10 @@ class Form:
     """Nested data with the shapes of its tensors in their places."""
 
     def __init__(self, data: Any) -> None:
-        self.shapes: list[Shape] = []
-        self.is_exact = True
+        self.shapes = [shape_of(tensor) for tensor in tensors_in(data)]
+        self.words = repr(map_tensors(shape_of, data))
+        self.is_exact = all(type(leaf) in EXACT or isinstance(leaf, Tensor) for _, leaf in leaves_of(data))
         """True if all but the tensors is known by its words."""
-
-        def note(leaf: Any, place: str) -> Any:
-            if isinstance(leaf, Tensor):
-                self.shapes.append(shape_of(leaf))
-                return self.shapes[-1]
-            self.is_exact = self.is_exact and type(leaf) in EXACT
-            return leaf
-
-        self.words = repr(map_leaves(note, data))
 
     def is_as(self, other: Form | None) -> bool:
         """True if both are certainly of one form."""

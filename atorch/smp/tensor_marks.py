@@ -50,11 +50,10 @@ def tensor_parallelism(enabled: bool = True, **config: Any) -> Iterator[None]:
         ArgumentError: `enabled` is no bool.
     """
     token = _inside.set(_mark(enabled, config))
-    hook = register_module_parameter_registration_hook(_note_created)
     try:
-        yield
+        with register_module_parameter_registration_hook(_note_created):
+            yield
     finally:
-        hook.remove()
         _inside.reset(token)
 
 

@@ -207,11 +207,8 @@ def _returning_output(run: Callable[[], Any]) -> Callable[[nn.Module], Any]:
 
     def watched(model: nn.Module) -> Any:
         outputs: list[Any] = []
-        handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
-        try:
+        with model.register_forward_hook(lambda module, args, output: outputs.append(output)):
             run()
-        finally:
-            handle.remove()
         if not outputs:
             raise ArgumentError(
                 f"the step did not call the model, a {type(model).__name__}; call it in the step's body"

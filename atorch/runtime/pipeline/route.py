@@ -9,6 +9,7 @@ wherever the sequence of calls is cut, whatever way it took.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,21 +98,13 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], 
         StrategyError: a unit hands over a tensor otherwise than by returning it, or returns what cannot be rebuilt.
     """
     watch = _Watch(model, units)
-    handles = [
-        handle
-        for name, unit in units.items()
-        for handle in (
-            unit.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True),
-            unit.register_forward_hook(partial(watch.leave, name), with_kwargs=True),
-        )
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, unit in units.items():
+            hooks.enter_context(unit.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True))
+            hooks.enter_context(unit.register_forward_hook(partial(watch.leave, name), with_kwargs=True))
         # A cast that one unit leaves for the next is no tensor that stages pass on: each stage casts its own weights.
         with torch.no_grad(), casting_anew(), watch:
             output = run()
-    finally:
-        for handle in handles:
-            handle.remove()
     output_needs = frozenset(watch.sources(tensors_in(output), "the model's output"))
     trained = _trained(watch.calls, model, units)
     return Route(tuple(watch.calls), output_needs, trained, frozenset(watch.written)), output

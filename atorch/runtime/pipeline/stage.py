@@ -42,7 +42,7 @@ class Stage:
     stop: int
     num_stages: int
     device: torch.device
-    _visit: _Visit | None = field(default=None, init=False)
+    current: _Visit | None = field(default=None, init=False)
 
     @property
     def is_first(self) -> bool:
@@ -64,21 +64,17 @@ class Stage:
 
     def passes_by(self) -> bool:
         """True if the model's code between units runs, of which a stage needs part."""
-        return self._visit is not None and self._visit.passes_by
-
-    @property
-    def current(self) -> _Visit | None:
-        return self._visit
+        return self.current is not None and self.current.passes_by
 
     @contextmanager
     def visit(self, wires: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> Iterator[_Visit]:
         """Inside, calling the stage's model runs the stage on what came in; `shapes` are those of all calls before."""
         visit = _Visit(self, dict(zip(self.incoming, wires, strict=True)), shapes)
-        self._visit = visit
+        self.current = visit
         try:
             yield visit
         finally:
-            self._visit = None
+            self.current = None
 
 
 @dataclass(eq=False)
@@ -277,9 +273,9 @@ def _structure(model: nn.Module, before: set[str], own: set[str]) -> nn.Module:
 def _through_stage(call: Callable[..., Any]) -> Callable[..., Any]:
     def pass_through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stage, name = vars(self)[STAGE]
-        if stage._visit is None:
+        if stage.current is None:
             return call(self, *args, **kwargs)
-        return stage._visit.call(name, functools.partial(call, self), args, kwargs)
+        return stage.current.call(name, functools.partial(call, self), args, kwargs)
 
     return pass_through
 
@@ -287,7 +283,7 @@ def _through_stage(call: Callable[..., Any]) -> Callable[..., Any]:
 def _until_done(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stage, _ = vars(self)[STAGE]
-        visit = stage._visit
+        visit = stage.current
         if visit is not None:
             visit.passes_by = True
         try:
