@@ -49,7 +49,7 @@ def job() -> dict[str, Any]:
 
 def free(num_bytes: int) -> Any:
     """Inside, so much host memory is free."""
-    return mock.patch.object(psutil, "virtual_memory", lambda: SimpleNamespace(available=num_bytes, total=2**40))
+    return mock.patch.object(psutil, "virtual_memory", return_value=SimpleNamespace(available=num_bytes, total=2**40))
 
 
 def trained(rank: int, size: int, strategy: Any, free_bytes: int) -> float:
