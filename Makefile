@@ -93,6 +93,11 @@ $(DONE)/table.passed: | $(DONE)/started
 	$(IN_STEP) env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_methods.py --json $(@D)/methods.jsonl $(ARGS)
 	touch $@
 
+$(DONE)/search.passed: tests/gpu/test_search.py | $(DONE)/started
+	$(IN_STEP) $(GPU_PYTHON) $(GPU_TESTS) $<
+	$(IN_STEP) env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_methods.py --search --json $(@D)/search.jsonl $(ARGS)
+	touch $@
+
 $(DONE)/%.passed: tests/gpu/test_%.py | $(DONE)/started
 	$(IN_STEP) $(GPU_PYTHON) $(GPU_TESTS) $<
 	touch $@

@@ -5,12 +5,16 @@ peak memory is its own, for at most eight minutes, and its row is printed at onc
 device and of the host, what the planner estimated, and, of what moves bytes to the host and back, the step over the
 longer one of its kernels and its copies (1.0: all of the shorter one is hidden). fp8 is measured on wide blocks.
 
+With --search it is automatic mode, at limits of 60 and 120 s, beside what an expert would write: amp, amp with compiled
+blocks, and bf16 weights with compiled blocks, on 8 × 2,048 tokens, in about four minutes.
+
 With --json the rows are also added to a file, and those that it has are not measured again. --only takes variants by
 name. --tiny runs everything through with a model of a few thousand parameters, on the CPU too: that it runs, not a
 result.
 
     python benchmarks/gpu_methods.py --json runs/gpu_methods.jsonl
     python benchmarks/gpu_methods.py --only "amp + fsdp" "by hand, amp"
+    python benchmarks/gpu_methods.py --search
 """
 
 from __future__ import annotations
@@ -58,6 +62,14 @@ VARIANTS: dict[str, list[Any] | None] = {
     "wide, amp + fp8 + compile": [("amp_native", "bf16"), ("fp8", {"exclude": ["lm_head"]}), "compile"],
     "by hand, amp, again": None,
 }
+SEARCHES: dict[str, float | None] = {
+    "8 rows, by hand, amp": None,
+    "8 rows, by hand, amp + compiled blocks": None,
+    "8 rows, by hand, bf16 + compiled blocks": None,
+    "8 rows, automatic in 60 s": 60.0,
+    "8 rows, automatic in 120 s": 120.0,
+}
+"""The limits of searches, in seconds; None: by hand."""
 
 
 def make_model(tiny: bool, wide: bool) -> torch.nn.Module:
@@ -81,22 +93,29 @@ def in_process(name: str, tiny: bool) -> dict[str, float]:
     """One variant's median step, what it held, and what was estimated."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:  # where weights are drawn a hundred times as fast
-        model, (rows, seq) = make_model(tiny, name.startswith(WIDE)), (2, 16) if tiny else (4, 2048)
+        model, seq = make_model(tiny, name.startswith(WIDE)), 16 if tiny else 2048
+    rows = 2 if tiny else 8 if name in SEARCHES else 4
     tokens = torch.randint(0, model.config.vocab_size, (rows, seq), device=device)
     batch, numel = {"input_ids": tokens, "labels": tokens}, sum(each.numel() for each in model.parameters())
     flops = (
         6.0 * numel * tokens.numel() + 12.0 * model.config.num_hidden_layers * model.config.hidden_size * rows * seq**2
     )
-    strategy, loss, estimated = VARIANTS[name], loss_func, {}
-    if strategy is None:
+    strategy, loss, estimated = {**VARIANTS, **SEARCHES}[name], loss_func, dict[str, Any]()
+    if isinstance(strategy, float):
+        began = time.perf_counter()
+        data = {"dataset": [{"input_ids": each, "labels": each} for each in tokens.cpu()] * 500}
+        limit, batches = 3.0 if tiny else strategy, {"dataloader_args": {"batch_size": rows}}
+        model, optim, loss, chosen = accelerated(model, None, None, time_limit=limit, **data, **batches)
+        estimated = {"chosen": str(chosen), "search_s": time.perf_counter() - began}
+    elif strategy is None:
         model, optim = by_hand(model.to(device), name, tiny)
     else:
         strategy = [each for each in strategy if each != "compile" or not tiny]
         estimated = estimate(model, strategy, batch)
-        model, optim, loss = accelerated(model, strategy, batch)
+        model, optim, loss, _ = accelerated(model, strategy, batch)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # a whole model was on the device before some of it went to the host
-    amp = torch.autocast(device.type, torch.bfloat16) if name.startswith(f"{BY_HAND}, amp") else nullcontext()
+    amp = torch.autocast(device.type, torch.bfloat16) if f"{BY_HAND}, amp" in name else nullcontext()
 
     def step() -> None:
         with amp:
@@ -122,21 +141,28 @@ def by_hand(model: Any, name: str, tiny: bool) -> tuple[torch.nn.Module, torch.o
     """The model and a fused AdamW as one writes them without this project."""
     if "checkpoint" in name:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if "compile" in name and not tiny:
+    if "bf16" in name:
+        model.bfloat16()
+    if "blocks" in name and not tiny:
+        for block in model.model.layers:
+            block.compile()
+    elif "compile" in name and not tiny:
         model.compile()
     return model, torch.optim.AdamW(model.parameters(), **FUSED)
 
 
-def accelerated(model: torch.nn.Module, strategy: list[Any], batch: Any) -> tuple[Any, Any, Any]:
-    """The model, the optimizer and the loss under a strategy."""
+def accelerated(
+    model: torch.nn.Module, strategy: list[Any] | None, batch: Any, **more: Any
+) -> tuple[Any, Any, Any, Any]:
+    """The model, the optimizer and the loss under a strategy, and the strategy; None: the one that a search finds."""
     from atorch import auto_accelerate
 
-    _, result, _ = auto_accelerate(
+    _, result, chosen = auto_accelerate(
         model, torch.optim.AdamW, loss_func=loss_func, optim_args=FUSED, model_input_format="unpack_dict",
-        load_strategy=strategy, sample_batch=batch,
+        load_strategy=strategy, sample_batch=batch, **more,
     )  # fmt: skip
     assert result is not None
-    return result.model, result.optim, result.loss_func
+    return result.model, result.optim, result.loss_func, chosen
 
 
 def here() -> Any:
@@ -224,6 +250,8 @@ def row(name: str, figures: dict[str, Any]) -> Row:
         told.append(f"{figures['host_gib']:.1f} GiB of the host's")
     if "estimated_ms" in figures:
         told.append(f"estimated {figures['estimated_ms']:.1f} ms and {figures['estimated_gib']:.2f} GiB")
+    if "chosen" in figures:
+        told.append(f"{figures['chosen']} after {figures['search_s']:.0f} s")
     if "over_longest" in figures:
         told.append(f"{figures['over_longest']:.2f} × the longer of kernels and copies")
     return Row(f"1B Llama, {name}", ", ".join(told), "")
@@ -240,13 +268,15 @@ def by_name() -> None:
     """The command: rows as they come."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=(), metavar="NAME", help="these variants alone")
+    names = {**VARIANTS, **SEARCHES}
+    parser.add_argument("--only", nargs="+", choices=names, default=(), metavar="NAME", help="these variants alone")
+    parser.add_argument("--search", action="store_true", help="automatic mode beside hand-written training")
     parser.add_argument("--json", type=Path, help="a file to which rows are added, and from which they are resumed")
     given = parser.parse_args()
     if not (given.tiny or torch.cuda.is_available()):
         print("no CUDA GPU here; --tiny runs on the CPU")
         return
-    for name, figures in measured(given.only, given.tiny, given.json):
+    for name, figures in measured(tuple(SEARCHES) if given.search else given.only, given.tiny, given.json):
         made = row(name, figures)
         print(made.claim, "|", made.measured, flush=True)
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from atorch.distributed.collectives import gather_objects
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from atorch.distributed.collectives import gather_objects, nobody_else
 from atorch.errors import OutOfBudgetError
 from atorch.units import format_bytes
 
@@ -44,6 +48,11 @@ def free_to_process() -> float:
 
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     return float("inf") if most == resource.RLIM_INFINITY else max(0, most - psutil.Process().memory_info().vms)
+
+
+def is_simulated(modules: Iterable[nn.Module]) -> bool:
+    """True if parameters are fake tensors, or other processes fake ones: nothing is taken then."""
+    return nobody_else() or any(isinstance(each, FakeTensor) for module in modules for each in module.parameters())
 
 
 def missing_bytes(num_bytes: float) -> int:

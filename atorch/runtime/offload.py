@@ -131,6 +131,15 @@ class HostOptimizer(StandIns):
         self._note_values()
 
 
+def host_bytes(groups: Sequence[Any], share: float, away: Collection[Tensor], state_bytes: float) -> float:
+    """Bytes of host memory that a HostOptimizer of these groups takes, gradients of a step included."""
+    chosen = _choose(_parameters(_listed(each) for each in groups), share, away)
+    masters = {2: 4}  # of 16 bits
+    return sum(
+        local(each).numel() * (2 * each.itemsize + masters.get(each.itemsize, 0) + state_bytes) for each in chosen
+    )
+
+
 def on_host(optimizer: Optimizer) -> Iterator[Tensor]:
     """Tensors of an optimizer, or those inside of it, in host memory by this: copies, masters, and states of both."""
     inside = [optimizer]

@@ -402,6 +402,15 @@ def test_what_is_of_the_search_alone_is_said_to_be_unused(caplog: pytest.LogCapt
     assert "are the search's" in caplog.text
 
 
+def test_16_bit_parameters_without_masters_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    auto_accelerate(Net().bfloat16(), **job(load_strategy=[], loss_func=lambda batch, output: output.float().mean(),
+                                            prepare_input=lambda batch, device: batch.bfloat16()))  # fmt: skip
+    assert "trainable parameters are in bfloat16" in caplog.text
+    caplog.clear()
+    auto_accelerate(Net(), **job(load_strategy=["amp_native"]))
+    assert "trainable parameters are in" not in caplog.text
+
+
 def test_verbose_says_more(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     more = {"load_strategy": [("amp_native", "bf16")]}
     auto_accelerate(Net(), **job(**more))

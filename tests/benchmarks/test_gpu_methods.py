@@ -23,6 +23,13 @@ def test_a_row_without_a_gpu(name: str) -> None:
     assert f"1B Llama, {name}" in str(gpu_methods.row(name, figures))
 
 
+def test_a_search_without_a_gpu() -> None:
+    name = "8 rows, automatic in 60 s"
+    figures = gpu_methods.in_process(name, tiny=True)
+    assert f"{figures['chosen']} after" in str(gpu_methods.row(name, figures))
+    assert gpu_methods.in_process("8 rows, by hand, bf16 + compiled blocks", tiny=True)["ms"] > 0
+
+
 def make_gpu(folder: Path, *more: str) -> list[str]:
     """The command, without a GPU and beside what is there."""
     steps = ["make", "gpu", "SYSTEM=1", f"PYTHON={sys.executable}", "GPU_PACKAGES=", f"DONE={folder}"]
@@ -37,6 +44,9 @@ def test_all_of_it_runs_through(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "methods.jsonl").read_text().splitlines()]
     assert [each["name"] for each in rows] == list(gpu_methods.VARIANTS)
+    assert not any("failed" in each for each in rows), rows
+    rows = [json.loads(line) for line in (tmp_path / "search.jsonl").read_text().splitlines()]
+    assert [each["name"] for each in rows] == list(gpu_methods.SEARCHES)
     assert not any("failed" in each for each in rows), rows
     steps = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {path.stem for path in tmp_path.glob("*.passed")} == {*steps, "table"}

@@ -24,7 +24,7 @@ from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
-from atorch.auto.opt_lib.optimizers import need_listed, need_no_closure, replicas
+from atorch.auto.opt_lib.optimizers import need_listed, need_no_closure, replicas, state_bytes
 from atorch.auto.opt_lib.structure import (
     need_dense_gradients,
     need_floating_parameters,
@@ -36,11 +36,11 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES, shard
 from atorch.distributed.collectives import largest
+from atorch.distributed.host_memory import is_simulated
 from atorch.distributed.mesh import Mesh
 from atorch.elementwise import ELEMENTWISE
 from atorch.errors import ArgumentError, StrategyError
 from atorch.profiler.tensors import batch_size, tensors_of
-from atorch.profiler.trace import optimizer_state_per_param
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.course import Course, Pass
@@ -171,7 +171,9 @@ class Chunk(Method):
             group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
             replicas=mesh.group(*replicas) if replicas else None,
             compiled=compiled,
-            state_bytes=_state_bytes(ctx) if self.hybrid else None,
+            in_place=False if self._adds_up(ctx) else None,
+            state_bytes=state_bytes(ctx) if self.hybrid else None,
+            host_state_bytes=self._host_state_bytes(ctx),
             prefetch=self.prefetch,
         )
         courses.begin(operations.residency.course)
@@ -198,6 +200,16 @@ class Chunk(Method):
                 inner, groups, operations.chunks, loss_scale=ctx.loss_scale, disk=disk
             ),
         )
+
+    def _adds_up(self, ctx: Context) -> bool:
+        """True if a step has several backward passes of the strategy's."""
+        return ctx.strategy is not None and ctx.strategy.get(MicroBatch) is not None
+
+    def _host_state_bytes(self, ctx: Context) -> float | None:
+        """Bytes of the optimizer's states in host memory for an element; None in a simulation, which takes none."""
+        if is_simulated(ctx.parts):
+            return None
+        return state_bytes(ctx) if self.disk is None else 0.0
 
     def _budget(self, ctx: Context) -> int:
         if self.budget_bytes is not None:
@@ -243,11 +255,6 @@ def _write(chunks: ChunkSet, tensor: torch.Tensor, value: torch.Tensor) -> None:
     else:
         memory, slot = place
         memory.write(slot, value)
-
-
-def _state_bytes(ctx: Context) -> float:
-    """Bytes of the optimizer's states for an element, which are in fp32."""
-    return 0.0 if ctx.make_optimizer is None else 4.0 * optimizer_state_per_param(ctx.make_optimizer)
 
 
 def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.offload import parameters_on_host
-from atorch.auto.opt_lib.optimizers import need_same
+from atorch.auto.opt_lib.optimizers import need_same, state_bytes
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.structure import (
@@ -37,6 +37,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.splits import REPLICA_AXES
 from atorch.cost.splits import shard as shard_cost
+from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import StrategyError
 from atorch.runtime.fsdp import shard
 from atorch.runtime.fsdp1_arguments import knobs_of, names_within, wrapped_names
@@ -309,6 +310,9 @@ class Fsdp(Method):
             precision = MixedPrecision.of_compute(ctx.compute_dtype)
         precision = precision or MixedPrecision()
         waiting: list[nn.Parameter] = []
+        offloaded = max(float(self.cpu_offload), parameters_on_host(ctx.strategy))
+        if offloaded and not is_simulated(ctx.parts):
+            _need_host(ctx, offloaded, mesh.size(mesh.ndim - 1))
         for part in ctx.parts:
             precision.cast_buffers(part)
             waiting += shard(
@@ -319,7 +323,7 @@ class Fsdp(Method):
                 mp_policy=precision.policy(),
                 root_mp_policy=precision.policy(root=True),
                 reshard_after_forward=False if self.sharding_strategy in KEEPING else self.reshard_after_forward,
-                offload=max(float(self.cpu_offload), parameters_on_host(ctx.strategy)),
+                offload=offloaded,
                 forward_prefetch=self.forward_prefetch,
                 sync_module_states=self.sync_module_states,
                 fills_meta=False,
@@ -360,3 +364,17 @@ class Fsdp(Method):
         modules = self._named_as_ignored(part)
         named = [parameters[name] for name in self.atorch_ignored_cls if name in parameters]
         return [*named, *(parameter for module in modules for parameter in module.parameters())]
+
+
+def _need_host(ctx: Context, share: float, num_shards: int) -> None:
+    """Check that host memory has room for shards of parameters, their gradients and optimizer states."""
+    parameters = [each for part in ctx.parts for each in part.parameters()]
+    released = sum(each.nbytes for each in parameters if each.device.type == "cpu")
+    states = state_bytes(ctx)
+    beside = [each.itemsize + states if each.requires_grad else 0.0 for each in parameters]
+    taken = sum(each.numel() * (each.itemsize + more) for each, more in zip(parameters, beside, strict=True))
+    need_host_memory(
+        share * taken / num_shards - released,
+        "what fsdp keeps there (shards of parameters, gradients and optimizer states)",
+        "Leave cpu_offload out, use more processes, or take chunk, which keeps to a budget and has disk",
+    )

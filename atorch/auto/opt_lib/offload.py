@@ -11,20 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.optimizers import need_no_closure
+from atorch.auto.opt_lib.optimizers import need_no_closure, state_bytes
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.blocks import repeated_blocks
 from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
+from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import ArgumentError, StrategyError
-from atorch.runtime.offload import HostOptimizer
+from atorch.runtime.offload import HostOptimizer, host_bytes
 from atorch.runtime.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -139,10 +140,20 @@ class Offload(Method):
             ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:
             return replace(ctx)
-        return replace(
-            ctx,
-            make_optimizer=lambda groups: HostOptimizer(inner, groups, self.optimizer, away=away, values=values),
-        )
+
+        def make(groups: Any) -> HostOptimizer:
+            listed = list(groups)
+            if not is_simulated(ctx.parts):
+                taken = host_bytes(listed, self.optimizer, away, state_bytes(ctx))
+                need_host_memory(
+                    taken,
+                    "what offload keeps there (copies of parameters, masters, optimizer states, gradients of a step)",
+                    "Offload a smaller share (optimizer=0.5), use more processes beside zero1 or fsdp, or take chunk, "
+                    "which has disk",
+                )
+            return HostOptimizer(inner, listed, self.optimizer, away=away, values=values)
+
+        return replace(ctx, make_optimizer=make)
 
     def move_activations(self, ctx: Context) -> Context:
         """Let blocks keep what they save on the host, as many as were asked for.

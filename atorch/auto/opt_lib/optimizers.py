@@ -16,6 +16,7 @@ from atorch.cost.splits import REPLICA_AXES
 from atorch.distributed import world
 from atorch.distributed.collectives import everyone, nobody_else, together
 from atorch.errors import StrategyError
+from atorch.profiler.trace import optimizer_state_per_param
 from atorch.runtime.optimizer_probe import Split, difference, made_small, needs_closure, small
 
 _WHAT: Mapping[Split, str] = {
@@ -29,6 +30,11 @@ _WHAT: Mapping[Split, str] = {
 
 def replicas(ctx: Context) -> int:
     return size_of(ctx, *REPLICA_AXES)
+
+
+def state_bytes(ctx: Context) -> float:
+    """Bytes of the optimizer's states for an element, which are in fp32."""
+    return 0.0 if ctx.make_optimizer is None else 4.0 * optimizer_state_per_param(ctx.make_optimizer)
 
 
 def need_same(ctx: Context, name: str, *splits: Split) -> None:

@@ -176,12 +176,14 @@ def _check_flags(flags: Sequence[Any]) -> None:
 
 def _advice(others: Sequence[tuple[str, int]], world_size: int) -> str:
     """The nearest sizes below that divide the world: every axis shrunk to its largest divisor in turn."""
-    left, sizes = world_size, []
+    left, sizes, product = world_size, [], math.prod(size for _, size in others)
+    start = f"Start {product} processes (torchrun --nproc-per-node {product}) or a multiple. Else use"
     for name, size in others:
         fitting = next(d for d in range(min(size, left), 0, -1) if left % d == 0)
         left //= fitting
         sizes.append(f"{name} {fitting}")
-    return f"Use {' × '.join(sizes)}; data then takes the {left} that {'is' if left == 1 else 'are'} left."
+    rest = f"{' × '.join(sizes)}; data then takes the {left} that {'is' if left == 1 else 'are'} left."
+    return f"{start if product > world_size else 'Use'} {rest}"
 
 
 def meshes(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[Slices]:

@@ -40,6 +40,8 @@ def test_sizes_that_do_not_divide_the_world_are_refused_with_sizes_that_do() -> 
         StrategyError, match=r"tensor 3 × pipeline 2 = 6, which does not divide 8 processes. Use tensor 2"
     ):
         slices_of([("tensor", 3), ("pipeline", 2)], 8)
+    with pytest.raises(StrategyError, match=r"Start 4 processes \(torchrun .*\) or a multiple. Else use tensor 1"):
+        slices_of([("tensor", 4)], 1)
 
 
 @pytest.mark.parametrize(

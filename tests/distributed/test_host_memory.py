@@ -1,0 +1,111 @@
+"""What would wait in host memory is held to what is free there before it is taken, on all processes."""
+
+from __future__ import annotations
+
+import resource
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+from atorch.distributed.host_memory import free_on_node, free_to_process, missing_bytes, need_host_memory
+from atorch.errors import OutOfBudgetError
+from tests.foreign.script import Samples, accelerated
+from tests.pool import Pool, RankFailure
+
+MiB = 2**20
+
+
+class Wide(torch.nn.Module):
+    """4 MiB of parameters in fp32 in two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(724, 724, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def row(index: int) -> torch.Tensor:
+    return torch.randn(724, generator=torch.Generator().manual_seed(index))
+
+
+def job() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "model": Wide(),
+        "optim_func": torch.optim.AdamW,
+        "dataset": Samples(16, row),
+        "loss_func": lambda batch, output: output.square().mean(),
+        "dataloader_args": {"batch_size": 4},
+    }
+
+
+def free(num_bytes: int) -> Any:
+    """Inside, so much host memory is free."""
+    return mock.patch.object(psutil, "virtual_memory", return_value=SimpleNamespace(available=num_bytes, total=2**40))
+
+
+def trained(rank: int, size: int, strategy: Any, free_bytes: int) -> float:
+    training = accelerated(job(), strategy)
+    for batch in training.dataloader:
+        loss = training.loss_func(batch, training.model(batch))
+        loss.backward()
+        training.optim.step()
+        training.optim.zero_grad()
+    return float(loss)
+
+
+def with_free(rank: int, size: int, strategy: Any, free_bytes: int) -> float:
+    with free(free_bytes):
+        return trained(rank, size, strategy, free_bytes)
+
+
+CHUNK = ("chunk", {"budget_bytes": 24 * MiB, "hybrid": False})
+CASES = {
+    "chunk": ([CHUNK], 2, 6 * MiB, 14 * MiB),
+    "offload": (["ddp", "offload"], 2, 20 * MiB, 40 * MiB),
+    "fsdp": ([("fsdp", {"cpu_offload": True})], 2, 6 * MiB, 40 * MiB),
+    "chunk alone": ([CHUNK], 1, 8 * MiB, 16 * MiB),
+}
+"""Strategy, processes, too few bytes, and enough: 4 MiB of parameters take 16 with gradients and AdamW's states."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_does_not_fit_is_refused_on_all_processes(pool: Pool, name: str) -> None:
+    strategy, processes, few, enough = CASES[name]
+    with pytest.raises(RankFailure) as caught:
+        pool.run(with_free, strategy, few, ranks=processes)
+    assert str(caught.value).count("a node is short of") >= processes
+    assert len(pool.run(with_free, strategy, enough, ranks=processes)) == processes
+
+
+def in_place(rank: int, size: int) -> list[float]:
+    """Losses where gradients fit beside 16-bit parameters, and where they do not."""
+    strategy = [("half", {"dtype": "bf16"}), CHUNK]
+    return [with_free(rank, size, strategy, free_bytes) for free_bytes in (2**40, int(14 * MiB))]
+
+
+def test_gradients_take_the_place_of_parameters_where_that_fits(pool: Pool) -> None:
+    ((beside, instead),) = pool.run(in_place, ranks=1)
+    assert beside == instead
+
+
+def test_limits_of_the_process_and_the_machine_count() -> None:
+    assert 0 < free_on_node() <= psutil.virtual_memory().total
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = psutil.Process().memory_info().vms
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used + 100 * MiB, before[1]))
+        assert free_to_process() <= 100 * MiB
+        assert missing_bytes(200 * MiB) >= 100 * MiB
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    with free(10 * MiB), pytest.raises(OutOfBudgetError, match="a table takes 11 MiB .*10 MiB .*short of 1 MiB. Less"):
+        need_host_memory(11 * MiB, "a table", "Less of it")
