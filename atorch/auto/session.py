@@ -21,7 +21,7 @@ from atorch.auto.first_pass import as_strategy_errors, cannot_evaluate, check
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.opt_lib.precision import keeps_masters
+from atorch.auto.opt_lib.precision import tell_of_16_bits
 from atorch.auto.plain_pass import PlainPass, plain_pass
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
@@ -120,7 +120,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     expected = _expected(ctx, place[1], verify) if (verify or cuts) and strategy.methods else None
     ctx = replace(ctx, plain_pass=expected)
     is_run = expected is not None and expected.why_not is None  # by plain training
-    _tell_of_16_bits(ctx, strategy)
+    tell_of_16_bits(ctx, strategy)
     with as_strategy_errors(strategy) if is_run else nullcontext():
         applied = strategy.apply(ctx)
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
@@ -134,21 +134,6 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     together_on = [axis for axis in AXES if axis not in BATCH_AXES and mesh.size(axis) > 1]
     watch_batches(result.model, {axis: mesh.group(axis) for axis in together_on})
     return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
-
-
-def _tell_of_16_bits(ctx: Context, strategy: Strategy) -> None:
-    """Warn of 16-bit parameters that the optimizer steps as they are, as checkpoints are often loaded."""
-    if ctx.make_optimizer is None or ctx.world.rank or "half" in strategy.names() or keeps_masters(strategy):
-        return
-    trained = [each for each in ctx.root.parameters() if each.requires_grad]
-    low = [each.dtype for each in trained if each.dtype in (torch.float16, torch.bfloat16)]
-    if low:
-        logger.warning(
-            "%d of %d trainable parameters are in %s, and the optimizer steps them as they are: updates smaller than "
-            "1/256 of a value (bfloat16) are lost. Load the model in fp32 (dtype=torch.float32) and add amp_native, or "
-            "add half, which steps fp32 copies",
-            len(low), len(trained), str(low[0]).removeprefix("torch."),
-        )  # fmt: skip
 
 
 def _adopted(ctx: Context, strategy: Strategy, found: Plan, verify: bool) -> tuple[AccelerateResult, Strategy]:

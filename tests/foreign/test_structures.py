@@ -85,7 +85,8 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
     ("clip", "tensor", 2): FIRST_PASS,
     # Each micro-batch, and each stage, draws numbers of its own.
     **{("python_random", *case): FIRST_PASS for case in (("micro_batch", 1), ("micro_batch", 2), ("pipeline", 2))},
-    **{("meanflow", *case): CANNOT for case in (("chunk", 1), ("chunk", 2), ("tensor", 2), ("pipeline", 2))},
+    **{("meanflow", strategy, 2): CANNOT for strategy in ("tensor", "pipeline")},
+    **{("meanflow", "chunk", n): "cannot run before the first step" for n in (1, 2)},
     ("forces", "pipeline", 2): CANNOT,
     ("act", "pipeline", 2): "the same modules in the same order for every batch",
     ("schedule_free", "chunk", 1): "would work on copies of the parameters",

@@ -14,6 +14,7 @@ from atorch.auto.opt_lib.structure import need_real_parameters
 from atorch.auto.strategy.method import Method
 from atorch.cluster import ClusterSpec
 from atorch.cost import Comm, Cost, ModelProfile
+from atorch.logs import logger
 from atorch.runtime.amp import LossScale
 
 if TYPE_CHECKING:
@@ -97,3 +98,18 @@ class Precision(Method):
     def agree(cost: Cost) -> Cost:
         """One flag a step over all processes, whether all gradients are finite."""
         return cost.send(Comm("all_reduce", tuple(cost.axes), 4.0))
+
+
+def tell_of_16_bits(ctx: Context, strategy: Strategy) -> None:
+    """Warn of 16-bit parameters that the optimizer steps as they are, as checkpoints are often loaded."""
+    if ctx.make_optimizer is None or ctx.world.rank or "half" in strategy.names() or keeps_masters(strategy):
+        return
+    trained = [each for each in ctx.root.parameters() if each.requires_grad]
+    low = [each.dtype for each in trained if each.dtype in (torch.float16, torch.bfloat16)]
+    if low:
+        logger.warning(
+            "%d of %d trainable parameters are in %s, and the optimizer steps them as they are: updates smaller than "
+            "1/256 of a value (bfloat16) are lost. Load the model in fp32 (dtype=torch.float32) and add amp_native, or "
+            "add half, which steps fp32 copies",
+            len(low), len(trained), str(low[0]).removeprefix("torch."),
+        )  # fmt: skip
