@@ -159,7 +159,7 @@ def _run_at_scale(
     eagerly = torch.compiler.set_stance("force_eager") if in_evaluation_mode else nullcontext()
     mode = still(model) if in_evaluation_mode else nullcontext()
     group = None if applied.layout is None else mesh.group("tensor")
-    with torch.enable_grad(), eagerly, mode, muted(model.parameters()):
+    with torch.enable_grad(), eagerly, mode, muted(model.parameters(), expected.hooks):
         _clear(result)
         every, lost = _pass(applied, result, expected, group)
         passes = [every]

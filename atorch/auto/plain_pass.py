@@ -111,6 +111,7 @@ class PlainPass:
         default_factory=dict
     )  # attributes that it sets to whole numbers, by their paths
     communicates: bool = False  # whether forward or loss call collectives
+    hooks: frozenset[int] = frozenset()  # ids of the user's on gradients, which are not called
 
 
 class _Incomparable(Exception):
@@ -175,6 +176,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> PlainPass:
         moves_buffers=seen.moves_buffers,
         changes=seen.changes,
         counters=seen.counters,
+        hooks=frozenset(id(hook) for each in ctx.root.parameters() for hook in (each._backward_hooks or {}).values()),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,13 +99,18 @@ def postponed(parameter: torch.Tensor) -> list[Postponed]:
 
 
 @contextmanager
-def muted(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, users' hooks on gradients are not called: an optimizer may step in them."""
+def muted(parameters: Iterable[torch.Tensor], known: Collection[int] | None = None) -> Iterator[None]:
+    """Inside, users' hooks on gradients are not called: an optimizer may step in them.
+
+    known: ids of those of `register_hook` that are users'; others are a method's. None: all are.
+    """
     held: list[tuple[dict[int, Any], int, Any]] = []
     with torch._C.DisableTorchFunctionSubclass():
-        every = [of for each in parameters for of in (each._backward_hooks, each._post_accumulate_grad_hooks)]
-        for hooks in filter(None, every):
+        every = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters]
+        for hooks, is_before in [(of, of is before) for before, after in every for of in (before, after) if of]:
             users = {key: each for key, each in hooks.items() if isinstance(each, Postponed) or not is_own(each)}
+            if is_before and known is not None:
+                users = {key: each for key, each in users.items() if id(getattr(each, "hook", each)) in known}
             held += [(hooks, key, each) for key, each in users.items()]
             hooks.update(dict.fromkeys(users, expects_none(lambda given: None)))
     try:
