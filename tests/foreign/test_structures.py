@@ -91,7 +91,7 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
     ("act", "pipeline", 2): "the same modules in the same order for every batch",
     ("schedule_free", "chunk", 1): "would work on copies of the parameters",
     ("schedule_free", "chunk", 2): "is not known to work on parts of them",
-    ("ema", "pipeline", 2): r"zip\(\) argument 2 is (longer|shorter)",  # the script's own: a stage has some of the parameters
+    ("ema", "pipeline", 2): r"zip\(\) argument 2 is (longer|shorter)",  # the script's own: a stage has some
 }  # fmt: skip
 """(structure, strategy, processes) to what the error says: each reviewed."""
 
