@@ -1,4 +1,4 @@
-"""What searches lose on machines that do not exist: the real explorer, drawn truths, a clock that is arithmetic.
+"""Regret of searches on drawn machines: the real explorer, drawn truths, a clock that is arithmetic.
 
     python benchmarks/search_policy.py [--jobs FILE] [--seeds A:B] [--limits 30,60,none] [--wide 2] [--json OUT]
 
@@ -79,7 +79,7 @@ class Searched:
         return cls(name, cluster, candidates, shares, compiled_ops(profile), float(profile.param_bytes))
 
     def starts(self) -> Starts:
-        """What the explorer is told of starts."""
+        """The starts that the explorer is told of."""
         return Starts(self.cluster.device.type, self.num_ops, self.param_bytes)
 
 
@@ -100,7 +100,7 @@ class Hand:
 
 
 class Machine:
-    """What a job's compositions really take: what runs them on a drawn machine, or one that answers as another did."""
+    """The true times of a job's compositions: what runs them on a drawn machine, or one that answers as another did."""
 
     def __init__(self, job: Searched, step_s: Sequence[float], start_s: Sequence[float], failures: Mapping[int, str]):
         self.job, self.step_s, self.start_s, self.failures = job, step_s, start_s, failures
@@ -141,11 +141,11 @@ class Machine:
 
     @property
     def running(self) -> list[int]:
-        """What runs, the first by estimate first."""
+        """Candidates that run, the first by estimate first."""
         return [index for index in range(len(self.step_s)) if index not in self.failures]
 
     def searched(self, limit: float | None, seed: int) -> dict[str, Any]:
-        """What a search in so many seconds chooses here."""
+        """The choice of a search in so many seconds."""
         job, clock = self.job, Clock(limit, now=self.now, began=0.0)
         self.now.time_s = BEFORE_S
         explorer = Explorer(
@@ -174,7 +174,7 @@ class Machine:
 
 
 def _failures(job: Searched, chance: np.random.Generator) -> dict[int, str]:
-    """What does not run, and why: memory is short, or it has the method that always fails."""
+    """Candidates that do not run, and why: memory is short, or it has the method that always fails."""
     names = [set(each.strategy.names()) for each in job.candidates]
     optional = sorted(set().union(*names) - set.intersection(*names))
     fails, much = (str(chance.choice(optional)) if optional else "" for _ in range(2))

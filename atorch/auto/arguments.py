@@ -70,7 +70,7 @@ INSTEAD: Mapping[str, str] = {
         "call atorch.clip_grad_norm(result.model, 1.0) before result.optim.step()"
     ),
 }
-"""What to do in place of giving arguments that there are not, by how these are often called."""
+"""Remedies in place of arguments that there are not, by how these are often called."""
 
 OPTIONAL = ("optim_args", "dataloader_args", "lr_scheduler_args", "excluded", "included")
 """Arguments of which None means none."""

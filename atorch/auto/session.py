@@ -366,7 +366,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What computes, by name."""
+    """Versions of the packages that compute, by name."""
     import atorch
 
     return {"atorch": atorch.__version__, "torch": torch.__version__, "python": platform.python_version()}

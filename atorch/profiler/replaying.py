@@ -115,7 +115,7 @@ def like(before: torch.Tensor) -> torch.Tensor:
 
 
 def described(data: Any, tensor: Callable[[torch.Tensor], int], other: Callable[[Any], Hashable]) -> Iterator[Hashable]:
-    """What a call is made of: shapes of tensors and which they are, plain values, and what `other` says of the rest."""
+    """The parts of a call: shapes of tensors and which they are, plain values, and what `other` says of the rest."""
     if isinstance(data, torch.Tensor):
         yield tuple(data.shape), data.stride(), data.dtype, data.device.type, data.requires_grad, tensor(data)
     elif isinstance(data, Mapping):

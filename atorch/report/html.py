@@ -249,7 +249,7 @@ def _percent(values: Iterable[float], wholes: Iterable[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Bars:
-    """What bars have in common: the categories, what a full one is, how figures are written, and lines across."""
+    """The common parts of bars: the categories, what a full one is, how figures are written, and lines across."""
 
     names: Sequence[str]
     whole: float
@@ -292,7 +292,7 @@ class Bars:
         return element("figure", *lines, self.legend(), element("figcaption", caption))
 
     def legend(self) -> Element:
-        """Which colour is which category."""
+        """The legend: a colour for each category."""
         keys = []
         for index, name in enumerate(self.names):
             square = element("rect", width="1", height="1", class_=_colour(index))

@@ -88,7 +88,7 @@ def _facts(plan: PlanData) -> str:
 
 
 def _baseline(plan: PlanData) -> str:
-    """What the choice had to beat, and by how much it does, by what is known of both."""
+    """The baseline of the choice, and the gain on it, by what is known of both."""
     baseline = plan.get("baseline")
     if baseline is None:
         return ""

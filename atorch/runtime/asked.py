@@ -49,7 +49,7 @@ class Postponed:
 
     @property
     def takes_gradient(self) -> bool:
-        """Whether it was registered by `register_hook`."""
+        """True if it was registered by `register_hook`."""
         return self._parameter is not None
 
     def __call__(self, given: torch.Tensor | None) -> Any:
@@ -62,7 +62,7 @@ class Postponed:
         return None
 
     def changed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What a hook of `register_hook` makes of a gradient."""
+        """The gradient that a hook of `register_hook` makes of one."""
         made = self.hook(gradient)
         return gradient if made is None else made
 

@@ -59,7 +59,7 @@ class HostOptimizer(StandIns):
         away: Collection[Tensor] = (),
         values: MutableMapping[Tensor, Tensor] | None = None,
     ) -> None:
-        listed = [_listed(entry) for entry in groups]
+        listed = [materialized(entry) for entry in groups]
         self.share, self._away = share, away
         self._chosen = set(_choose(_parameters(listed), share, away))
         self._values: MutableMapping[Tensor, Tensor] = {} if values is None else values
@@ -95,7 +95,7 @@ class HostOptimizer(StandIns):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give the inner optimizer one more group, of whose parameters as large a share is stepped on the host."""
         if not any(param_group is known for known in self.inner.param_groups):
-            param_group = _listed(param_group)
+            param_group = materialized(param_group)
             self._chosen.update(_choose(_parameters([param_group]), self.share, self._away))
         super().add_param_group(param_group)
 
@@ -133,7 +133,7 @@ class HostOptimizer(StandIns):
 
 def host_bytes(groups: Sequence[Any], share: float, away: Collection[Tensor], state_bytes: float) -> float:
     """Bytes of host memory that a HostOptimizer of these groups takes, gradients of a step included."""
-    chosen = _choose(_parameters(_listed(each) for each in groups), share, away)
+    chosen = _choose(_parameters(groups), share, away)
     masters = {2: 4}  # of 16 bits
     return sum(
         local(each).numel() * (2 * each.itemsize + masters.get(each.itemsize, 0) + state_bytes) for each in chosen
@@ -156,7 +156,7 @@ def on_host(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from (value for value in inside[-1].state.get(tensor, {}).values() if isinstance(value, Tensor))
 
 
-def _listed(entry: Any) -> Any:
+def materialized(entry: Any) -> Any:
     """A group with its parameters in a list, for more than one look at them; anything else as it is."""
     if not isinstance(entry, dict):
         return entry

@@ -39,7 +39,7 @@ NAMED = 8  # ranks that a message names
 
 
 class Clock:
-    """When work was done: on a CUDA device in the current stream, whose times only `seconds` waits for."""
+    """A clock of work: on a CUDA device in the current stream, whose times only `seconds` waits for."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_stream = device.type == "cuda"
@@ -60,7 +60,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Straggler:
-    """What is slow in a part of the step: a process, or several that wait for one another in it."""
+    """The slow unit in a part of the step: a process, or several that wait for one another in it."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -80,7 +80,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the steps since the last report took, seconds a step, by rank."""
+    """Seconds a step since the last report, by rank."""
 
     step: int  # steps that the optimizer has taken since the times are measured
     steps_s: Sequence[float]  # whole steps

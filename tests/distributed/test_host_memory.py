@@ -1,4 +1,4 @@
-"""What would wait in host memory is held to what is free there before it is taken, on all processes."""
+"""Host memory is counted before it is taken, and what does not fit is refused on all processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from atorch.distributed.host_memory import free_on_node, free_to_process, missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
+from atorch.runtime.chunk import chunked
 from tests.foreign.script import Samples, accelerated
 from tests.pool import Pool, RankFailure
 
@@ -86,15 +87,20 @@ def test_what_does_not_fit_is_refused_on_all_processes(pool: Pool, name: str) ->
     assert len(pool.run(with_free, strategy, enough, ranks=processes)) == processes
 
 
-def in_place(rank: int, size: int) -> list[float]:
-    """Losses where gradients fit beside 16-bit parameters, and where they do not."""
-    strategy = [("half", {"dtype": "bf16"}), CHUNK]
-    return [with_free(rank, size, strategy, free_bytes) for free_bytes in (2**40, int(14 * MiB))]
+def in_place(rank: int, size: int) -> list[tuple[float, bool]]:
+    """Losses where gradients fit beside 16-bit parameters and where they do not, and whether a warning says so."""
+    strategy, found = [("half", {"dtype": "bf16"}), CHUNK], []
+    for free_bytes in (2**40, 14 * MiB):
+        with mock.patch.object(chunked.logger, "warning") as warned:
+            loss = with_free(rank, size, strategy, free_bytes)
+        found.append((loss, any("lie in the place" in call.args[0] for call in warned.call_args_list)))
+    return found
 
 
 def test_gradients_take_the_place_of_parameters_where_that_fits(pool: Pool) -> None:
-    ((beside, instead),) = pool.run(in_place, ranks=1)
+    (((beside, _), (instead, is_told)),) = pool.run(in_place, ranks=1)
     assert beside == instead
+    assert is_told
 
 
 def test_limits_of_the_process_and_the_machine_count() -> None:

@@ -266,12 +266,12 @@ class CountingNumbers:
 
     @property
     def are_used_alike(self) -> bool:
-        """Whether what was decided by them so far was decided alike in all blocks."""
+        """True if all that they decided so far was alike in all blocks."""
         return all(one == other for one, other in zip(self._used, self._used[self._period :], strict=False))
 
 
 def _noting(like: nn.Module, block: nn.Module) -> list[Any]:
-    """What will be decided by the numbers of a block that another one has otherwise."""
+    """Decisions by the numbers of a block that another one has otherwise."""
     used: list[Any] = []
     for before, module in zip(like.modules(), block.modules(), strict=True):
         for name, value in list(vars(module).items()):

@@ -75,9 +75,9 @@ class MixedPrecision(BaseModel):
     reduce_dtype: Dtype | None = None
     """Of the gradients' reduction; None: param_dtype."""
     output_dtype: Dtype | None = None
-    """What the outputs of gathered modules are cast to."""
+    """The type of the outputs of gathered modules."""
     buffer_dtype: Dtype | None = None
-    """What floating-point buffers are cast to, once."""
+    """The type that floating-point buffers are cast to, once."""
     cast_forward_inputs: bool = True
     """Cast the inputs of every gathered module to param_dtype."""
     cast_root_forward_inputs: bool = True

@@ -25,7 +25,7 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import ArgumentError, StrategyError
-from atorch.runtime.offload import HostOptimizer, host_bytes
+from atorch.runtime.offload import HostOptimizer, host_bytes, materialized
 from atorch.runtime.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -142,16 +142,16 @@ class Offload(Method):
             return replace(ctx)
 
         def make(groups: Any) -> HostOptimizer:
-            listed = list(groups)
+            every = [materialized(each) for each in groups]
             if not is_simulated(ctx.parts):
-                taken = host_bytes(listed, self.optimizer, away, state_bytes(ctx))
+                taken = host_bytes(every, self.optimizer, away, state_bytes(ctx))
                 need_host_memory(
                     taken,
                     "what offload keeps there (copies of parameters, masters, optimizer states, gradients of a step)",
                     "Offload a smaller share (optimizer=0.5), use more processes beside zero1 or fsdp, or take chunk, "
                     "which has disk",
                 )
-            return HostOptimizer(inner, listed, self.optimizer, away=away, values=values)
+            return HostOptimizer(inner, every, self.optimizer, away=away, values=values)
 
         return replace(ctx, make_optimizer=make)
 

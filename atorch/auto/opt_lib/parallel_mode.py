@@ -221,7 +221,7 @@ def _tensors(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[int]:
 
 
 def _block_bytes(profile: ModelProfile) -> float:
-    """What one block takes while it runs backward alone: 16-bit weights twice, fp32 gradients, one sample's results."""
+    """Bytes of one block while it runs backward alone: 16-bit weights twice, fp32 gradients, one sample's results."""
     return max((8.0 * each.num_params + each.saved_bytes / profile.batch_size for each in profile.blocks), default=0.0)
 
 

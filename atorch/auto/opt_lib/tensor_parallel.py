@@ -44,7 +44,7 @@ from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 FEW = 2  # blocks, the fewest that are seen to repeat
 LAYOUT_KEY = "tensor_layout"
-"""Where a strategy's metadata has the layout, which is then not derived again."""
+"""The key under which a strategy's metadata has the layout, which is then not derived again."""
 BESIDE_FP8 = "fp8 hides the products that tensor_parallel would split; leave one of them out, or take amp_native"
 
 

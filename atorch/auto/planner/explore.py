@@ -133,7 +133,7 @@ class Explorer:
         return alive
 
     def _taken(self) -> npt.NDArray[np.bool_]:
-        """What may be run and chosen: of what saves memory, where others fit with room, only what is faster."""
+        """Candidates to run and choose: of what saves memory, where others fit with room, only the faster ones."""
         taken = self._alive()
         limit = ROOM * usable_bytes(self.job.cluster)
         held = np.array([each.estimate.needed_bytes for each in self._candidates])
@@ -145,7 +145,7 @@ class Explorer:
         return taken
 
     def choice(self) -> int:
-        """What is expected to cost least, its start with its steps; of what cannot be told from it, the simplest."""
+        """The candidate of the least expected cost, start and steps; of those as good, the simplest."""
         taken = self._taken()
         failed = 0 if self.measured else sum(each.why == "failed" for each in self.failures.values())
         starts_s = self._starts_s(self._kinds)

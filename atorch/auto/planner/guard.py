@@ -201,7 +201,7 @@ class Watch:
 
     @property
     def has_aborted(self) -> bool:
-        """Whether collectives of the work came to nothing."""
+        """True if collectives of the work were aborted."""
         return bool(self._aborted)
 
     def __enter__(self) -> Watch:

@@ -1,4 +1,4 @@
-"""What measurements say of compositions that were not run, and which run is worth most.
+"""The surrogate model: estimates of compositions that were not run, and the run that is worth most.
 
 What a method does to a step's time is close to a factor: compiling, a lower precision or recomputation each multiply
 it by about the same number whatever they are combined with. What the estimate gets wrong about a kind of work is wrong
@@ -164,7 +164,7 @@ class Guide:
         return self._log_estimates + across @ solved[:, -1], solved[:, :-1], across, scale
 
     def runs(self) -> Vector:
-        """How surely each candidate runs, by Bayes' rule.
+        """The probability that each candidate runs, by Bayes' rule.
 
         One method at most always fails, and one at most needs more memory than is estimated; else each composition has
         reasons of its own. A column stands for a method, the last for none.
@@ -182,7 +182,7 @@ class Guide:
         return np.asarray(self._known["runs"])
 
     def expected(self, starts: Vector) -> Vector:
-        """What choosing each is expected to come to, the logarithm of seconds; the least is the best choice.
+        """The expected cost of choosing each, the logarithm of seconds; the least is the best choice.
 
         `starts` is what starting each takes, as a fraction of the training ahead. What did not run is chosen by trying
         whether it runs, and something else is where it does not: a search for the best alternative, where what is to
@@ -202,7 +202,7 @@ class Guide:
         return np.asarray(scale**2 * np.maximum(variance + variance[index] - 2 * with_it, 0.0))
 
     def gains(self, choice: int, again: Vector) -> Vector:
-        """What a run of each is expected to gain on the choice, once that ran, as a fraction of it.
+        """The expected gain of a run of each on the choice, once that ran, as a fraction of it.
 
         `again` is what starting each takes once it ran, as a fraction of the training ahead.
         """

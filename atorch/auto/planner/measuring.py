@@ -21,7 +21,7 @@ HOPELESS = 2.0  # times the best: a step this slow need not be measured well
 
 
 class OnTrial(Protocol):
-    """What a search asks of a strategy that it runs: see `Trial`."""
+    """The interface of a strategy that it runs: see `Trial`."""
 
     @property
     def memory_kind(self) -> str: ...
@@ -40,7 +40,7 @@ class OnTrial(Protocol):
 
 
 class Runs(Protocol):
-    """What runs a search's compositions."""
+    """The interface that runs a search's compositions."""
 
     def refusal(self, strategy: Strategy) -> str | None:
         """Why a strategy is known not to be applicable; None where it is not."""
@@ -58,7 +58,7 @@ class DryRuns:
     feed: Feed
 
     def refusal(self, strategy: Strategy) -> str | None:
-        """What a check of the strategy raises on some rank, or None."""
+        """The error of a check of the strategy on some rank, or None."""
         for check in (strategy.check_at_work, strategy.check_optimizer):
             reasons: list[str | None] = self.crew.gather(_why_not(check, self.ctx))
             if any(reasons):

@@ -1,4 +1,4 @@
-"""Which compositions are the simplest: the baseline, and what is near it.
+"""The simplest compositions: the baseline, and what is near it.
 
 The baseline is what a careful user would write: plain training on one process, `ddp` on several; where that does not
 fit, what is estimated fastest of those as exact that need no compiler and split nothing.

@@ -239,7 +239,7 @@ def _plan(
     expected: PlainPass | None,
     fallen: tuple[str, ...] = (),
 ) -> Plan:
-    """What is chosen, measured or not, and what is should that fail; `fallen` tells of what did.
+    """The choice, measured or not, and the next should it fail; `fallen` tells of what did.
 
     Raises:
         NoFeasiblePlanError: all failed or are refused.
@@ -319,7 +319,7 @@ def obstacles(
     fixed: Strategy | None,
     precision: Exactness,
 ) -> str:
-    """What to change where no composition is legal: each name that alone leaves some when it is not given."""
+    """Remedies where no composition is legal: each name that alone leaves some when it is not given."""
     barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
     start = plain_cost(profile, profile.batch_size * cluster.world_size)
 

@@ -1,4 +1,4 @@
-"""What starting a composition takes, until its first step is done: by kind of device, corrected by what starts.
+"""Seconds to start a composition, until its first step is done: by kind of device, corrected by what starts.
 
 A start builds: the model is copied, cut up and its optimizer made. Where something is compiled, so is each operation
 of one copy of the repeated blocks, as blocks of one kind compile once, or of a whole model that has none. What this
@@ -62,7 +62,7 @@ class Starts:
                 self._ratios.setdefault(each.start_kind, []).append(math.log(each.start_ratio))
 
     def kind(self, strategy: Strategy) -> str:
-        """What its next start is: "build", or "compile" besides, or "warm" where that is in the cache."""
+        """The kind of its next start: "build", or "compile" besides, or "warm" where that is in the cache."""
         if not compiles(strategy):
             return "build"
         methods = frozenset(map(repr, strategy))
@@ -96,6 +96,6 @@ class Starts:
         return build_s, compiled_s * (costs.warm if kind == "warm" else 1.0)
 
     def _factor(self, kind: str) -> float:
-        """What a kind of start is of the table's, given what was seen: the mean of a normal logarithm."""
+        """The factor of a kind of start on the table's, given what was seen: the mean of a normal logarithm."""
         seen = self._ratios.get(kind, [])
         return math.exp(sum(seen) / (len(seen) + NOISE**2 / SPREAD**2))

@@ -292,14 +292,14 @@ class Recorder:
         profiler.phase(name)
 
     def _device_bytes(self) -> int:
-        """What the device holds in all: as its allocator knows, or as it was foreseen."""
+        """Bytes that the device holds in all: as its allocator knows, or as it was foreseen."""
         if self._device.type == "cuda":
             return int(torch.cuda.memory_allocated(self._device))
         return self._residency.tier.used_bytes + self._residency.course.other_bytes
 
 
 def _place(memory: ChunkMemory, tier: Tier) -> None:
-    """Where a chunk is between steps."""
+    """The place of a chunk between steps."""
     index, compute, trainable = memory.spec.index, memory.compute, memory.spec.trainable
     profiler.holds("PARAM_FP16", index, tier, compute.nbytes * (2 if trainable else 1))
     if trainable:

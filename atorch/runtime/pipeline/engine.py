@@ -159,6 +159,8 @@ class Engine:
             known = self._schedules.pop(key, None)
             schedule = known or self._make(name, shapes, work.count, train)
 
+            failures: list[Exception] = []
+
             def step() -> None:
                 try:
                     schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
@@ -166,12 +168,12 @@ class Engine:
                     if error.__cause__ is not None:
                         raise error.__cause__ from None
                     raise
-                for failure in self.job.failures or () if self.job is not None else ():
-                    raise failure
+                if failures:
+                    raise failures[0]
 
             # What fails on one process alone mostly does so at first, or in evaluation.
             if self.understudy is None and (known is None or not train):
-                self.job = _Job(work, shapes, [])
+                self.job = _Job(work, shapes, failures)
                 together(step, self.group)
             else:
                 step()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError, StrategyError
@@ -141,11 +141,9 @@ class PipelinedLoss:
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
         parameters = list(dict.fromkeys(model.parameters()))  # now: FSDP2 shows others while it is unsharded
         self._apart = Apart(parameters, [Reduction(part) for part in self._engine.parts])
-        for name, each in model.named_parameters():
-            if each.requires_grad:
-                each.register_hook(
-                    expects_none(partial(weakly(self._refuse_direct), name, get_gradient_edge(each).node))
-                )
+        self._named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        for name, each in self._named.items():
+            each.register_hook(expects_none(partial(weakly(self._refuse_direct), name)))
         self._plain: torch.dtype | None = None  # the type of a loss that is nothing but a scalar
         self._foretold: Any = None  # by an understudy
 
@@ -164,8 +162,10 @@ class PipelinedLoss:
             weights = self._weights(call, pieces, size)
             return self._run(batch, pieces, weights, self._factor(call, weights is None))
 
-    def _refuse_direct(self, name: str, accumulator: Node, gradient: Tensor | None) -> None:
-        if gradient is not None and not self._apart.is_open and not is_captured(accumulator):
+    def _refuse_direct(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None or self._apart.is_open:
+            return
+        if not is_captured(get_gradient_edge(self._named[name]).node):
             raise ArgumentError(
                 f"backward came to {name} by another way than the loss of loss_func, such as a penalty that the loop "
                 "computes of model.parameters(): a process has those of its stages alone. Compute it in loss_func, "
