@@ -26,8 +26,6 @@ class NoEffect:
 
 
 class Section(BaseModel):
-    """One dict of a configuration."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")

@@ -120,7 +120,6 @@ def peak_memory(cost: Cost) -> Memory:
 
 
 def peak_bytes(cost: Cost) -> float:
-    """The total of `peak_memory`."""
     return max(held.total for _, held in _peaks(cost, heaviest_stages(cost)))
 
 

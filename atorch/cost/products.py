@@ -51,7 +51,6 @@ class ProductTimes:
         self._found: dict[Shape, float] = {}
 
     def seconds(self, shape: Shape) -> float:
-        """Seconds of all `number` products."""
         found = self._found.get(shape)
         if found is None:
             found = self._found[shape] = self._seconds(shape)

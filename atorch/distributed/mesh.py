@@ -168,7 +168,6 @@ class Mesh:
         return self.slices, self.rank_order, self.device_type
 
     def size(self, *names: str) -> int:
-        """The product of the axes' sizes."""
         return math.prod(size for name, size in self.slices if name in names)
 
     def rank(self, *names: str) -> int:

@@ -33,8 +33,6 @@ class AdamParams(Section):
 
 
 class OptimizerSection(Section):
-    """`optimizer`."""
-
     type: Literal["Adam", "AdamW"] = Field("Adam", description="`Adam` or `AdamW`")
     params: AdamParams = Field(default_factory=AdamParams, description="what the optimizer is made with")
 
@@ -94,8 +92,6 @@ class OptsSection(Section):
 
 
 class ClientSection(Section):
-    """`client`."""
-
     mem_tracer: MemTracerSection = Field(default_factory=MemTracerSection, description="how much memory is whose")
     opts: OptsSection = Field(default_factory=OptsSection, description="how chunks move")
 
@@ -118,8 +114,6 @@ PRECISIONS: Set[str] = frozenset({"amp", "bf16", "bfloat16"})  # unused where th
 
 
 class EngineConfig(Section):
-    """The whole configuration of an engine."""
-
     @model_validator(mode="before")
     @classmethod
     def _without_unused(cls, given: Any) -> Any:

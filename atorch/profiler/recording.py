@@ -138,7 +138,6 @@ class Recorder:
         return value
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note that backward needs a tensor."""
         value, here = self.value(tensor), self.stretches[-1]
         if self._is_on and value not in self._held:
             if value in here.inputs:

@@ -292,7 +292,6 @@ class Bars:
         return element("figure", *lines, self.legend(), element("figcaption", caption))
 
     def legend(self) -> Element:
-        """The legend: a colour for each category."""
         keys = []
         for index, name in enumerate(self.names):
             square = element("rect", width="1", height="1", class_=_colour(index))

@@ -20,8 +20,6 @@ TICKS: Mapping[str, int] = {"forward": 1, "backward": 2, "input": 1, "weight": 1
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A pass with its ticks."""
-
     kind: str
     stage: int
     micro_batch: int

@@ -26,8 +26,6 @@ from atorch.runtime.wrapped_optimizer import local
 
 
 class Gradients(list[tuple[torch.Tensor, torch.Tensor]]):
-    """Parameters with their gradients."""
-
     def detach_from_buckets(self) -> None:
         """Copy the gradients out of memory that the next reduction writes."""
         self[:] = [(parameter, gradient.clone()) for parameter, gradient in self]

@@ -51,7 +51,6 @@ def leaves_of(data: Any, place: str = "batch") -> list[tuple[str, Any]]:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves, in order."""
     return [leaf for _, leaf in leaves_of(data) if isinstance(leaf, torch.Tensor)]
 
 

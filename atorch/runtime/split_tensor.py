@@ -36,9 +36,7 @@ class Layout(Protocol):
         """The length of the whole whose part is as long as `part`."""
         ...
 
-    def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part."""
-        ...
+    def take(self, whole: Tensor, dim: int) -> Tensor: ...
 
     def join(self, part: Tensor, dim: int) -> Tensor:
         """The whole, from every rank's part. Without gradients."""
@@ -189,7 +187,6 @@ def from_part(kind: type[SplitTensor], part: Tensor, layout: Layout, axis: int) 
 
 
 def to_part(split: SplitTensor) -> Tensor:
-    """This rank's part, with its history."""
     part: Tensor = _ToPart.apply(split)  # type: ignore[no-untyped-call]
     return part
 

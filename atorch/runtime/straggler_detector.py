@@ -212,7 +212,6 @@ class StragglerDetector:
             self._since[DATA] = self._clock.now()
 
     def _end_step(self) -> None:
-        """After each step of the optimizer."""
         self._num_steps += 1
         if WHOLE in self._since:
             self._end(WHOLE)
@@ -259,8 +258,7 @@ class _Hook(partial[None]):
         return partial, (_nothing,)
 
 
-def _nothing(*_: Any) -> None:
-    """The hook of a copy."""
+def _nothing(*_: Any) -> None: ...
 
 
 def behind(

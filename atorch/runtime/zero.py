@@ -318,7 +318,6 @@ def _show(optimizer: Optimizer, parts: Sequence[dict[str, Any]]) -> None:
 
 
 def _held(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's parameters, and their names."""
     return {key: list(group[key]) for key in ("params", "param_names") if key in group}
 
 

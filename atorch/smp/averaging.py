@@ -40,11 +40,9 @@ class Bucket:
         return self._index
 
     def buffer(self) -> Tensor:
-        """All of it, flat."""
         return self._flat
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Let another tensor be all of it."""
         self._flat = tensor
 
     def is_last(self) -> bool:

@@ -75,7 +75,6 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
 
 
 def _global(rank: int, kind: RankType, argument: str) -> int:
-    """The rank among all processes."""
     if not isinstance(kind, RankType):
         raise ArgumentError(f"rank_type is {shown(kind)}; give one of smp.RankType, such as smp.RankType.PP_RANK")
     ranks = ranks_of(kind)

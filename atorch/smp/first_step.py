@@ -229,8 +229,6 @@ class _Outputs(list[Any]):
 
 
 class _Giving(nn.Module):
-    """Gives the same output for every call."""
-
     def __init__(self, output: Any) -> None:
         super().__init__()
         self._output = output

@@ -31,7 +31,6 @@ class LocalParts(Wrapper):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parts here."""
         for part in (self.module, *self._others):
             part.zero_grad(set_to_none)
 

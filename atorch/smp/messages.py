@@ -124,7 +124,6 @@ class Messages:
         ]
 
     def _told(self, messages: Sequence[Message]) -> str:
-        """Ranks that have not received `messages`."""
         ranks = sorted({message.dest for message in self.untaken(messages)})
         some = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
         return f"rank {_rank()} has sent an object that {some} did not take; call smp.recv_from there"

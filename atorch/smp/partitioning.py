@@ -94,8 +94,6 @@ def _check_index(index: Any, call: str) -> None:
 
 @dataclass(frozen=True)
 class Division:
-    """The partition of each module."""
-
     partition_of: Mapping[str, int]
     """By the name of the unit."""
     starts: tuple[int, ...]

@@ -38,7 +38,6 @@ class Staged:
 
     @property
     def whole(self) -> Path:
-        """Its folder once all have written."""
         return self._at("")
 
     @property

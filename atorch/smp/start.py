@@ -17,8 +17,6 @@ from atorch.smp.slicing import Arguments
 
 
 class Start(NamedTuple):
-    """The start of a step."""
-
     pieces: Sequence[Arguments]
     told: Hashable
     """Of its kind."""

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from atorch.auto.planner.estimate import useful_flops, utilisation_peak
 from atorch.auto.strategy import Strategy
 from atorch.cost import plain_cost
 from atorch.cost.transformer import TransformerShape, transformer_profile
-from atorch.cost.useful import useful_flops, utilisation_peak
 
 SHAPE = TransformerShape(layers=4, hidden=256, heads=4, kv_heads=4, ffn=512, vocab=1000, seq_len=128, head_dim=64)
 

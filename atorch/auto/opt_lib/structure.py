@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,30 +55,26 @@ def need_dense_gradients(ctx: Context, name: str, ignored: Iterable[nn.Parameter
 
 def need_floating_parameters(ctx: Context, name: str) -> None:
     """Raise where a parameter is made of whole numbers or complex ones, which the method `name` cannot keep."""
-    for part in ctx.parts:
-        for path, parameter in part.named_parameters():
-            if not parameter.is_floating_point():
-                raise StrategyError(
-                    f"{name} keeps parameters of floating-point types alone, and {path} is of {parameter.dtype}; "
-                    "make it a buffer, which nothing trains (register_buffer)"
-                )
+    for path, parameter in _parameters(ctx):
+        if not parameter.is_floating_point():
+            raise StrategyError(
+                f"{name} keeps parameters of floating-point types alone, and {path} is of {parameter.dtype}; "
+                "make it a buffer, which nothing trains (register_buffer)"
+            )
 
 
 def need_own_storage(ctx: Context, name: str, func: Any, ignored: Iterable[nn.Parameter] = ()) -> None:
     """Raise where `func`, which the method `name` does to parameters, is beyond one that is made of other tensors."""
-    whole = set(map(id, ignored))
-    for part in ctx.parts:
-        for path, parameter in part.named_parameters():
-            is_wrapper = is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
-            if is_wrapper and id(parameter) not in whole:
-                try:
-                    func(parameter.detach())
-                except NotImplementedError as error:
-                    kind = type(parameter).__name__
-                    raise StrategyError(
-                        f"{name} cannot take {path} apart, whose values are in other tensors, as those of quantized "
-                        f"weights are (it is of {kind}); quantize after training, or leave {name} out on one process"
-                    ) from error
+    for path, parameter in _parameters(ctx, ignored):
+        if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
+            try:
+                func(parameter.detach())
+            except NotImplementedError as error:
+                kind = type(parameter).__name__
+                raise StrategyError(
+                    f"{name} cannot take {path} apart, whose values are in other tensors, as those of quantized "
+                    f"weights are (it is of {kind}); quantize after training, or leave {name} out on one process"
+                ) from error
 
 
 def need_own_code(ctx: Context, name: str) -> None:
@@ -94,10 +90,14 @@ def need_own_code(ctx: Context, name: str) -> None:
 
 def need_real_parameters(ctx: Context, name: str, why: str, ignored: Iterable[nn.Parameter] = ()) -> None:
     """Raise where a parameter is complex, which the method `name` cannot take; `why` says so of its type."""
-    whole = set(map(id, ignored))
+    for path, parameter in _parameters(ctx, ignored):
+        if parameter.is_complex():
+            raise StrategyError(
+                f"{name} cannot compute with {path}, a parameter of {parameter.dtype}, {why}; leave {name} out"
+            )
+
+
+def _parameters(ctx: Context, ignored: Iterable[nn.Parameter] = ()) -> Iterator[tuple[str, nn.Parameter]]:
+    left_out = set(map(id, ignored))
     for part in ctx.parts:
-        for path, parameter in part.named_parameters():
-            if parameter.is_complex() and id(parameter) not in whole:
-                raise StrategyError(
-                    f"{name} cannot compute with {path}, a parameter of {parameter.dtype}, {why}; leave {name} out"
-                )
+        yield from ((path, each) for path, each in part.named_parameters() if id(each) not in left_out)

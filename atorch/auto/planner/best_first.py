@@ -113,7 +113,6 @@ class _Search:
         self._looks: float = 0
 
     def run(self, start: Cost, *, nearest: bool) -> Found:
-        """Score until nothing better is left."""
         self._begin(start)
         while self._open and self._open[0][0] <= self._enough_s() and not self._is_over():
             self._visit(*heapq.heappop(self._open))

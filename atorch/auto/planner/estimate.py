@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atorch.auto.planner.plan import Estimate, Rejected
@@ -12,8 +12,28 @@ from atorch.cluster import ClusterSpec
 from atorch.cost import Cost, StepTime, StepTimes, peak_memory
 from atorch.cost.memory import RESERVE
 from atorch.cost.splits import SAMPLE_AXES
-from atorch.cost.useful import useful_flops, utilisation_peak
 from atorch.units import format_bytes
+
+_SIXTEEN_BITS = ("bfloat16", "float16", "float32")  # the first that a device has is what MFU is a share of
+
+
+def useful_flops(cost: Cost) -> float:
+    """FLOPs of a step on all devices together: forward once and backward once, nothing that runs again.
+
+    Backward has two products for each of forward, one where the weight is frozen, and two for attention, of which a
+    causal one computes half of the scores (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, which counts them all).
+    """
+    samples = cost.batch_size * cost.size(*SAMPLE_AXES) / cost.traced_batch
+    return samples * sum(
+        each.count
+        * (sum(product.flops * (3 if product.trainable else 2) for product in each.matmuls) + 3 * each.attention_flops)
+        for each in cost.segments
+    )
+
+
+def utilisation_peak(peak_flops: Mapping[str, float]) -> float:
+    """A device's dense FLOP/s in 16 bits, of which MFU is a share, or in fp32 where it has no others; 0: unknown."""
+    return next((peak_flops[name] for name in _SIXTEEN_BITS if name in peak_flops), 0.0)
 
 
 @dataclass(frozen=True)

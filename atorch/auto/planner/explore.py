@@ -176,7 +176,6 @@ class Explorer:
         return math.exp(mean[index] + deviations * deviation[index]) if known is None else known.step_s
 
     def observations(self, search: str) -> list[Observation]:
-        """All that was measured."""
         found = []
         for index, each in self.measured.items():
             kind, ratio = self._starts_seen[index]

@@ -239,7 +239,6 @@ def _features(tokens: Sequence[frozenset[str]]) -> Vector:
 
 
 def _numbered(values: Sequence[str]) -> npt.NDArray[np.int_]:
-    """Equal numbers for equal values."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
     return np.array([numbers[value] for value in values])
 

@@ -45,8 +45,7 @@ class Runs(Protocol):
     def refusal(self, strategy: Strategy) -> str | None:
         """Why a strategy is known not to be applicable; None where it is not."""
 
-    def trial(self, strategy: Strategy, limit_s: float) -> OnTrial:
-        """The strategy on trial."""
+    def trial(self, strategy: Strategy, limit_s: float) -> OnTrial: ...
 
 
 @dataclass(frozen=True)
@@ -129,5 +128,4 @@ def _enough(step_s: float) -> int:
 
 
 def failure_of(trial: OnTrial) -> Failure:
-    """Why a trial ended."""
     return Failure("time" if trial.is_overdue else "failed", str(trial.failure))

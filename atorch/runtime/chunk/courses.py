@@ -80,7 +80,6 @@ class Courses:
         self._known = {self._key(): first}
 
     def next(self, course_of: Callable[[Pass], Course]) -> Course:
-        """The course of the pass that begins."""
         key = self._key()
         strayed = key in self._known and self._known[key].strayed and key not in self._again
         if self._group is not None:

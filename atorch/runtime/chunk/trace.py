@@ -109,7 +109,6 @@ class _Watch:
         return result
 
     def place_of(self, tensor: Tensor) -> int | None:
-        """The storage, where it is a parameter's."""
         if tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata
@@ -165,7 +164,6 @@ class _Watch:
 
 
 def _run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Run `func` as a managed parameter would."""
     with torch._C.DisableTorchFunctionSubclass():
         kwargs = kwargs or {}
         watched = next(_watched_of((*args, *kwargs.values())), None)

@@ -16,8 +16,6 @@ MOST_SUMS = 2  # gradients that wait in locked memory to be added to others
 
 
 class Transfer(Protocol):
-    """A way to copy."""
-
     def start(self, target: Tensor, source: Tensor) -> Wait:
         """Begin to copy `source` into `target`; the function that comes back waits until computation may read it."""
         ...

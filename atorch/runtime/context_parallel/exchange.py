@@ -23,8 +23,6 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts
 
 
 class _Last(NamedTuple):
-    """The last mask's schedule."""
-
     mask: weakref.ref[Tensor]
     seen: tuple[int, tuple[int, int]]  # in which version, for which lengths
     meetings: Schedule

@@ -51,9 +51,7 @@ class Work(Protocol):
     """The work of a pass: something around each micro-batch's call of the model."""
 
     @property
-    def count(self) -> int:
-        """The number of micro-batches."""
-        ...
+    def count(self) -> int: ...
 
     @property
     def sizes(self) -> Hashable:

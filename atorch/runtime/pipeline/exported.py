@@ -133,8 +133,7 @@ class Exported:
         return graph.program(first.boundaries)
 
 
-class _Name(str):
-    """The name of a value."""
+class _Name(str): ...
 
 
 def install(model: nn.Module, exported: Exported, num_segments: int) -> dict[str, nn.Module]:

@@ -79,8 +79,6 @@ def partition(
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of consecutive figures."""
-
     before: Sequence[float]
 
     @classmethod

@@ -226,7 +226,6 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def _written(func: Any, args: Any) -> Iterator[Tensor]:
-    """The arguments that an operation writes to."""
     for described, given in zip(func._schema.arguments, args, strict=False):
         if described.alias_info is not None and described.alias_info.is_write:
             yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))

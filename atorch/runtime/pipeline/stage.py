@@ -79,8 +79,6 @@ class Stage:
 
 @dataclass(eq=False)
 class _Visit:
-    """One forward pass through a stage."""
-
     stage: Stage
     values: dict[Value, Tensor]
     shapes: Sequence[Sequence[Shape]]

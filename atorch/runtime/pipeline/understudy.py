@@ -35,7 +35,6 @@ class Understudy:
         yield from self._part.buffers()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
-        """A forward pass without gradients."""
         part = self._part
         with torch.no_grad(), untouched(part), self._reduction.forward(), self._stage.visit((), ()) as visit:
             output = part(*args, **kwargs)

@@ -23,8 +23,6 @@ Run = Callable[[nn.Module], Any]
 
 @dataclass
 class Seen:
-    """One block in one evaluation."""
-
     path: str
     kind: Any
     """Equal for blocks that can be looked at as one."""

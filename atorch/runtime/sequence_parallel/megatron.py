@@ -24,15 +24,33 @@ from atorch.blocks import repeated_blocks
 from atorch.distributed.collectives import gather_objects
 from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
+from atorch.runtime.first_order import mapped
 from atorch.runtime.sequence_parallel.blocks_seen import Run, by_place, changed, copied, evaluate, evaluating
 from atorch.runtime.sequence_parallel.replay import MISFITS, MOST, BlockStream, has_values, same, uses_random_numbers
 from atorch.runtime.sequence_parallel.share import Share
 from atorch.runtime.sequence_parallel.stream import Streams, check_output, install, linked
-from atorch.runtime.sequence_parallel.summed import gather_tokens, scatter_sum
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Group
 from atorch.runtime.tensor_parallel.presented import Inside, Read, present
 from atorch.runtime.tensor_parallel.recorded import Call
+
+
+def gather_tokens(x: Tensor, share: Share, dim: int) -> Tensor:
+    """All ranks' tokens, whose gradients are summed over the ranks."""
+    return mapped(x, lambda x: share.all_gather(x, dim), lambda grad: _reduce_scatter(grad, share, dim))
+
+
+def scatter_sum(x: Tensor, share: Share, dim: int) -> Tensor:
+    """This rank's tokens of the sum of the ranks' `x`."""
+    return mapped(x, lambda x: _reduce_scatter(x, share, dim), lambda grad: share.all_gather(grad, dim))
+
+
+def _reduce_scatter(x: Tensor, share: Share, dim: int) -> Tensor:
+    parts = [share.part(x, dim, rank).contiguous() for rank in range(share.size)]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts, group=share.group)
+    return own
+
 
 Shapes = Mapping[str, torch.Size]
 

@@ -61,8 +61,6 @@ class Attention:
 
 @dataclass
 class Whole:
-    """One run of a whole block."""
-
     call: Call
     masks: set[str]
     """Places of its arguments that attention was given as masks."""

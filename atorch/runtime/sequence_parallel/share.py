@@ -88,7 +88,6 @@ class Share:
         )
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The whole sequence from every rank's tokens."""
         scale = self.size if self.averaged else 1
         return mapped(x, lambda x: self.all_gather(x, dim), lambda grad: self.part(grad, dim) * scale)
 

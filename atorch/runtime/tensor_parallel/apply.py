@@ -56,7 +56,6 @@ class Cut:
 
 
 def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
-    """Split `block` in place."""
     reads: dict[str, Read] = {}
     for group in layout.groups:
         for name, rows in group.rows.items():

@@ -135,7 +135,6 @@ def _num_indexed(each: Any) -> int:
 
 
 def _num_dims(parted: Parted, index: list[Any], taken: int) -> int:
-    """Dims of what the index gives."""
     tensors = [each for each in index if _is_tensor(each)]
     gathered = max((1 if each.dtype == torch.bool else each.dim() for each in tensors), default=0)
     kept = sum(each is None or isinstance(each, slice) for each in index)

@@ -47,7 +47,6 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """The state of the device's default generator."""
     return _generator(device).get_state()
 
 

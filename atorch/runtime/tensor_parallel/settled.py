@@ -1,23 +1,194 @@
-"""A model's layout out of all that could be split of it: what is taken is chosen for the whole model at once."""
+"""A model's layout out of all that could be split of it: what is taken is chosen for the whole model at once.
+
+`counted` counts what each group of a block spares a rank and what all send for it; `choose` is a small integer
+program. A variable for each split is 1 where it is made, and splits that take the same parameter exclude each other.
+Several goals decide, one after another, each among what is best by those before it.
+
+- Where nothing bounds memory: the most work, then the most memory, for the least that is sent.
+- Where a rank may hold no more than so much: the least is sent for that, and only what is split to that end.
+
+HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) solves each to a proven optimum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError
-from atorch.runtime.tensor_parallel.choice import Option, choose, most_spared
-from atorch.runtime.tensor_parallel.counted import Counted, counted, spared_share
-from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Kept
+from atorch.runtime.tensor_parallel.apply import place_of
+from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Kept, Rows
 from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name
+from atorch.runtime.tensor_parallel.products import Product, SeeProducts
 from atorch.runtime.tensor_parallel.ranks import Ranks
-from atorch.runtime.tensor_parallel.recorded import apart
+from atorch.runtime.tensor_parallel.recorded import Call, apart, fresh, tensors_of
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary
 from atorch.runtime.tensor_parallel.watched import Watched
 from atorch.units import format_bytes
+
+ALIKE = 1e-6
+"""Of the largest of a goal's values: what differs by less is as good."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Something that can be split: what of it each rank is spared, and what all of them send."""
+
+    cuts: frozenset[str]
+    """The parameters, each of which only one option can take."""
+    spared_work: float
+    """Multiplications and additions in forward, on the batch that was watched."""
+    spared_bytes: float
+    """Of parameters."""
+    sent: float
+    """Elements of all collectives in forward and backward, on that batch."""
+
+
+def choose(
+    options: Sequence[Option], ties: Sequence[Sequence[str]] = (), needed_bytes: float | None = None
+) -> list[int] | None:
+    """The indices of the options that are taken, ascending; None where no choice spares `needed_bytes`.
+
+    Args:
+        ties: names of one parameter each, which is cut under all of them or under none.
+        needed_bytes: what each rank has to be spared of parameters; None: as much as can be.
+    """
+    at_most = _exclusions(options, ties)
+    work = np.array([option.spared_work for option in options])
+    spared = _spared_bytes(options)
+    sent = np.array([option.sent for option in options])
+    if needed_bytes is None:
+        return _least([-work, -spared, sent], at_most)
+    return _least([sent, -work, -spared], [*at_most, (-spared, -needed_bytes)])
+
+
+def most_spared(options: Sequence[Option], ties: Sequence[Sequence[str]] = ()) -> float:
+    """The most bytes that each rank can be spared of parameters."""
+    spared = _spared_bytes(options)
+    return float(spared[_least([-spared], _exclusions(options, ties))].sum())
+
+
+def _spared_bytes(options: Sequence[Option]) -> Any:
+    return np.array([option.spared_bytes for option in options])
+
+
+def _exclusions(options: Sequence[Option], ties: Sequence[Sequence[str]]) -> list[tuple[Any, float]]:
+    """One option a parameter, and for a parameter of several names one under each of them or none at all."""
+    takes = {name: np.zeros(len(options)) for option in options for name in option.cuts}
+    for index, option in enumerate(options):
+        for name in option.cuts:
+            takes[name][index] = 1.0
+    distinct = {tuple(row): row for row in takes.values()}  # the parameters of one option are as one
+    at_most = [(row, 1.0) for row in distinct.values() if row.sum() > 1]
+    for first, *others in ties:
+        apart = [takes[first] - takes[other] for other in others]
+        at_most += [(sign * row, 0.0) for row in apart if row.any() for sign in (1, -1)]
+    return at_most
+
+
+def _least(goals: Sequence[Any], at_most: list[tuple[Any, float]]) -> list[int] | None:
+    """The least by the first goal, then by the next; every pair in `at_most` is a row and what it may come to."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    made: Any = np.zeros(len(goals[0]))
+    for goal in goals:
+        size = np.abs(goal).max(initial=0.0)
+        if size == 0.0:
+            continue
+        rows = [_scaled(row, bound) for row, bound in at_most]
+        limits = [LinearConstraint(row, ub=bound) for row, bound in rows]
+        found = milp(goal / size, constraints=limits, integrality=1, bounds=Bounds(0, 1), options={"mip_rel_gap": 0})
+        if found.x is None:
+            return None
+        made = found.x.round()
+        at_most = [*at_most, (goal, float(goal @ made) + ALIKE * size)]
+    return [int(index) for index in made.nonzero()[0]]
+
+
+def _scaled(row: Any, bound: float) -> tuple[Any, float]:
+    """The same inequality in numbers near 1: HiGHS takes 1e-6 for nothing."""
+    size = np.abs(row).max(initial=0.0) or 1.0
+    return row / size, bound / size
+
+
+class Counted(NamedTuple):
+    """Counts of one group, on one call of the block."""
+
+    spared_work: float
+    """Multiplications and additions of products that each rank is spared in forward."""
+    sent: float
+    """Elements of the collectives of forward and backward."""
+
+
+def counted(block: nn.Module, layout: BlockLayout, call: Call) -> dict[str, Counted]:
+    """The counts of each group, by its row; groups may overlap."""
+    work: dict[str, float] = {}
+    sent = {group.row: _Sent() for group in layout.groups}
+
+    def note(product: Product, compute: Callable[[], Tensor]) -> Tensor:
+        result = compute()
+        work[product.weight] = work.get(product.weight, 0.0) + 2.0 * result.numel() * product.input.shape[-1]
+        return result
+
+    handles = [handle for group in layout.groups for handle in _watch(block, group, sent[group.row])]
+    try:
+        (args, kwargs), _ = fresh(call)
+        with torch.enable_grad(), SeeProducts(dict(block.named_parameters()), note):
+            block(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    parameters = dict(block.named_parameters())
+    return {
+        group.row: Counted(_spared(group, parameters, work), sum(tensor.numel() for tensor in sent[group.row].tensors))
+        for group in layout.groups
+    }
+
+
+def spared_share(rows: Rows, size: int) -> float:
+    """The share of `size` rows that every rank is spared at least."""
+    return 1 - max(rows.count(rank) for rank in range(len(rows.by_rank))) / size
+
+
+def _spared(group: Group, parameters: Mapping[str, nn.Parameter], work: Mapping[str, float]) -> float:
+    rows = {**group.columns, group.row: group.row_part}
+    return sum(work[name] * spared_share(part, parameters[name].shape[part.dim]) for name, part in rows.items())
+
+
+class _Sent:
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def summed(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.tensors += tensors_of(output)[:1]
+
+    def forked(self) -> Callable[..., None]:
+        """A hook that notes what the modules of one fork are called with, each tensor once."""
+        own: list[Tensor] = []
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in tensors_of((args, kwargs)):
+                if tensor.requires_grad and all(tensor is not other for other in own):
+                    own.append(tensor)
+                    self.tensors.append(tensor)
+
+        return hook
+
+
+def _watch(block: nn.Module, group: Group, sent: _Sent) -> list[Any]:
+    handles = [place_of(block, group.row)[0].register_forward_hook(sent.summed)]
+    for names in group.forks:
+        hook = sent.forked()
+        modules = dict.fromkeys(place_of(block, name)[0] for name in names)
+        handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    return handles
+
 
 NOT_NEEDED = "a process holds no more than parameter_bytes without that"
 

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 import tests.contract.test_cost_against_simulation as contract
 from atorch.auto.opt_lib.context_parallel import ContextParallel
+from atorch.auto.planner.estimate import useful_flops
 from atorch.auto.planner.simulate import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory, plain_cost, step_time
-from atorch.cost.useful import useful_flops
 from atorch.errors import AtorchError
 from atorch.profiler.messages import Messages
 from atorch.runtime.sequence_parallel.split_tokens import SplitTokens
-from atorch.runtime.tensor_parallel.split_logits import SplitLogits
+from atorch.runtime.tensor_parallel.vocabulary import SplitLogits
 from tests.auto.opt_lib import context_job
 from tests.auto.opt_lib.context_job import BATCH, accelerated, trained
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh

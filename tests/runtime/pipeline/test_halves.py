@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from atorch.runtime.pipeline.halves import comes_apart
+from atorch.runtime.pipeline.schedules import comes_apart
 
 WIDTH = 4
 Way = Callable[["Stage", Tensor], list[Tensor]]

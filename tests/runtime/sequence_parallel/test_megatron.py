@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from atorch.errors import StrategyError
 from atorch.runtime.recompute import checkpoint_wrapper
-from atorch.runtime.sequence_parallel.megatron import split_between
+from atorch.runtime.sequence_parallel.megatron import gather_tokens, scatter_sum, split_between
 from atorch.runtime.sequence_parallel.share import Share
-from atorch.runtime.sequence_parallel.summed import gather_tokens, scatter_sum
 from atorch.runtime.tensor_parallel import tensor_parallel
 from tests.pool import Pool
 from tests.runtime.sequence_parallel.training import Collectives, batch, loss_of, made

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from atorch.errors import StrategyError
 from atorch.profiler.messages import Messages
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
-from atorch.runtime.tensor_parallel.choice import Option, choose, most_spared
-from atorch.runtime.tensor_parallel.counted import counted
 from atorch.runtime.tensor_parallel.recorded import apart, fresh, map_arguments, tensors_of
+from atorch.runtime.tensor_parallel.settled import Option, choose, counted, most_spared
 from atorch.runtime.tensor_parallel.watched import Watched
 from tests.pool import Pool
 from tests.runtime.tensor_parallel.models import batch, make

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from atorch.profiler.messages import Messages
 from atorch.runtime.tensor_parallel.columns import Columns
-from atorch.runtime.tensor_parallel.split_logits import SplitLogits, split_logits
+from atorch.runtime.tensor_parallel.vocabulary import SplitLogits, split_logits
 from tests.pool import Pool
 
 ROWS, SEQ, WIDTH, CLASSES = 2, 5, 6, 11
