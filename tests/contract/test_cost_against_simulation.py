@@ -279,8 +279,9 @@ def _same_messages(expected: Mapping[tuple[str, frozenset[str]], tuple[float, fl
         assert size == pytest.approx(sent[key][1], rel=0.1), key
 
 
-@pytest.mark.parametrize("others", [[], pytest.param(["checkpoint"], marks=pytest.mark.matrix)], ids=str)
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.matrix) for stage in (0, 2, 3))])
+@pytest.mark.matrix
+@pytest.mark.parametrize("others", [[], ["checkpoint"]], ids=str)
+@pytest.mark.parametrize("stage", range(4))
 def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int, others: list[Any]) -> None:
     """More than under 1F1B, and the more the later it is; recomputation saves memory on the first alone."""
     ctx, profile = job(llama, 8)
@@ -294,26 +295,26 @@ def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int,
 
 
 @pytest.mark.parametrize(
-    "composition", [("zero1",), ("fsdp",), ("ddp", ("amp_native", "fp16")), ("fsdp", ON_HOST)], ids=named
+    "composition",
+    [
+        ("zero1",),
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in (("fsdp",), ("ddp", ("amp_native", "fp16")))),
+        ("fsdp", ON_HOST),
+    ],
+    ids=named,
 )
 def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> None:
     check(llama, composition, ranks=8, layers=4)
 
 
-@pytest.mark.parametrize(
-    "composition",
-    [
-        pytest.param(("zero1",), marks=pytest.mark.matrix),
-        pytest.param(("zero2",), marks=pytest.mark.matrix),
-        ("fsdp", "checkpoint"),
-    ],
-    ids=named,
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("composition", [("zero1",), ("zero2",), ("fsdp", "checkpoint")], ids=named)
 def test_adapters_beside_frozen_weights_cost_what_they_do(composition: Composition) -> None:
     check(adapted_llama, composition, ranks=8, layers=4)
 
 
-@pytest.mark.parametrize("axis", [SEQUENCE, pytest.param(CONTEXT, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("axis", [SEQUENCE, CONTEXT])
 def test_what_needs_all_tokens_outside_of_blocks_is_given_them(axis: str) -> None:
     check(bert, (axis, "ddp"), ranks=8, layers=4)
 

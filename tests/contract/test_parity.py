@@ -174,7 +174,7 @@ MANY = tuple(
 )
 
 
-@pytest.mark.parametrize("names", MANY, ids="+".join)
+@pytest.mark.parametrize("names", [pytest.param(MANY[0], marks=pytest.mark.matrix), *MANY[1:]], ids="+".join)
 def test_many_at_once(pool: Pool, names: tuple[str, ...]) -> None:
     for update_error, _ in pool.run(deviation, strategy_of(*names), ranks=2):
         assert update_error <= band(*names)

@@ -21,7 +21,7 @@ from tests.pool import Pool
 
 PAGE = Path(__file__).parents[3] / "docs" / "optimizers.md"
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-QUICK = ("zero1", "zero2", "fsdp")
+QUICK = ("zero1", "fsdp")
 
 
 def table() -> dict[tuple[str, str], str]:

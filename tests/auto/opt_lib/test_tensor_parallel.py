@@ -323,14 +323,9 @@ HELD: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 """Models, and parts of the names of what their layouts keep whole."""
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        pytest.param(name, method, marks=[] if (name, method) == ("llama", "fsdp") else pytest.mark.matrix)
-        for name in HELD
-        for method in ("ddp", "fsdp")
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", HELD)
 def test_each_of_64_ranks_holds_its_part(name: str, method: str) -> None:
     """Within 1 % of the layout's ideal, an eighth of all but what is `whole`, with gradients and AdamW's states.
 
