@@ -59,11 +59,13 @@ class Outside(DTensor):
         return self._as_ordinary(Tensor.__reduce_ex__, protocol)
 
     def _as_ordinary(self, method: Any, *args: Any) -> Any:
-        kind, self.__class__ = type(self), DTensor  # type: ignore[assignment]
+        kind, held = type(self), self.__dict__
+        self.__class__ = DTensor  # type: ignore[assignment]
+        self.__dict__ = {name: each for name, each in held.items() if name != "meet"}  # which nothing can pickle
         try:
             return method(self, *args)
         finally:
-            self.__class__ = kind
+            self.__class__, self.__dict__ = kind, held
 
 
 class _Stands:

@@ -42,6 +42,7 @@ REFUSED: Mapping[tuple[str, str, int], str] = {
        for each in SHARDED for n in (1, 2)},
     **{(habit, each, n): "has a hook on its gradient" for habit in ("hooks_gradients", "hooked")
        for each in SHARDED for n in (1, 2)},
+    **{(habit, "chunk", 2): "has a hook on its gradient" for habit in ("hooks_gradients", "hooked")},
     **{(habit, each, 2): "it can only be given to loss_func" for habit in ("has_two_losses", "adds_two_losses")
        for each in DEFERRED},
     **{("clips_by_torch", each, 2): CLIP for each in ("tensor_parallel", "pipeline_parallel")},
@@ -99,6 +100,7 @@ def check(pool: Pool, name: str, strategy: str, processes: int) -> None:
         ("averages_its_weights", "tensor_parallel"),
         ("hooks_gradients", "fsdp"),
         ("resumes_in_memory", "fsdp"),
+        ("resumes_from_a_file", "fsdp"),
         ("calls_twice", "chunk"),
     ],
 )

@@ -32,7 +32,7 @@ STRATEGIES: Mapping[str, Mapping[int, Any]] = {
     "pipeline": {2: [("parallel_mode", ([("pipeline", 2)], None)), ("pipeline_parallel", {"micro_batches": 4})]},
     "automatic": dict.fromkeys((1, 2), None),
 }
-AUTOMATIC: Mapping[str, Any] = {"time_limit": 3, "calibration": False}
+AUTOMATIC: Mapping[str, Any] = {"time_limit": 3, "calibration": False, "precision": "fp32"}
 # A script that counts labels over all processes counts those twice that share samples.
 LEFT_OUT = [("num_items", "tensor"), ("num_items", "pipeline")]
 CASES = [
