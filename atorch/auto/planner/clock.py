@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 KEPT = 0.05  # of a limit, for what must be tidied up at its end and cannot be known
 DEFAULT_S = 90.0  # where the user says nothing
-DEFAULT_STEPS, DEFAULT_STARTS = 60, 10  # of what is chosen, and that compile nothing, where these take longer
+DEFAULT_STEPS, DEFAULT_STARTS = 60, 16  # of what is chosen, and that compile nothing, where these take longer
 
 
 @dataclass

@@ -26,13 +26,10 @@ from atorch.units import format_seconds
 
 MAX_RUNS = 16
 MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
-STEPS, LEAST = 7, 3  # of a dry run once it started, about and at least
+STEPS, LEAST = 5, 2  # of a dry run once it started, about and at least
 TRAINING_S = 1200.0  # how long training lasts at least, and at least an epoch: what pays for runs
-TRAINING_LIMITS = 10.0  # and at least so many times the limit that the user gives to the search
-PATIENCE, DEAR = (
-    12,
-    10.0,
-)  # failures in which nothing ran, until one more costs so many trainings: what is surest is next
+TRAINING_LIMITS = 30.0  # and at least so many times the limit that the user gives to the search
+PATIENCE, DEAR = 12, 10.0  # after so many failures of all, one more costs so many trainings: what is surest is next
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # of a step: what came this close to the best is compared with it
 QUIET = 0.03  # the same where machines are less noisy
@@ -148,11 +145,7 @@ class Explorer:
         """The candidate of the least expected cost, start and steps; of those as good, the simplest."""
         taken = self._taken()
         failed = 0 if self.measured else sum(each.why == "failed" for each in self.failures.values())
-        starts_s = self._starts_s(self._kinds)
-        late = starts_s > max(self._clock.left, self._clock.whole / 2)  # too long to begin it beyond the limit
-        late[list(self.measured)] = False
-        taken = taken & ~late if failed < PATIENCE and (taken & ~late).any() else taken
-        charge = starts_s / self._training_s() + (failed >= PATIENCE) * DEAR
+        charge = self._starts_s(self._kinds) / self._training_s() + (failed >= PATIENCE) * DEAR
         expected = np.where(taken, self._guide.expected(charge), np.inf)
         best = int(expected.argmin())
         if best not in self.measured:

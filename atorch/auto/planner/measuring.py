@@ -88,28 +88,27 @@ class Failure:
 
 
 def measure(trial: OnTrial, share_s: float, best_s: float | None) -> Measurement | Failure:
-    """A trial's steps until they are steady, then enough for a median; or why it is rejected.
+    """A trial's steps until two are steady, then enough for a median; or why it is rejected.
 
     Where `share_s` is over, as starting may take longer than it was expected to, one step is taken to be steady.
     """
     if not trial.start():
         return failure_of(trial)
-    steps, last = [], 0.0
+    steps: list[float] = []
     for _ in range(WARM_UP):
-        before, seconds = last, trial.step()
+        seconds = trial.step()
         if seconds is None:
             return failure_of(trial)
-        last = seconds
-        if abs(before / last - 1) < STEADY or trial.elapsed_s + last > share_s:
+        is_steady = bool(steps) and abs(steps[-1] / seconds - 1) < STEADY
+        steps = [*steps, seconds] if is_steady else [seconds]
+        if is_steady or trial.elapsed_s + seconds > share_s:
             break
-    is_hopeless = best_s is not None and last > HOPELESS * best_s
-    for _ in range(1 if is_hopeless else _enough(last)):
+    is_hopeless = best_s is not None and steps[-1] > HOPELESS * best_s
+    while len(steps) < _enough(steps[-1]) and not is_hopeless and trial.elapsed_s + steps[-1] <= share_s:
         seconds = trial.step()
         if seconds is None:
             return failure_of(trial)
         steps.append(seconds)
-        if trial.elapsed_s + seconds > share_s:
-            break
     peak = trial.peak_bytes()
     if peak is None:
         return failure_of(trial)
