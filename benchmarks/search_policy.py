@@ -3,7 +3,8 @@
     python benchmarks/search_policy.py [--jobs FILE] [--seeds A:B] [--limits 30,60,none] [--wide 2] [--json OUT]
 
 Candidates and estimates are the planner's for each job. A machine is drawn around them: how far estimates are off, by
-kind of work (`cost.uncertainty`), by method and by composition; how long starts take, within a factor of 2; how much
+kind of work (`cost.uncertainty`; a kind that is quicker saves no more than it took, and nothing where it was hidden),
+by method and by composition; how long starts take, within a factor of 2; how much
 memory is needed, which is off by 10 %, and on one method by a factor of 1.9; and one method always fails. The explorer
 then searches as on a device. What it chooses is applied, where that fails what stands behind it. Regret is its step
 over the least of all that run, - 1.
@@ -46,13 +47,14 @@ from atorch.auto.planner.starts import FIRST_STEPS, Starts
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import ModelProfile, plain_cost
-from atorch.cost.uncertainty import KINDS, OWN, SIGMA, Uncertainty
+from atorch.cost.uncertainty import KINDS, OWN, SIGMA, SLOWER, Uncertainty
 
 SEEDS, LIMITS = range(100), (15.0, 30.0, 60.0, 120.0, None, 600.0)
 # Of the error of one composition alone, what follows from each of its methods, and the rest: together as far apart as
 # `OWN` puts two compositions that differ in three methods.
 METHOD, REST = OWN * 2 / 3, OWN / 2
 NOISE, MEMORY, MUCH_MEMORY, START = 0.01, 0.1, 1.9, 2.0
+LEAST_STEP = 0.1  # of the estimate
 BEFORE_S = 3.0  # that tracing, ranking and plain training's first pass take
 MAX_ATTEMPTS = 24
 
@@ -64,7 +66,7 @@ class Searched:
     name: str
     cluster: ClusterSpec
     candidates: Sequence[Scored]
-    shares: np.ndarray[Any, Any]  # of each kind of work in each candidate's step
+    shares: np.ndarray[Any, Any]  # of each kind of work in each candidate's step, where it is slower, and quicker
     num_ops: float
     param_bytes: float
     epoch: int = 2_000
@@ -74,8 +76,9 @@ class Searched:
         """From a traced model, and the batch of all devices."""
         start = plain_cost(profile, batch, cluster.device.memory_bytes)
         candidates = best_level(profile, start, cluster, Wanted()).fitting
-        uncertainty = Uncertainty(cluster)
-        shares = np.array([uncertainty.shares(each.strategy.cost(start)) for each in candidates])
+        costs = [each.strategy.cost(start) for each in candidates]
+        both = Uncertainty(cluster), Uncertainty(cluster, slower=1 / SLOWER)
+        shares = np.array([[uncertainty.shares(cost) for cost in costs] for uncertainty in both])
         return cls(name, cluster, candidates, shares, compiled_ops(profile), float(profile.param_bytes))
 
     def starts(self) -> Starts:
@@ -114,13 +117,16 @@ class Machine:
         chance = np.random.default_rng(seed)
         tokens = [tokens_of(each.strategy) for each in job.candidates]
         sigmas = np.array([SIGMA[kind] for kind in KINDS])
-        by_kind = job.shares @ (sigmas * chance.normal(size=len(KINDS)))
+        off = wide * sigmas * chance.normal(size=len(KINDS))
+        slower, quicker = (np.where(sign * off > 0, np.expm1(off), 0.0) for sign in (1, -1))
+        # What is hidden, or takes a third of a step, gains no more than that by being quicker.
+        by_kind = np.log(np.maximum(1 + job.shares[0] @ slower + job.shares[1] @ quicker, LEAST_STEP))
         named = sorted(set().union(*tokens))
         effects = dict(zip(named, METHOD * chance.normal(size=len(named)), strict=True))
         own = np.array([sum(effects[each] for each in held) for held in tokens])
-        errors = by_kind + own + REST * chance.normal(size=len(tokens))
+        errors = by_kind + wide * (own + REST * chance.normal(size=len(tokens)))
         estimates = np.array([each.estimate.step_s for each in job.candidates])
-        step_s = estimates * np.exp(wide * errors)
+        step_s = estimates * np.exp(errors)
         failures = _failures(job, chance)
         factors = {kind: START ** chance.uniform(-1, 1) for kind in (False, True)}
         starts = job.starts()
@@ -362,7 +368,9 @@ def replay(limits: Sequence[float | None]) -> Iterator[dict[str, Any]]:
     job = of_shape("1.1B", 8, 2048, "1xH200-141GB")
     ran = {name or "plain": seconds for name, seconds in ANSWERED.items()}
     kept = [index for index, each in enumerate(job.candidates) if str(each.strategy) in ran]
-    job = replace(job, name="replay of an H200", candidates=[job.candidates[i] for i in kept], shares=job.shares[kept])
+    job = replace(
+        job, name="replay of an H200", candidates=[job.candidates[i] for i in kept], shares=job.shares[:, kept]
+    )
     answers = [ran[str(each.strategy)] for each in job.candidates]
     failures = {index: "OutOfMemoryError: out of memory" for index, each in enumerate(answers) if each is None}
     for limit in limits:

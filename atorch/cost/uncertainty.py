@@ -59,16 +59,21 @@ Shares = tuple[float, ...]  # one for each of `KINDS`
 
 
 class Uncertainty:
-    """Uncertainty of estimates of steps on one cluster."""
+    """Uncertainty of estimates of steps on one cluster.
 
-    def __init__(self, cluster: ClusterSpec, times: StepTimes | None = None) -> None:
-        self._times = times or StepTimes(cluster)
-        self._slowed = {kind: _slowed(cluster, kind, self._times) for kind in KINDS if kind != COMMON}
+    Args:
+        slower: how many times as long a kind of work takes where its share in a step is looked for; below 1 it is
+            quicker, and work that others hide has no share.
+    """
+
+    def __init__(self, cluster: ClusterSpec, times: StepTimes | None = None, slower: float = SLOWER) -> None:
+        self._times, self._slower = times or StepTimes(cluster), slower
+        self._slowed = {kind: _slowed(cluster, kind, self._times, slower) for kind in KINDS if kind != COMMON}
         known = cluster.uncertainty or {kind: {kind: sigma**2} for kind, sigma in SIGMA.items()}
         self.covariance = tuple(tuple(known.get(one, {}).get(other, 0.0) for other in KINDS) for one in KINDS)
 
     def shares(self, cost: Cost) -> Shares:
-        """Shares of kinds of work in a step: ∂ log step / ∂ log (seconds of the work), over a factor of `SLOWER`.
+        """Shares of kinds of work in a step: ∂ log step / ∂ log (seconds of the work), over a factor of `slower`.
 
         Work that others hide has a share as far as it would show. A pipeline's is its bubble besides what it sends; as
         stages wait for work of other kinds, shares may add up to more than 1.
@@ -78,7 +83,7 @@ class Uncertainty:
             return tuple(float(kind == COMMON) for kind in KINDS)
         slowed = {kind: times for kind, times in self._slowed.items() if _may_have(cost, kind)}
         slow = {kind: times.of(cost).total_s / step.total_s for kind, times in slowed.items()}
-        found = {kind: max(0.0, math.log(ratio)) / math.log(SLOWER) for kind, ratio in slow.items()}
+        found = {kind: max(0.0, math.log(ratio) / math.log(self._slower)) for kind, ratio in slow.items()}
         found["pipeline"] = found.get("pipeline", 0.0) + step.bubble_s / step.total_s
         found[COMMON] = 1.0
         return tuple(found.get(kind, 0.0) for kind in KINDS)
@@ -122,29 +127,29 @@ def _may_have(cost: Cost, kind: str) -> bool:
     return is_split or any(each.axis[0] in axes for each in cost.comm)
 
 
-def _slowed(cluster: ClusterSpec, kind: str, times: StepTimes) -> StepTimes:
-    """Steps on a cluster on which one kind of work takes `SLOWER` times as long."""
+def _slowed(cluster: ClusterSpec, kind: str, times: StepTimes, slower: float) -> StepTimes:
+    """Steps on a cluster on which one kind of work takes `slower` times as long."""
     device = cluster.device
     if kind in _REACHED:
         name, reached = _REACHED[kind], device.efficiency
-        device = replace(device, efficiency=replace(reached, **{name: getattr(reached, name) / SLOWER}))
+        device = replace(device, efficiency=replace(reached, **{name: getattr(reached, name) / slower}))
         return StepTimes(replace(cluster, device=device))
     if kind == "launches":
-        return StepTimes(replace(cluster, device=replace(device, launch_s=device.launch_s * SLOWER)))
+        return StepTimes(replace(cluster, device=replace(device, launch_s=device.launch_s * slower)))
     if kind == "host":
         host = cluster.host
         if host is not None:
-            cores = max(1, round(host.cores / SLOWER))
-            host = replace(host, memory_bandwidth=host.memory_bandwidth / SLOWER, cores=cores)
-        return StepTimes(replace(cluster, host=host, host_link=_slower(cluster.host_link)), copies=times)
+            cores = max(1, round(host.cores / slower))
+            host = replace(host, memory_bandwidth=host.memory_bandwidth / slower, cores=cores)
+        return StepTimes(replace(cluster, host=host, host_link=_slower(cluster.host_link, slower)), copies=times)
     slow = replace(
         cluster,
-        intra_node=_slower(cluster.intra_node),
-        inter_node=_slower(cluster.inter_node),
-        inter_leaf=None if cluster.inter_leaf is None else _slower(cluster.inter_leaf),
+        intra_node=_slower(cluster.intra_node, slower),
+        inter_node=_slower(cluster.inter_node, slower),
+        inter_leaf=None if cluster.inter_leaf is None else _slower(cluster.inter_leaf, slower),
     )
     return StepTimes(cluster, dict.fromkeys(_AXES[kind], slow), copies=None if kind == "splits" else times)
 
 
-def _slower(link: LinkSpec) -> LinkSpec:
-    return replace(link, bandwidth=link.bandwidth / SLOWER, latency_s=link.latency_s * SLOWER)
+def _slower(link: LinkSpec, slower: float) -> LinkSpec:
+    return replace(link, bandwidth=link.bandwidth / slower, latency_s=link.latency_s * slower)

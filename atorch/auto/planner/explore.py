@@ -150,7 +150,8 @@ class Explorer:
         best = int(expected.argmin())
         if best not in self.measured:
             margin = np.full(len(taken), TIE)
-            margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
+            if all(expected[self.baseline] < expected[index] for index in self.measured):
+                margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
             tied = np.flatnonzero(expected <= expected[best] + margin).tolist()
         else:
             tied = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
