@@ -98,7 +98,7 @@ def _has_kernel(
     """
     if (mask is not None and mask.stride(-1) != 1) or (not is_grouped and query.shape[1] != key.shape[1]):
         return False
-    head, of_value = query.shape[-1], value.shape[-1]
+    head, of_value = int(query.shape[-1]), int(value.shape[-1])
     flash = is_narrow and capability >= _AMPERE and mask is None and head == of_value <= _WIDEST
     is_aligned = head % 8 == of_value % 8 == 0 and max(head, of_value) <= _WIDEST
     is_constant = mask is None or not mask.requires_grad
