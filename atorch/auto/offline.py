@@ -259,7 +259,7 @@ def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict
     arguments = {name: value for name, value in job.items() if name != "of_length"}
     ctx = make_context(model, **arguments, world=alone, cluster=cluster)
     batch = ctx.prepare_input(sample_batch, alone.device)
-    kind, counts = cluster.device.type, ctx.num_counts(batch)
+    counts = ctx.num_counts(batch)
     of_length: OfLength | None = job.get("of_length")
     if of_length is not None:
         length, make = of_length
@@ -270,7 +270,8 @@ def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict
         ctx.call_model,
         ctx.loss_func,
         ctx.make_optimizer,
-        device_type=kind,
+        device_type=cluster.device.type,
+        capability=cluster.device.capability,
         num_counts=counts,
         of_length=of_length,
     )

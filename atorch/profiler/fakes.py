@@ -12,7 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.errors import ArgumentError
@@ -77,8 +83,15 @@ def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
     if not tensors:
         is_small = all(abs(each) <= _MOST for each in args if isinstance(each, (int, float)))
         return func._overloadpacket is _aten.arange and is_small
-    known = all(not isinstance(each, FakeTensor) and not each.is_floating_point() for each in tensors)
-    return known and math.prod(max(1, each.numel()) for each in tensors) <= _MOST
+    if any(isinstance(each, FakeTensor) or each.is_floating_point() for each in tensors):
+        return False
+    if math.prod(max(1, each.numel()) for each in tensors) <= _MOST:
+        return True
+    try:
+        made = func(*args, **kwargs)  # a fake: what is added element by element, or joined, makes no pairs
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        return False
+    return sum(each.numel() for each in tensors_of(made)) <= _MOST
 
 
 def _is_grouped(func: Any, args: Any) -> bool:

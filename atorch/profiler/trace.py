@@ -60,6 +60,7 @@ class _Job:
     max_calls: int = 0
     is_short: bool = False  # whether short samples are traced in place of the sample
     numbers: Literal["own", "half", "autocast"] = "own"  # those that the model is in, or as a method runs it
+    capability: tuple[int, int] | None = None
 
     @property
     def functions(self) -> tuple[CallModel, LossFunc | None]:
@@ -75,6 +76,7 @@ def trace(
     make_optimizer: MakeOptimizer | None = None,
     *,
     device_type: str = "cpu",
+    capability: tuple[int, int] | None = None,
     parts: Mapping[str, nn.Module] | None = None,
     num_counts: int = 0,
     of_length: OfLength | None = None,
@@ -85,6 +87,7 @@ def trace(
         sample_batch: what `call_model(model, batch)` and `loss_func(batch, output)` take; its tensors may be anywhere.
         make_optimizer: `(parameters) -> optimizer`, asked what state it keeps; without one, two elements a parameter.
         device_type: where it is to train, "cpu" or "cuda": some operations keep less on a GPU.
+        capability: of a CUDA device, by which attention there writes its scores or not.
         parts: modules, none inside another, of which every run becomes a segment of its own, and so does what lies
             between two; None: the repeated blocks, of which equal ones that follow one another are one segment.
         num_counts: figures that ranks exchange each step on what the loss is a mean over.
@@ -97,7 +100,7 @@ def trace(
     if next(model.parameters(), None) is None:
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     blocks = repeated_blocks(model) if parts is None else parts
-    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks, of_length)
+    job = _Job(model, sample_batch, call_model, loss_func, device_type, blocks, of_length, capability=capability)
     ownership, groups = Ownership.of(model, blocks), groups_of_alike(blocks)
     with preserved_rng():
         job, recorder, traced = _of_length(job, groups)
@@ -269,7 +272,7 @@ def _record(
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
-        stack.enter_context(as_on(job.device_type))
+        stack.enter_context(as_on(job.device_type, job.capability))
         stack.enter_context(recorder.recording() if is_seen else nullcontext())
         stack.enter_context(Originals(job.model))
         stack.enter_context(alone())  # one process traces

@@ -54,7 +54,15 @@ def unit_costs(
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, or is on the meta device and cannot run on fakes.
     """
-    profile = trace(model, sample_batch, call_model, loss_func, device_type=device.type, parts=parts or units(model))
+    profile = trace(
+        model,
+        sample_batch,
+        call_model,
+        loss_func,
+        device_type=device.type,
+        capability=device.capability,
+        parts=parts or units(model),
+    )
     cost, blocks = plain_cost(profile), repeated_blocks(model)
     if fold is not None:
         cost = fold(cost)

@@ -74,7 +74,7 @@ def test_attention() -> None:
 
 
 @cache
-def llama() -> ModelProfile:
+def llama(rows: int = 4) -> ModelProfile:
     import transformers
 
     config = transformers.LlamaConfig(
@@ -83,7 +83,7 @@ def llama() -> ModelProfile:
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    tokens = torch.zeros(4, 2048, dtype=torch.long)
+    tokens = torch.zeros(rows, 2048, dtype=torch.long)
     return subject_of(
         model, {"input_ids": tokens, "labels": tokens}, H200, loss_func=lambda batch, output: output["loss"],
         optim_func=torch.optim.AdamW, optim_args={"lr": 1e-5, "fused": True}, model_input_format="unpack_dict",
@@ -105,3 +105,33 @@ def test_steps(name: str, strategy: list[Any], seconds: float, memory: float) ->
     cost = Strategy.of(strategy).cost(plain_cost(llama(), 4, H200.device.memory_bytes))
     assert step_seconds(cost, H200) == pytest.approx(1e-3 * ms, rel=seconds)
     assert peak_memory(cost).total == pytest.approx(allocated * GIB, rel=memory)
+
+
+def test_memory_of_scores() -> None:
+    """fp32 attention over shared keys writes them out: plain training ran out of memory."""
+    gib = H200.device.memory_bytes / GIB
+    plain = plain_cost(llama(8), 8, H200.device.memory_bytes)
+    assert peak_memory(plain).total / GIB > gib
+    fitting = Strategy.of(["module_replace", ("micro_batch", {"size": 4})]).cost(plain)
+    _, allocated = MEASURED["eight_rows"]["module_replace, micro_batch 4"]
+    assert peak_memory(fitting).total / GIB == pytest.approx(allocated, rel=0.02)
+
+
+def test_steps_of_eight_rows() -> None:
+    """Micro-batches and `chunk`, which no constant was fitted to."""
+    ratios = []
+    for name, (ms, _) in MEASURED["eight_rows"].items():
+        methods = [_METHODS.get(each, each) for each in name.split(", ")]
+        if ms is not None:
+            cost = Strategy.of(methods).cost(plain_cost(llama(8), 8, H200.device.memory_bytes))
+            ratios.append(1e3 * step_seconds(cost, H200) / ms)
+    assert len(ratios) == 9
+    assert statistics.mean(abs(each - 1.0) for each in ratios) < 0.2
+    assert all(0.5 < each < 1.4 for each in ratios)
+
+
+_METHODS: dict[str, Any] = {
+    "amp_native bf16": ("amp_native", "bf16"),
+    "checkpoint selective": ("checkpoint", {"selective": True}),
+    **{f"micro_batch {size}": ("micro_batch", {"size": size}) for size in (1, 2, 4)},
+}

@@ -56,6 +56,16 @@ def test_what_would_take_memory_is_fake(fakes):
         assert isinstance(torch.arange(2**40), FakeTensor)
 
 
+def test_a_large_batch_keeps_its_positions(fakes):
+    """As transformers looks at them, to leave out the mask of sequences that are not packed."""
+    with fakes.running():
+        positions = torch.arange(2048)[None, :].expand(16, -1)
+        packed = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        assert (packed[:, -1] == 0).all()
+        every = (positions.reshape(-1) % 2 == 0).nonzero()  # as many as the values say
+        assert isinstance(every, FakeTensor) or every.shape == (2**14, 1)
+
+
 def test_experts_in_fp32(fakes):
     data, weight = (fakes.fake(each).requires_grad_() for each in (torch.ones(6, 4), torch.ones(2, 4, 8)))
     with fakes.running():

@@ -194,6 +194,7 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
             ctx.loss_func,
             ctx.make_optimizer,
             device_type=ctx.cluster.device.type,
+            capability=ctx.cluster.device.capability,
             num_counts=ctx.num_counts(batch),
         )
     return profile, plain_cost(profile, batch_size(batch) * size, ctx.cluster.device.memory_bytes)
