@@ -11,7 +11,7 @@
 #                   takes the torch that $(PYTHON) has and no virtual environment, with what is in wheels/
 #   make wheels     gathers what such a machine lacks in wheels/, where it has no package index of its own
 #   make check      style and types
-#   make bench      the table that the README quotes
+#   make bench      the table of benchmarks/README.md
 #   make format     rewrite the sources in the house style
 #
 # PIP_ARGS is passed to pip, e.g. make PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu' .venv
