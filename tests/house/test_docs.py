@@ -142,7 +142,9 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors(there), f"{name_of(path)} links to {link}, and no heading there is called so"
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if name_of(path) not in (*SKETCHES, "README.md")], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if name_of(path) not in (*SKETCHES, "README.md")], ids=name_of
+)
 def test_every_document_opens_with_who_it_is_for(path: Path) -> None:
     opening = prose(path).split("\n\n")[1]
     assert opening.startswith("For "), f"{name_of(path)} opens with: {opening[:80]}"
