@@ -158,23 +158,18 @@ class Engine:
             schedule = known or self._make(name, shapes, work.count, train)
 
             failures: list[Exception] = []
-
-            def step() -> None:
-                try:
-                    schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
-                except RuntimeError as error:  # torch puts what a pass raised behind one of its own
-                    if error.__cause__ is not None:
-                        raise error.__cause__ from None
-                    raise
-                if failures:
-                    raise failures[0]
-
             # What fails on one process alone mostly does so at first, or in evaluation.
-            if self.understudy is None and (known is None or not train):
+            ends_together = self.understudy is None and (known is None or not train)
+            if ends_together:
                 self.job = _Job(work, shapes, failures)
-                together(step, self.group)
-            else:
-                step()
+            try:
+                schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
+            except RuntimeError as error:  # torch puts what a pass raised behind one of its own
+                if error.__cause__ is not None:
+                    raise error.__cause__ from None
+                raise  # at once, what backward raised among it: others wait for this process
+            if ends_together:
+                together(functools.partial(_raise_first, failures), self.group)
         self._schedules[key] = schedule  # only now: one that failed is in no state to go on
         if len(self._schedules) > KEPT:
             del self._schedules[next(iter(self._schedules))]
@@ -247,6 +242,11 @@ class Engine:
         with torch.no_grad(), untouched(part), self.reductions[place].forward(), stage.visit(wires, table) as visit:
             work.look(part)
         return visit.made
+
+
+def _raise_first(failures: Sequence[Exception]) -> None:
+    if failures:
+        raise failures[0]
 
 
 class Piece(nn.Module):

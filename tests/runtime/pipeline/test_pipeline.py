@@ -79,7 +79,8 @@ def test_beside_data_parallelism(pool: Pool, name: str, beside: list[Any]) -> No
 def test_every_kind_beside_data_parallelism(pool: Pool, name: str, knobs: dict[str, Any], beside: list[Any]) -> None:
     strategy = [*stages(data=2, micro_batches=2, **knobs), *beside]
     if name == "inplace" and not {"fsdp", "zero2"}.isdisjoint(map(str, beside)):
-        with pytest.raises(RankFailure, match="is being modified inplace"):  # FSDP2 alone cannot train it either
+        # FSDP2 alone cannot train it either; under checkpoint autograd says so in backward.
+        with pytest.raises(RankFailure, match="modified (by an )?inplace"):
             check(pool, name, strategy, ranks=4, steps=2, even=True)
         return
     check(pool, name, strategy, ranks=4, steps=2, even=True)
