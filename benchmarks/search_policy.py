@@ -4,10 +4,9 @@
 
 Candidates and estimates are the planner's for each job. A machine is drawn around them: how far estimates are off, by
 kind of work (`cost.uncertainty`; a kind that is quicker saves no more than it took, and nothing where it was hidden),
-by method and by composition; how long starts take, within a factor of 2; how much
-memory is needed, which is off by 10 %, and on one method by a factor of 1.9; and one method always fails. The explorer
-then searches as on a device. What it chooses is applied, where that fails what stands behind it. Regret is its step
-over the least of all that run, - 1.
+by method and by composition; how long starts take, within a factor of 2; how much memory is needed, which is off by
+10 %, and on one method by a factor of 1.9; and one method always fails. The explorer then searches as on a device. What
+it chooses is applied, where that fails what stands behind it. Regret is its step over the least of all that run, - 1.
 
 `--jobs` takes a list of {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "batch", "cluster"}, the batch
 on all devices together. `--json` writes a list of {job, limit, seed, regret, runs, seconds, chosen,

@@ -150,6 +150,7 @@ class Explorer:
         best = int(expected.argmin())
         if best not in self.measured:
             margin = np.full(len(taken), TIE)
+            # Where something that ran is faster than plain training is expected to be, that is what to fall back on.
             if all(expected[self.baseline] < expected[index] for index in self.measured):
                 margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
             tied = np.flatnonzero(expected <= expected[best] + margin).tolist()

@@ -60,7 +60,7 @@ KIND_OF: Mapping[str, str] = {
 KINDS = tuple(SIGMA)
 
 MEMORY = 0.1  # the standard deviation of log(bytes needed / estimated)
-MUCH = 1.9  # times the bytes that are estimated: what a method needs that is not priced right, as was once on an H200
+MUCH = 1.9  # times the bytes that are estimated: what a method needs that is not priced right
 UNSURE = 1e-4  # chances are never nearer to 0 or 1
 BLAMED, ALONE = 0.02, 0.02  # chances that a method, or a composition alone, is why something fails
 
