@@ -9,7 +9,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
 from atorch.cost import plain_cost, step_time
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
-from atorch.cost.uncertainty import HIGH, KINDS, LOW, OWN, SIGMA, Uncertainty
+from atorch.cost.uncertainty import HIGH, KINDS, LOW, OWN, SIGMA, SLOWER, Uncertainty
 
 CLUSTER = ClusterSpec.load("2x8xH100-80GB")
 
@@ -53,6 +53,14 @@ def test_links_count_for_who_sends_over_them():
 def test_what_waits_on_the_host_is_of_the_host():
     waiting = cost(("parallel_mode", [("data", 16)]), "fsdp", ("offload", {"optimizer": 1.0}))
     assert shares(waiting)["host"] > 0.1
+
+
+def test_quicker_work_has_no_share_where_it_is_hidden():
+    slower = shares(SHARDED)
+    quicker = dict(zip(KINDS, Uncertainty(CLUSTER, slower=1 / SLOWER).shares(SHARDED), strict=True))
+    exposed = step_time(SHARDED, CLUSTER)
+    assert quicker["sharding"] <= exposed.exposed_comm_s / exposed.total_s + 1e-9
+    assert quicker["products"] <= slower["products"] + 0.05
 
 
 def test_the_variance_is_a_sum_over_kinds():
