@@ -61,6 +61,8 @@ TOGETHER: tuple[Composition, ...] = (
     ("fsdp", "checkpoint"),
     ("fsdp", SELECTIVE),
     ("fsdp", "module_replace"),
+    ("ddp", "cross_entropy"),
+    ("fsdp", AMP, "cross_entropy"),
     ("zero2", HALF, "checkpoint"),
     ("fsdp", AMP, "checkpoint"),
     ("ddp", MICRO),
@@ -294,7 +296,8 @@ def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int,
 
 
 @pytest.mark.parametrize(
-    "composition", [("zero1",), ("fsdp",), ("ddp", ("amp_native", "fp16")), ("fsdp", ON_HOST)], ids=named
+    "composition", [("zero1",), ("fsdp",), ("ddp", ("amp_native", "fp16")), ("fsdp", ON_HOST), ("ddp", "cross_entropy")],
+    ids=named,
 )
 def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> None:
     check(llama, composition, ranks=8, layers=4)
