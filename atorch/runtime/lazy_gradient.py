@@ -31,7 +31,7 @@ class LazyGradient(Tensor):
     """The gradient of logits: of their shape, and never computed."""
 
     _terms: tuple[Term, ...]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, like: Like, terms: tuple[Term, ...]) -> LazyGradient:
@@ -59,7 +59,9 @@ class LazyGradient(Tensor):
             return LazyGradient(Like.of(first), (*terms_of(first), *terms_of(second)))
         if func in _COPIES:
             kwargs = kwargs or {}
-            return LazyGradient(Like.of(args[0])._replace(**{"dtype": kwargs.get("dtype") or args[0].dtype}), args[0]._terms)
+            return LazyGradient(
+                Like.of(args[0])._replace(**{"dtype": kwargs.get("dtype") or args[0].dtype}), args[0]._terms
+            )
         raise ArgumentError(
             f"{func} was asked of the gradient of logits, which cross_entropy never computes; take gradients of the "
             "model's parameters, or leave cross_entropy out"

@@ -12,7 +12,6 @@ underflow; others let the head compute each chunk's logits again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,14 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
-from atorch.errors import ArgumentError
 from atorch.logs import say_once
 from atorch.runtime.first_order import refuse_second_order
 from atorch.runtime.lazy_gradient import LazyGradient, Like, terms_of
-from atorch.runtime.logit_chunks import Needs, Product
+from atorch.runtime.logit_chunks import Head, Needs, Product, versions_of
 from atorch.runtime.logit_losses import NUMBERS
 from atorch.runtime.override import override
 from atorch.runtime.split_tensor import MAKE_OTHERS, as_tensors, reads_no_values, writes
@@ -37,35 +35,6 @@ _WIDTH = 2
 """Of the dim of classes in the numbers of rows that stand for logits: more than 1, whose strides mean nothing."""
 
 Apply = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Head:
-    """A product, and what has to hold still while its logits are not there."""
-
-    product: Product
-    needs: Needs
-    versions: tuple[int, ...]
-
-    def read(self) -> Product:
-        """The product, of the values that it was asked for with.
-
-        Raises:
-            ArgumentError: they are not there any more.
-        """
-        weight = self.product.weight
-        is_freed = not weight.untyped_storage().nbytes() and weight.numel()
-        if is_freed or _versions(self.product) != self.versions:
-            raise ArgumentError(
-                "logits are read after the weight or the hidden states that they are computed of have changed, as an "
-                "optimizer's step changes them. Read them before, or leave cross_entropy out"
-            )
-        return self.product
-
-
-def _versions(product: Product) -> tuple[int, ...]:
-    tensors = (product.hidden, product.weight, product.bias)
-    return tuple(each._version for each in tensors if each is not None and not each.is_inference())
 
 
 class Origin(NamedTuple):
@@ -194,7 +163,7 @@ class _Product(torch.autograd.Function):
         ctx.dtype, ctx.chunk, ctx.needs = dtype, chunk, needs
         rows = torch.arange(product.hidden.shape[0], device=hidden.device).view(*hidden.shape[:-1], 1)
         rows = rows.repeat(*[1] * (hidden.dim() - 1), _WIDTH)
-        return LazyLogits(Head(product, needs, _versions(product)), rows, hidden.dim() - 1, dtype)
+        return LazyLogits(Head(product, needs, versions_of(product)), rows, hidden.dim() - 1, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,11 +189,12 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits) -> Tensor:
-        whole = logits._head.read().logits(slice(None))
-        return torch.ops.aten._unsafe_view(whole, logits.shape)  # no view to autograd, so that it can be written into
+        rows = logits._head.read().logits(slice(None))
+        whole: Tensor = torch.ops.aten._unsafe_view(rows, logits.shape)  # no view to autograd: it may be written into
+        return whole
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return LazyGradient(Like.of(grad), terms_of(grad))
 
@@ -233,15 +203,19 @@ class _Derive(torch.autograd.Function):
     """Logits made of others'."""
 
     @staticmethod
-    def forward(ctx: Any, logits: LazyLogits, made: Callable[[], LazyLogits]) -> LazyLogits:
-        ctx.like = Like.of(logits)
+    def forward(ctx: Any, logits: LazyLogits, made: Callable[[], LazyLogits], make: Apply) -> LazyLogits:
+        ctx.of, ctx.make = logits.detach(), make
         return made()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if not isinstance(grad, LazyGradient):
-            raise ArgumentError("a gradient was given to lazy logits; call backward() of a loss")
-        return LazyGradient(ctx.like, grad._terms), None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if isinstance(grad, LazyGradient):
+            return LazyGradient(Like.of(ctx.of), grad._terms), None, None
+        with torch.enable_grad():  # one that was computed of all logits, by whoever has parts of them
+            source = ctx.of._as_whole().detach().requires_grad_()
+            (dense,) = torch.autograd.grad(ctx.make(source), source, grad)
+        return dense, None, None
 
 
 def _by_chunks(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,7 +228,11 @@ def _by_chunks(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ..
     if func in MAKE_OTHERS:
         return func(_probe(logits), *args, **kwargs)
     if func in _LOG_SOFTMAX:
-        return _log_softmax(logits, *args, **kwargs) if has_parameters(_log_softmax, logits, *args, **kwargs) else NotImplemented
+        return (
+            _log_softmax(logits, *args, **kwargs)
+            if has_parameters(_log_softmax, logits, *args, **kwargs)
+            else NotImplemented
+        )
     call = apart(func, Parted(tuple(logits.shape), logits._axis, _WIDTH), args, kwargs)
     if call is None:
         return NotImplemented
@@ -311,7 +289,7 @@ def _derived(
     def made() -> LazyLogits:
         return LazyLogits(logits._head, **fields)
 
-    result: LazyLogits = _Derive.apply(logits, made) if keeps_history else made()  # type: ignore[no-untyped-call]
+    result: LazyLogits = _Derive.apply(logits, made, make) if keeps_history else made()  # type: ignore[no-untyped-call]
     result._origin = Origin(logits, make, is_view)
     return result
 
@@ -364,7 +342,11 @@ def _is_special(head: Any, input: Tensor) -> bool:
     """True if a head's operands are no ordinary tensors, or a function is differentiated by torch.func."""
     kinds = (input, head.weight, head.bias)
     is_wrapper = any(each is not None and is_traceable_wrapper_subclass(each) for each in kinds)
-    return is_wrapper or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+    return (
+        is_wrapper
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 SHARES = 16

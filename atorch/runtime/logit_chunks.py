@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from atorch.errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class Product:
@@ -53,6 +55,36 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+
+
+@dataclass(frozen=True)
+class Head:
+    """A product, and what has to hold still while its logits are not there."""
+
+    product: Product
+    needs: Needs
+    versions: tuple[int, ...]
+
+    def read(self) -> Product:
+        """The product, of the values that it was asked for with.
+
+        Raises:
+            ArgumentError: they are not there any more.
+        """
+        weight = self.product.weight
+        is_freed = not weight.untyped_storage().nbytes() and weight.numel()
+        if is_freed or versions_of(self.product) != self.versions:
+            raise ArgumentError(
+                "logits are read after the weight or the hidden states that they are computed of have changed, as an "
+                "optimizer's step changes them, or were freed, as fsdp frees groups that its arguments name. Read them "
+                "before, or leave cross_entropy out"
+            )
+        return self.product
+
+
+def versions_of(product: Product) -> tuple[int, ...]:
+    tensors = (product.hidden, product.weight, product.bias)
+    return tuple(each._version for each in tensors if each is not None and not each.is_inference())
 
 
 class Gradients:
@@ -104,7 +136,9 @@ def numbers(product: Product, reading: Reading) -> Tensor:
     """The number of each row, (n,), without history."""
     product = product.cast()
     with torch.no_grad():
-        return torch.cat([reading.number(product.logits(reading.rows[each]), each) for each in _chunks(product, reading)])
+        return torch.cat(
+            [reading.number(product.logits(reading.rows[each]), each) for each in _chunks(product, reading)]
+        )
 
 
 def add_gradients(product: Product, reading: Reading, grads: Tensor | None, into: Gradients) -> Tensor:

@@ -132,7 +132,7 @@ class _Each(torch.autograd.Function):
         return numbers(logits._head.read(), reading)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         reading = ctx.reading
 
@@ -154,11 +154,11 @@ class _Total(torch.autograd.Function):
         return _divided(add_gradients(product, reading, None, ctx.gradients), divisor)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.divisor is not None:  # where no row counts, none has a gradient, though the loss is no number
             grad = torch.where(ctx.divisor == 0, 0.0, grad / ctx.divisor)
-        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
         known: Gradients = ctx.gradients
         if is_last:
             ctx.gradients = None

@@ -296,7 +296,8 @@ def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int,
 
 
 @pytest.mark.parametrize(
-    "composition", [("zero1",), ("fsdp",), ("ddp", ("amp_native", "fp16")), ("fsdp", ON_HOST), ("ddp", "cross_entropy")],
+    "composition",
+    [("zero1",), ("fsdp",), ("ddp", ("amp_native", "fp16")), ("fsdp", ON_HOST), ("ddp", "cross_entropy")],
     ids=named,
 )
 def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> None:

@@ -60,7 +60,9 @@ def written(logits: Tensor) -> Tensor:
 
 
 WHOLE: dict[str, Loss] = {
-    "divergence": lambda logits: F.kl_div(F.log_softmax(logits, -1), torch.full_like(logits, 0.02), reduction="batchmean"),
+    "divergence": lambda logits: F.kl_div(
+        F.log_softmax(logits, -1), torch.full_like(logits, 0.02), reduction="batchmean"
+    ),
     "likely classes": lambda logits: F.cross_entropy(flat(logits), flat(logits).detach().softmax(-1)),
     "penalty": lambda logits: F.cross_entropy(flat(logits), FLAT) + logits.pow(2).mean(),
     "largest": lambda logits: logits.topk(3).values.mean(),
