@@ -56,6 +56,8 @@ REFUSED = {
     frozenset(("chunk", "offload")): "parameters that wait on the host are chunk's business",
     frozenset(("chunk", "cross_entropy")): "the head's weight is away when logits are computed",
     frozenset(("cross_entropy", "tensor_parallel")): "losses are taken of each process's classes",
+    frozenset(("cross_entropy", "sequence_parallel")): "losses are taken of each process's tokens",
+    frozenset(("cross_entropy", "context_parallel")): "losses are taken of each process's tokens",
     frozenset(("fp8", "tensor_parallel")): "fp8's own layers hide the products that would be split",
     frozenset(("fp8", "sequence_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",
     frozenset(("fp8", "context_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",

@@ -6,7 +6,7 @@ exists from the loss on. Work: as without where a loss is one number of all toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated
 
@@ -47,8 +47,9 @@ class CrossEntropy(Method):
         return (value,) if isinstance(value, str) else value
 
     def unfit(self, cost: Cost) -> str | None:
-        """All classes of a head are in one place."""
-        return _BESIDE_TENSOR if cost.tensor > 1 else None
+        """All tokens and classes of a head are in one place."""
+        split = {"tensor_parallel": cost.tensor, "sequence_parallel": cost.sequence, "context_parallel": cost.context}
+        return next((_beside(name) for name, size in split.items() if size > 1), None)
 
     def cost(self, cost: Cost) -> Cost:
         """Logits and their loss by chunks: a chunk's at once, none kept, and the head's gradient made early."""
@@ -86,8 +87,8 @@ class CrossEntropy(Method):
     def check(self, ctx: Context) -> None:
         """There is a head, whose logits nothing splits, moves or compiles."""
         for other in ctx.strategy or ():
-            if other.name == "tensor_parallel":
-                raise StrategyError(_BESIDE_TENSOR)
+            if other.name in _REFUSED:
+                raise StrategyError(_beside(other.name))
             if isinstance(other, Fsdp) and other.reshard_after_forward not in (None, False):
                 raise StrategyError(
                     f"cross_entropy computes logits after forward, and {other.name} was given reshard_after_forward="
@@ -140,10 +141,15 @@ def _compiled(ctx: Context, part: nn.Module) -> Iterable[nn.Module]:
     return other.chosen(part).values() if other is not None and is_known else ()
 
 
-_BESIDE_TENSOR = (
-    "cross_entropy and tensor_parallel exclude each other: tensor_parallel takes losses of each process's classes, "
-    "which are a part of the logits already; leave one of them out"
-)
+_REFUSED: Mapping[str, str] = {
+    "tensor_parallel": "takes losses of each process's classes",
+    "sequence_parallel": "takes losses of each process's tokens",
+    "context_parallel": "takes losses of each process's tokens",
+}
+
+
+def _beside(name: str) -> str:
+    return f"cross_entropy and {name} exclude each other: {name} {_REFUSED[name]}; leave one of them out"
 
 
 def _product(segment: Segment) -> Matmul | None:
