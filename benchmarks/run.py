@@ -28,6 +28,7 @@ CLAIMS = (
     "pipeline_step",
     "smp_step",
     "ring_attention",
+    "cross_entropy",
     "chunk_adam",
     "chunk_layout",
     "chunk_traffic",

@@ -322,7 +322,7 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
         kept=kept,
         again=again,
         results=results,
-        working=working + _made_whole(terms, segment),
+        working=working + _made_whole(terms, segment) + segment.early_gradient_bytes,
         weights=_weights(terms, segment) if terms.placeholder_itemsize else 0.0,
     )
 

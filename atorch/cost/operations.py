@@ -15,6 +15,9 @@ from atorch.cost.state import Cost
 
 _SCORES_TRAFFIC = 3.0  # bytes that move between attention's products for each byte of scores that is kept
 
+_ADDED = 2.0  # passes over a weight's gradient for each chunk of rows: it is read, and written
+_OF_CHUNK = 30.0  # operations of a chunk of logits, its loss and its gradients
+
 _Local = tuple[float, float, float, float]  # rows, inner, columns and count of products as one device has them
 
 
@@ -46,10 +49,13 @@ def seconds_of_copy(cost: Cost, segment: Segment, products: ProductTimes) -> Com
             casting += _dequantized_bytes(cost, each, shape, repeats)
         place += each.count
     traffic = share * _traffic_bytes(cost, segment, again) + casting
+    traffic += _ADDED * segment.early_gradient_bytes * segment.loss_chunks
     return Computed(
         matmul_s=multiplying,
         traffic_s=traffic / products.bandwidth,
-        launch_s=(3.0 + again) * segment.num_ops * cost.ops_scale * products.device.launch_s,
+        launch_s=((3.0 + again) * segment.num_ops + _OF_CHUNK * (segment.loss_chunks - 1.0))
+        * cost.ops_scale
+        * products.device.launch_s,
     )
 
 

@@ -75,6 +75,8 @@ class Segment:
     split_working: bool = False  # whether tensor parallelism divides working_bytes, as it does logits
     num_ops: float = 0.0  # operators called in forward, views too: they all take the host's time
     num_losses: int = 0  # cross entropies that are taken of a head's logits
+    loss_chunks: float = 1.0  # in which logits are computed one after another, when a loss is taken of them
+    early_gradient_bytes: float = 0.0  # of a head's weight, whose gradient is then computed with the loss
     num_heads: int = 0  # attention heads that tensor parallelism would share out
     num_kv_heads: int = 0
     head_dim: int = 0  # features of a head; 0 where it is not known

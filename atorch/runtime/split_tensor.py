@@ -102,8 +102,8 @@ class SplitTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _reads_no_values(func):
-            with _as_tensors():
+        if reads_no_values(func):
+            with as_tensors():
                 return func(*args, **kwargs)
         if args and isinstance(args[0], cls) and not args[0]._is_whole:
             result = cls.on_part(func, args[0], args[1:], kwargs)
@@ -169,14 +169,14 @@ class SplitTensor(Tensor):
             if writes or base._was_written:
                 return take(base._as_whole(writes))
         self._values()
-        with _as_tensors():
+        with as_tensors():
             return self.view(self.shape)
 
     @property
     def _was_written(self) -> bool:
         if self._origin is not None and self._origin[0]._was_written:
             return True
-        with _as_tensors():
+        with as_tensors():
             return not self.is_inference() and self._version > 0
 
 
@@ -231,13 +231,13 @@ class _ToPart(torch.autograd.Function):
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function on all of it."""
-    writes = _writes(func) or "out" in kwargs
+    is_written = writes(func) or "out" in kwargs
     made: dict[int, SplitTensor] = {}
 
     def whole(split: SplitTensor) -> Tensor:
         if not split._is_whole:
             split._meet(func)
-        tensor = split._as_whole(writes)
+        tensor = split._as_whole(is_written)
         made[id(tensor)] = split
         return tensor
 
@@ -246,17 +246,18 @@ def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return made.get(id(result), result)  # what is given back as it came
 
 
-def _writes(func: Callable[..., Any]) -> bool:
+def writes(func: Callable[..., Any]) -> bool:
+    """True if a function changes the tensor that it is called on."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
-def _reads_no_values(func: Callable[..., Any]) -> bool:
+def reads_no_values(func: Callable[..., Any]) -> bool:
     """True if a function asks for no elements: for sizes, types, or a place in autograd's graph."""
     return func in _WITHOUT_VALUES or (getattr(func, "__name__", "") in ("__get__", "__set__") and func not in _VIEWS)
 
 
-def _as_tensors() -> AbstractContextManager[Any]:
+def as_tensors() -> AbstractContextManager[Any]:
     """Inside, split tensors are to torch what any tensor is."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
     return context

@@ -39,6 +39,7 @@ SETTINGS: dict[str, Any] = {
     "pipeline_parallel": {"split_points": ["model.layers.1"]},
     "offload": {"optimizer": 0.5, "activations": 1.0},
     "chunk": {"budget_bytes": 440_000},
+    "cross_entropy": {"chunk_tokens": 16},
 }
 """The setting of each method that is tried; a new method adds its own."""
 
@@ -53,6 +54,10 @@ REFUSED = {
     frozenset(("chunk", "fp8")): "fp8's layers keep every weight for backward, so that no chunk could leave",
     frozenset(("chunk", "pipeline_parallel")): "a pass is foreseen of a whole model",
     frozenset(("chunk", "offload")): "parameters that wait on the host are chunk's business",
+    frozenset(("chunk", "cross_entropy")): "the head's weight is away when logits are computed",
+    frozenset(("cross_entropy", "tensor_parallel")): "losses are taken of each process's classes",
+    frozenset(("cross_entropy", "sequence_parallel")): "losses are taken of each process's tokens",
+    frozenset(("cross_entropy", "context_parallel")): "losses are taken of each process's tokens",
     frozenset(("fp8", "tensor_parallel")): "fp8's own layers hide the products that would be split",
     frozenset(("fp8", "sequence_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",
     frozenset(("fp8", "context_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",

@@ -57,6 +57,7 @@ _REFUSED: Mapping[str, str] = {
     "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
     "pipeline_parallel": "a pass is foreseen of a whole model, not of a stage. Use tensor_parallel beside chunk, or "
     "fsdp with cpu_offload beside pipeline_parallel",
+    "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp beside cross_entropy",
 }
 
 
@@ -92,7 +93,8 @@ class Chunk(Method):
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:
-        beside = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1}
+        by_chunks = any(each.loss_chunks > 1.0 for each in cost.segments)
+        beside = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1, "cross_entropy": by_chunks}
         return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
 
     def cost(self, cost: Cost) -> Cost:

@@ -1,8 +1,8 @@
 """Lower bounds on the seconds and bytes of all compositions below a node of the tree.
 
 A node's cost is relaxed to one that is no worse than that of any composition below it, and then estimated by the same
-functions. What is below is told apart by what is recomputed, and then by the number of micro-batches, so that seconds
-and bytes are of the same ones. What is still to be chosen can at best do this:
+functions. What is below is told apart by what is recomputed and whether logits are kept, and then by the number of
+micro-batches, so that seconds and bytes are of the same ones. What is still to be chosen can at best do this:
 
 - compile only takes from traffic, launches and activations, so it is on;
 - the data-parallel methods send something and hold something: at best they send nothing, and shard parameters,
@@ -28,6 +28,7 @@ from typing import NamedTuple
 from atorch.auto.opt_lib.checkpoint import Checkpoint
 from atorch.auto.opt_lib.chunk import Chunk
 from atorch.auto.opt_lib.compile import Compile
+from atorch.auto.opt_lib.cross_entropy import CrossEntropy
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
@@ -40,7 +41,7 @@ from atorch.cost import Cost, StepTimes, peak_bytes
 from atorch.cost.memory import least_on_host, uses_host
 
 SHARING: frozenset[type[Method]] = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
-COVERED = SHARING | {Checkpoint, Compile, Offload, MicroBatch}
+COVERED = SHARING | {Checkpoint, CrossEntropy, Compile, Offload, MicroBatch}
 SLACK = 1e-9  # of a bound, for rounding
 
 Fold = Callable[[Cost], Cost]
@@ -81,7 +82,7 @@ class Bounds:
     def parts(self, node: Node) -> Iterator[Part]:
         """Parts below a node at the depth of bounds, by what is recomputed."""
         shard = self._sharing(node.cost)
-        for only, cost in self._each(Checkpoint, node.cost):
+        for only, cost in self._kept(node.cost):
             part = Part(0.0, 0.0, only, cost, shard)
             if MicroBatch not in self._below:
                 yield from self._settled(part._replace(is_settled=True))
@@ -137,6 +138,12 @@ class Bounds:
             yield {depth: (choice,)}, choice.method.cost(cost)
         if not level.is_needed:
             yield {depth: (None,)}, cost
+
+    def _kept(self, cost: Cost) -> Iterator[tuple[Only, Cost]]:
+        """A cost with each way to keep activations, and logits."""
+        for of_blocks, recomputed in self._each(Checkpoint, cost):
+            for of_logits, kept in self._each(CrossEntropy, recomputed):
+                yield {**of_blocks, **of_logits}, kept
 
     def _numbers(self, cost: Cost) -> Mapping[float, Sequence[Choice | None]]:
         """Numbers of micro-batches, each with the choices that make them."""

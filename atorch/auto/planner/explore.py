@@ -33,7 +33,7 @@ PATIENCE, DEAR = 12, 1.0  # after so many failures of all, one more costs as muc
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # of a step: what came this close to the best is compared with it
 QUIET = 0.03  # the same where machines are less noisy
-SAVING = ("checkpoint", "chunk", "micro_batch", "offload")  # memory, for time
+SAVING = ("checkpoint", "chunk", "cross_entropy", "micro_batch", "offload")  # memory, for time
 ROOM = 0.8  # of a device's usable memory: what needs no more fits with room
 
 

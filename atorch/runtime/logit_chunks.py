@@ -1,0 +1,169 @@
+"""Numbers of logits' rows, and their gradients, by chunks of rows, so that no more logits than a chunk's exist.
+
+Logits are a product: hidden states, one row for each token, times a weight with a row for each class. A loss takes one
+number of each row. So a chunk's logits are computed, its numbers and the gradients of hidden states and weight taken,
+and the logits dropped (Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from atorch.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Product:
+    """`hidden @ weight.T + bias` in `dtype`, none of it computed yet. Without history."""
+
+    hidden: Tensor  # (rows, features)
+    weight: Tensor  # (classes, features)
+    bias: Tensor | None
+    dtype: torch.dtype
+    chunk: int  # rows whose logits exist at once
+
+    def logits(self, rows: Tensor | slice) -> Tensor:
+        """The logits of some rows, (rows, classes)."""
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return F.linear(self.hidden[rows].to(self.dtype), self.weight.to(self.dtype), self.cast_bias())
+
+    def cast_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(self.dtype)
+
+    def cast(self) -> Product:
+        """The same with a weight that is cast once, for many chunks."""
+        return replace(self, weight=self.weight.to(self.dtype), bias=self.cast_bias())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One number of each of some rows of logits."""
+
+    rows: Tensor  # (n,), of the product's
+    number: Callable[[Tensor, slice], Tensor]  # (logits of a slice of the n rows, the slice) → their numbers
+
+
+class Needs(NamedTuple):
+    """Operands of a product that want gradients."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Head:
+    """A product, and what has to hold still while its logits are not there."""
+
+    product: Product
+    needs: Needs
+    versions: tuple[int, ...]
+
+    def read(self) -> Product:
+        """The product, of the values that it was asked for with.
+
+        Raises:
+            ArgumentError: they are not there any more.
+        """
+        weight = self.product.weight
+        is_freed = not weight.untyped_storage().nbytes() and weight.numel()
+        if is_freed or versions_of(self.product) != self.versions:
+            raise ArgumentError(
+                "logits are read after the weight or the hidden states that they are computed of have changed, as an "
+                "optimizer's step changes them, or were freed, as fsdp frees groups that its arguments name. Read them "
+                "before, or leave cross_entropy out"
+            )
+        return self.product
+
+
+def versions_of(product: Product) -> tuple[int, ...]:
+    tensors = (product.hidden, product.weight, product.bias)
+    return tuple(each._version for each in tensors if each is not None and not each.is_inference())
+
+
+class Gradients:
+    """Gradients of a product's operands that are added up from those of logits."""
+
+    def __init__(self, product: Product, needs: Needs) -> None:
+        hidden, weight, bias = product.hidden, product.weight, product.bias
+        self.hidden = torch.zeros_like(hidden) if needs.hidden else None
+        self.weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs.weight else None
+        self.bias = None if bias is None or not needs.bias else torch.zeros_like(bias, dtype=_wide(bias))
+
+    def add(self, product: Product, rows: Tensor | slice, grad: Tensor) -> None:
+        """Add what the gradient of the logits of some rows, (rows, classes), gives; `product` is one that was cast."""
+        with torch.autocast(grad.device.type, enabled=False):
+            if self.hidden is not None:
+                of_hidden = (grad @ product.weight).to(self.hidden.dtype)
+                if isinstance(rows, slice):
+                    self.hidden[rows] += of_hidden
+                else:
+                    self.hidden.index_add_(0, rows, of_hidden)
+            if self.weight is not None:
+                hidden = product.hidden[rows].to(product.dtype)
+                if self.weight.dtype == product.dtype:
+                    self.weight.addmm_(grad.t(), hidden)
+                else:
+                    self.weight += grad.t() @ hidden
+            if self.bias is not None:
+                self.bias += grad.sum(0, dtype=self.bias.dtype)
+
+    def plus_(self, other: Gradients, factor: Tensor) -> Gradients:
+        """These, to which `factor` times the other ones were added."""
+        for own, theirs in zip(self._all(), other._all(), strict=True):
+            if own is not None and theirs is not None:
+                own += theirs * factor.to(theirs.dtype)
+        return self
+
+    def scaled_(self, factor: Tensor) -> Gradients:
+        """These, multiplied by `factor`."""
+        for each in self._all():
+            if each is not None:
+                each *= factor.to(each.dtype)
+        return self
+
+    def _all(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, self.bias
+
+
+def numbers(product: Product, reading: Reading) -> Tensor:
+    """The number of each row, (n,), without history."""
+    product = product.cast()
+    with torch.no_grad():
+        return torch.cat(
+            [reading.number(product.logits(reading.rows[each]), each) for each in _chunks(product, reading)]
+        )
+
+
+def add_gradients(product: Product, reading: Reading, grads: Tensor | None, into: Gradients) -> Tensor:
+    """The numbers; and what their gradients, (n,), or 1 for each, make of the operands' is added to `into`."""
+    product, found = product.cast(), []
+    for each in _chunks(product, reading):
+        rows = reading.rows[each]
+        logits = product.logits(rows).requires_grad_()
+        with torch.enable_grad():
+            number = reading.number(logits, each)
+        of_number = torch.ones_like(number) if grads is None else grads[each].to(number.dtype)
+        (grad,) = torch.autograd.grad(number, logits, of_number)
+        found.append(number.detach())
+        del logits, number  # a chunk's are gone before the next one's are made
+        into.add(product, rows, grad)
+        del grad
+    return torch.cat(found)
+
+
+def _chunks(product: Product, reading: Reading) -> Iterator[slice]:
+    total = reading.rows.shape[0]
+    for start in range(0, max(total, 1), product.chunk):
+        yield slice(start, min(start + product.chunk, total))
+
+
+def _wide(operand: Tensor) -> torch.dtype:
+    """Sums of many chunks are added up in fp32 at least."""
+    return torch.promote_types(operand.dtype, torch.float32)

@@ -1,0 +1,204 @@
+"""cross_entropy: the head that it finds, the models that it trains, what it refuses, and when the search tries it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atorch.auto.context import Context
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.cross_entropy import CrossEntropy
+from atorch.auto.strategy import Strategy
+from atorch.cluster import ClusterSpec
+from atorch.cost import Cost, peak_memory, plain_cost
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.distributed.world import init
+from atorch.errors import StrategyError
+from atorch.logs import say_once
+from atorch.runtime.lazy_logits import LazyLogits
+from tests.contract.job import arguments, distance, make_model
+
+VOCAB, TOKENS = 96, 8
+generator = torch.Generator().manual_seed(11)
+BATCH = torch.randint(0, VOCAB, (3, 20), generator=generator)
+LABELS = BATCH.clone()
+LABELS[0], LABELS[2, 5:] = -100, -100  # of whole chunks no token counts
+
+TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+def llama() -> nn.Module:
+    more = {"intermediate_size": 48, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, **more))
+
+
+def gpt2() -> nn.Module:
+    """With a head that is the embedding."""
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off))
+
+
+def gemma2() -> nn.Module:
+    """Capped logits."""
+    more = {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16, "final_logit_softcapping": 2.0}
+    config = transformers.Gemma2Config(**TINY, **more, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    """A head with a bias, which another module holds too."""
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**TINY, **off, intermediate_size=48))
+
+
+class Plain(nn.Module):
+    """A user's own model, whose output is logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+        self.out = nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        hidden = self.table(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.out(hidden)  # type: ignore[no-any-return]
+
+
+Call = Callable[[nn.Module], Tensor]
+
+
+def own_loss(**more: Any) -> Call:
+    return lambda model: model(input_ids=BATCH, labels=LABELS, **more).loss
+
+
+def of_output(loss: Callable[[Tensor], Tensor]) -> Call:
+    return lambda model: loss(model(input_ids=BATCH))
+
+
+def shifted(logits: Tensor, **how: Any) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCAB), LABELS[:, 1:].reshape(-1), **how)
+
+
+JOBS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
+    "llama": (llama, own_loss()),
+    "tokens of a larger batch": (llama, own_loss(num_items_in_batch=torch.tensor(50))),
+    "gpt2": (gpt2, own_loss()),
+    "gemma2": (gemma2, own_loss()),
+    "bert": (bert, own_loss()),
+    "plain": (Plain, of_output(shifted)),
+    "smoothed": (Plain, of_output(lambda logits: shifted(logits, label_smoothing=0.2))),
+    "weighted": (Plain, of_output(lambda logits: shifted(logits, weight=torch.linspace(0, 1, VOCAB)))),
+}
+
+
+def context(model: nn.Module, *strategy: Any, **more: Any) -> Context:
+    cluster = ClusterSpec.detect(init(), measure=False)
+    ctx = make_context(model, **arguments(**more), world=init(), cluster=cluster)
+    return replace(ctx, strategy=Strategy.of(list(strategy))) if strategy else ctx
+
+
+def by_chunks(model: nn.Module, **knobs: Any) -> nn.Module:
+    return CrossEntropy.of({"chunk_tokens": TOKENS, **knobs}).apply(context(model)).parts[0]
+
+
+def gradients(model: nn.Module, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = call(model)
+    loss.backward()
+    return loss, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_same(make: Callable[[], nn.Module], call: Call) -> None:
+    torch.manual_seed(2)
+    plain = make()
+    torch.manual_seed(2)
+    loss, got = gradients(by_chunks(make()), call)
+    expected_loss, expected = gradients(plain, call)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
+    assert distance(got, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_by_chunks_train_as_plain_ones(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="atorch"):
+        assert_same(*JOBS[name])
+    assert "asks for the logits" not in caplog.text
+
+
+def test_a_loss_of_another_kind_gets_logits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def distilled(logits: Tensor) -> Tensor:
+        teacher = torch.full_like(logits, 1.0 / VOCAB)
+        return shifted(logits) + F.kl_div(logits.log_softmax(-1), teacher, reduction="batchmean")
+
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="atorch"):
+        assert_same(Plain, of_output(distilled))
+    assert sum("asks for the logits" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_generating_needs_no_chunks() -> None:
+    model: Any = by_chunks(llama().eval())
+    torch.testing.assert_close(
+        model.generate(BATCH[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0).shape, torch.Size((1, 8))
+    )
+
+
+def test_the_head_is_found_or_named() -> None:
+    assert isinstance(by_chunks(llama())(input_ids=BATCH).logits, LazyLogits)
+    assert isinstance(by_chunks(Plain(), head="out")(BATCH), LazyLogits)
+    narrow = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    with pytest.raises(StrategyError, match="finds no linear layer"):
+        CrossEntropy().check(context(narrow))
+    with pytest.raises(StrategyError, match="finds no linear layer"):
+        CrossEntropy(head=("no_such",)).check(context(llama()))
+
+
+@pytest.mark.parametrize(
+    ("others", "more", "message"),
+    [
+        ([("fsdp", {"reshard_after_forward": True})], {}, "reshard_after_forward=True, which frees"),
+        ([("compile", {"wrap_class": ["LlamaForCausalLM"]})], {}, "compile has it in a graph"),
+        ([], {"loss_func": torch.compile(lambda batch, output: output, backend="eager")}, "compiled loss_func"),
+        (["tensor_parallel"], {}, "exclude each other"),
+    ],
+)
+def test_what_it_cannot_stand_beside_is_refused(others: list[Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        CrossEntropy().check(context(make_model(), "cross_entropy", *others, **more))
+
+
+PROFILE = transformer_profile(
+    TransformerShape(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128_256, seq_len=8192, head_dim=64),
+    implementation=Implementation(itemsize=4.0),
+)
+GPU = ClusterSpec.load("1xH100-80GB")
+
+
+def test_the_search_tries_it_where_logits_are_a_good_part_of_a_device() -> None:
+    assert list(CrossEntropy.choices(PROFILE, GPU)) == [CrossEntropy()]
+    few = TransformerShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=128, vocab=8000, seq_len=64, head_dim=16)
+    assert not list(CrossEntropy.choices(transformer_profile(few), GPU))
+
+
+def test_its_cost_is_a_chunk_of_logits_and_a_gradient_that_comes_early() -> None:
+    def step(cost: Cost) -> float:
+        return peak_memory(cost).total
+
+    before = plain_cost(PROFILE, 4)
+    after = CrossEntropy().cost(before)
+    logits = 4.0 * 4 * 8192 * 128_256
+    assert step(before) - step(after) > 1.5 * logits
+    assert CrossEntropy(chunk_tokens=10**9).cost(before).segments == before.segments
+    assert "tensor_parallel" in str(CrossEntropy().unfit(before.but(tensor=2)))
