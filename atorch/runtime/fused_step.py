@@ -1,7 +1,7 @@
 """torch's fused kernels for optimizers that were made without saying how to step: one pass instead of a dozen.
 
-An optimizer whose user gave neither `fused` nor `foreach` takes the fused kernel where torch has one for its parameters;
-results differ by rounding alone. The kernels walk through memory: a CPU's gives wrong numbers, without a word, where a
+An optimizer whose user gave neither `fused` nor `foreach` takes the kernel that torch has for its parameters; results
+differ by rounding alone. The kernels walk through memory: a CPU's gives wrong numbers, without a word, where a
 gradient or a state lies in another order than its parameter, and none takes sparse gradients. So each step looks first:
 a group that has come by such steps as torch does by default from then on.
 """
@@ -23,7 +23,7 @@ _KINDS = (Adam, AdamW, SGD, Adagrad)
 
 
 def fuse(optimizer: Any) -> None:
-    """Let groups of torch's optimizers step by fused kernels, where there are such and the user did not say how to step.
+    """Let groups of torch's optimizers step by fused kernels, where there are some and the user did not choose.
 
     `defaults` stay as they are, and a `GradScaler` works as with any optimizer.
     """

@@ -5,8 +5,8 @@ chunks' masters instead of parameters, a few pieces at a time (`pieces`), with v
 copies of them where they have 16 bits. Its state is kept by piece, so that many small steps are the one large step,
 bit for bit. A class that is not torch's own may look at all its parameters at once, and is shown them all.
 
-`fused` stays as the user has it. Where it is unset torch runs its loop over single tensors on the host, whose last bits
-differ from the fused kernel's; in pieces it has a third to a half of the fused rate, not a seventh.
+The host steps for another device by fused kernels, unless the user said otherwise: torch's default there is a loop over
+single tensors, which in pieces has a third to a half of the fused rate, not a seventh.
 
 Host memory of Adam in mixed precision: 2 (compute) + 2 (gradient) + 4 (master) + 8 (states) bytes a parameter, and
 while it steps fp32 gradients of one 16th of the parameters.
@@ -36,6 +36,7 @@ from atorch.runtime.chunk.pieces import (
 )
 from atorch.runtime.chunk.saved_states import SHARE, divided, joined, merged, restore_master
 from atorch.runtime.chunk.states import FlatStates
+from atorch.runtime.fused_step import fuse
 from atorch.runtime.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer_probe import needs_closure
 from atorch.runtime.stand_ins import MakeOptimizer, StandIns
@@ -80,6 +81,9 @@ class ChunkOptimizer(StandIns):
                 f"{type(self.inner).__name__} was given parameters that are spread over {chunks.num_shares} processes, "
                 f"and is not known to work on parts of them; use one of {known}, or a single process"
             )
+        if chunks.device.type != "cpu":
+            with self._stand_ins_shown():
+                fuse(self.inner)  # by hand, too
         self._cut_groups(range(len(self._shown)))
         tell_threads(chunks.device)
 
