@@ -91,7 +91,10 @@ def _stepped(kind: type[Any], like: Tensor, group: Mapping[str, Any], is_fused: 
 
 def _ramp(like: Tensor) -> Tensor:
     """Numbers from 0 to 1, enough for vectors and for what is left over."""
-    return _held(like).detach().new_ones(67).cumsum(0) / 67
+    ramp: Tensor = (
+        _held(like).detach().new_ones(67, 67).tril().sum(1) / 67
+    )  # cumsum may be refused as not deterministic
+    return ramp
 
 
 def _spread(values: Tensor, like: Any) -> Tensor:
@@ -163,5 +166,5 @@ def _held(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _mesh(tensor: Tensor) -> Any:
+def _mesh(tensor: Any) -> Any:
     return tensor.device_mesh if hasattr(tensor, "placements") else None

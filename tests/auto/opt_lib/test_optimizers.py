@@ -215,7 +215,7 @@ def test_the_fused_kernel_is_taken_and_told_unless_the_user_chose(
     caplog.set_level("INFO", logger="atorch")
     given = arguments(optim_func=torch.optim.AdamW, optim_args={"lr": 1e-3, **said})
     _, result, _ = auto_accelerate(make_model(), load_strategy=["half"], **given)
-    assert result.optim.param_groups[0]["fused"] is (said.get("fused", None) if said else True)
+    assert result.optim.param_groups[0]["fused"] is (said.get("fused") if said else True)
     assert result.optim.defaults["fused"] is said.get("fused")
     told = [each for each in caplog.messages if "steps by torch's fused kernel" in each]
     assert len(told) == (not said), "once"
