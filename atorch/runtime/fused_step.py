@@ -91,10 +91,8 @@ def _stepped(kind: type[Any], like: Tensor, group: Mapping[str, Any], is_fused: 
 
 def _ramp(like: Tensor) -> Tensor:
     """Numbers from 0 to 1, enough for vectors and for what is left over."""
-    ramp: Tensor = (
-        _held(like).detach().new_ones(67, 67).tril().sum(1) / 67
-    )  # cumsum may be refused as not deterministic
-    return ramp
+    ones: Tensor = _held(like).detach().new_ones(67, 67)
+    return ones.tril().sum(1) / 67  # a cumulative sum is refused where algorithms are to be deterministic
 
 
 def _spread(values: Tensor, like: Any) -> Tensor:
