@@ -61,7 +61,8 @@ def _takes(kind: type[Any], like: Tensor, group: Mapping[str, Any]) -> bool:
 
     Kernels differ by device, dtype and torch; up to torch 2.13 that of SGD on CPUs left 16-bit parameters as they were.
     """
-    if not like.is_floating_point() or not (type(like) in (Tensor, nn.Parameter) or hasattr(like, "placements")):
+    is_known = type(like) in (Tensor, nn.Parameter, FakeTensor) or hasattr(like, "placements")
+    if not (is_known and like.is_floating_point()):
         return False
     try:
         plain, fused = (_stepped(kind, like, group, is_fused) for is_fused in (None, True))

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from atorch.runtime.fused_step import fuse, fused_by_default
@@ -188,6 +189,16 @@ def test_users_who_said_how_to_step_are_heard(said: dict[str, bool]) -> None:
     fuse(optimizer)
     assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == before
     assert fused_by_default(optimizer) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_simulated_parameters_are_fused_as_real_ones(device: str) -> None:
+    with FakeTensorMode():
+        mine = nn.Parameter(torch.zeros(3, 5, device=device))
+        optimizer = made(KINDS["adamw"], [mine])
+        mine.grad = torch.zeros_like(mine)
+        optimizer.step()
+    assert optimizer.param_groups[0]["fused"]
 
 
 class Own(AdamW):
