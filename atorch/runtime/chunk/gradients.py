@@ -166,6 +166,8 @@ class SharedGradients(Gradients):
         self._chunks.reduced |= anywhere
         for chunk, had in self._had.items():
             memory = self._chunks.chunks[chunk]
+            if memory.is_stepped:  # all of it had gradients here
+                continue
             memory.has_gradient = had | {slot.name for slot in memory.spec.slots if slot.name in anywhere}
         self.begin()  # which waits for what is on its way
 

@@ -31,9 +31,8 @@ def prepared(
 ) -> Any:
     make, data, loss = FAMILIES[family]
     model = fresh(make)
-    courses = Courses(
-        lambda batch, /, **how: foreseen(model, batch, loss, device_type="cpu", dtype=dtype, **how), group
-    )
+    how = {"device_type": "cpu", "dtype": dtype, "lingering": transfer is not None}
+    courses = Courses(lambda batch, /, **more: foreseen(model, batch, loss, **how, **more), group)
     courses.expect(data(0), [data(0)])
     passed = courses.first()
     others, parameters = needed(passed, model)
