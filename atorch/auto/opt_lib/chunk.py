@@ -81,7 +81,7 @@ class Chunk(Method):
     """A folder for what host memory has no room for; None: host memory has to do."""
     step_in_backward: bool = False
     """Step on the host while backward goes on, for loops in which nothing comes between backward and `optim.step()`:
-    no clipping, no accumulation, no loss scale. The first step is a whole one."""
+    no clipping, no accumulation, no loss scale. One process; the first step is a whole one."""
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -144,6 +144,10 @@ class Chunk(Method):
                     f"compile's mode {other.mode!r} records where parameters are, and chunk moves them; leave mode "
                     "out, or use 'max-autotune-no-cudagraphs'"
                 )
+        if self.step_in_backward and replicas(ctx) > 1:
+            raise StrategyError(
+                f"chunk's step_in_backward is for one process, and {replicas(ctx)} share the chunks; leave it out"
+            )
         between = self._between(ctx) if self.step_in_backward else None
         if between is not None:
             raise StrategyError(

@@ -75,11 +75,7 @@ class Gradients:
         memory.accumulate(self._slots[name], gradient, self._way(chunk))
         missing = self._missing.setdefault(chunk, {slot.name for slot in memory.spec.slots})
         missing.discard(name)
-        if not missing:
-            self._told(chunk)
-
-    def _told(self, chunk: int) -> None:
-        if self.complete is not None and chunk not in self._chunks.on_device:
+        if not missing and self.complete is not None and chunk not in self._chunks.on_device:
             self.complete(chunk, self._transfer.kept())
 
     def _finish(self) -> None:
@@ -166,8 +162,6 @@ class SharedGradients(Gradients):
         self._chunks.reduced |= anywhere
         for chunk, had in self._had.items():
             memory = self._chunks.chunks[chunk]
-            if memory.is_stepped:  # all of it had gradients here
-                continue
             memory.has_gradient = had | {slot.name for slot in memory.spec.slots if slot.name in anywhere}
         self.begin()  # which waits for what is on its way
 
@@ -198,10 +192,7 @@ class SharedGradients(Gradients):
             dist.all_reduce(share, dist.ReduceOp.AVG, group=self._replicas)
         self._had[chunk] = set(memory.has_gradient)
         self._let_go()
-        names = [slot.name for slot in memory.spec.slots]
-        memory.accumulate_share(share, names, self._way(chunk))
-        if self._come.issuperset(names):  # else it is told at the end if there was a gradient anywhere
-            self._told(chunk)
+        memory.accumulate_share(share, [slot.name for slot in memory.spec.slots], self._way(chunk))
 
     def _zeros(self, chunk: int) -> Tensor:
         memory = self._chunks.chunks[chunk]

@@ -57,7 +57,7 @@ class ChunkOptimizer(StandIns):
         chunks: where managed ones live.
         loss_scale: what gradients are divided by, in the masters' precision.
         disk: a folder for the states of chunks on the host; None for memory.
-        early: whose chunks are stepped in backward (`early_steps`); None for all in the step.
+        early: whose chunks, this process's alone, are stepped in backward (`early_steps`); None for all in the step.
 
     Raises:
         ArgumentError: processes share the chunks, or they are stepped early, and the optimizer is not known to work on

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from atorch.auto.opt_lib.chunk_trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.optimizer import ChunkOptimizer
 from benchmarks.paced_link import Paced
-from tests.pool import Pool
 from tests.runtime.chunk.test_training import CPU, FAMILIES, fresh, needed, train
 
 HALF = torch.bfloat16
@@ -26,18 +23,13 @@ def adam(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
-def prepared(
-    family: str, early: bool, dtype: Any = None, in_place: bool = False, group: Any = None, transfer: Any = None
-) -> Any:
+def prepared(family: str, early: bool, dtype: Any = None, in_place: bool = False, transfer: Any = None) -> Any:
     make, data, loss = FAMILIES[family]
     model = fresh(make)
-    how = {"device_type": "cpu", "dtype": dtype, "lingering": transfer is not None}
-    courses = Courses(lambda batch, /, **more: foreseen(model, batch, loss, **how, **more), group)
-    courses.expect(data(0), [data(0)])
-    passed = courses.first()
+    passed = foreseen(model, data(0), loss, device_type="cpu", dtype=dtype, lingering=transfer is not None)
     others, parameters = needed(passed, model)
     operations = chunk(
-        model, passed, others + parameters // 4, device=CPU, dtype=dtype, in_place=in_place, group=group,
+        model, passed, others + parameters // 4, device=CPU, dtype=dtype, in_place=in_place,
         transfer=transfer,
     )  # fmt: skip
     optim = ChunkOptimizer(adam, model.parameters(), operations.chunks, early=operations.gradients if early else None)
@@ -67,23 +59,6 @@ def test_gradients_that_are_on_their_way_are_waited_for() -> None:
         assert train(*prepared("llama", True, HALF, transfer=link)[:4]) == expected
     finally:
         link.close()
-
-
-def shared(rank: int, size: int) -> tuple[bool, int]:
-    trained = []
-    for early in (False, True):
-        model, optim, data, loss, operations = prepared("llama", early, HALF, group=dist.group.WORLD)
-        losses = train(model, optim, lambda number, data=data: data(size * number + rank), loss)
-        trained.append((losses, model.state_dict()))
-    loss(model, data(rank)).backward()
-    stepped = sum(memory.is_stepped for memory in operations.chunks.chunks)
-    optim.step()
-    (expected, theirs), (losses, mine) = trained
-    return losses == expected and all(torch.equal(theirs[name], value) for name, value in mine.items()), stepped
-
-
-def test_same_bits_where_processes_share_chunks(pool: Pool) -> None:
-    assert all(is_same and stepped for is_same, stepped in pool.run(shared))
 
 
 Between = Callable[[nn.Module, Any, Callable[[], Any]], object]
