@@ -70,7 +70,9 @@ LOOKS: dict[str, Between] = {
     "no gradient": lambda model, optim, again: [setattr(each, "grad", None) for each in model.parameters()],
     "zero_grad": lambda model, optim, again: optim.zero_grad(),
     "a parameter": lambda model, optim, again: [each.detach().norm() for each in model.parameters()],
-    "a write": lambda model, optim, again: model.load_state_dict(fresh(FAMILIES["llama"][0]).state_dict()),
+    "a write": lambda model, optim, again: [
+        setattr(each, "data", torch.zeros(each.shape)) for each in model.parameters()
+    ],
     "the state": lambda model, optim, again: optim.state_dict(),
 }
 
