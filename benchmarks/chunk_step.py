@@ -6,7 +6,9 @@ gradients are kept on the host, which on a CPU is copying within one memory. Wit
 of the parameters, chunks come and gradients go over a link of a given speed in each direction (threads copy, and wait
 as long as the link would): forward and backward are held to the longer of computing and moving. What threads that copy
 as much take from a plain pass on this machine, whose link is its memory, is told beside it. Steps run interleaved in a
-shuffled order; the plain step runs twice, and the ratio of the two is the noise floor. Freed memory stays with the
+shuffled order; the plain step runs twice, and the ratio of the two is the noise floor. A device that computes by itself
+is one that sleeps: its backward takes as long as the host's step, which then runs after it, or beside it, in the same
+kernel or in torch's loop over parameters. Freed memory stays with the
 process, as allocators of accelerators keep it; with room for everything it is also measured without that.
 
     python benchmarks/chunk_step.py [--quick]
@@ -15,6 +17,7 @@ process, as allocators of accelerators keep it; with room for everything it is a
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,19 +167,89 @@ def moving(width: int, layers: int, rows: int, length: int, rounds: int) -> list
     ]
 
 
+class Elsewhere(torch.autograd.Function):
+    """What a device computes by itself for so many seconds, twice as long in backward: the host has nothing to do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: list[float]) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds[0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        time.sleep(2 * ctx.seconds[0])
+        return gradients[0], None
+
+
+class OnDevice(nn.Module):
+    """Layers that a device computes."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.seconds = [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Elsewhere.apply(layer(x), self.seconds)
+        return x
+
+
+def stepping(width: int, layers: int, rows: int, _: int, rounds: int) -> list[tuple[str, str, bool | None]]:
+    """The host steps everything: after backward unfused, fused, and fused beside backward."""
+    batch = torch.randn(rows, width)
+    ways = {"loop": (False, False), "after": (True, False), "beside": (True, True)}
+    steps: dict[str, Step] = {}
+    models = []
+    for name, (fused, early) in ways.items():
+        model = OnDevice(width, layers)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean()
+
+        def make(groups: Any, fused: bool = fused) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(groups, lr=1e-4, fused=fused)
+
+        passed = foreseen(model, batch, loss, device_type="cpu")
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        operations = chunk(model, passed, 2 * size, device=torch.device("cpu"), chunk_size=width * width)
+        given = operations.gradients if early else None
+        optimizer = ChunkOptimizer(make, model.parameters(), operations.chunks, early=given)
+        models.append(model)
+
+        def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        steps[name] = step
+    alone = interleave({"after": steps["after"]}, rounds, warmup=3).median_ms("after") / 1e3
+    for model in models:
+        model.seconds[0] = alone / (2 * layers)
+    samples = interleave(steps, rounds, warmup=1)
+    return [
+        ("step of a device and its host, beside backward ÷ after it", f"{samples.ratio('beside', 'after'):.3f}", None),
+        ("the same ÷ after it, not fused", f"{samples.ratio('beside', 'loop'):.3f}", None),
+    ]
+
+
 def in_process(case: str, *sizes: int) -> list[tuple[str, str, bool | None]]:
     torch.set_num_threads(1)
-    return {"idle": idle, "moving": moving}[case](*sizes)
+    return {"idle": idle, "moving": moving, "stepping": stepping}[case](*sizes)
 
 
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim."""
     if quick:
         cases = [("idle", True, (64, 2, 2, 32, 3)), ("moving", True, (64, 2, 1, 16, 3))]
+        cases += [("stepping", True, (64, 2, 1, 1, 3))]
     else:
         cases = [("idle", keeping, (512, 4, 4, SEQ, 25)) for keeping in (True, False)]
         sizes = [(768, 4, 1, 16, 30), (768, 4, 1, 128, 30), (1536, 4, 1, 128, 8), (1536, 4, 1, 512, 6)]
         cases += [("moving", True, each) for each in sizes]
+        cases += [("stepping", True, (1024, 16, 1, 1, 15))]
     rows = []
     for case, keeping, (width, layers, samples, length, rounds) in cases:
         environment = KEEPING_MEMORY if keeping else {}
@@ -186,7 +259,7 @@ def measure(quick: bool = False) -> list[Row]:
         title = f"chunk, width {width}, {samples} × {length} tokens"
         title += f", {LINK_BYTES_PER_S / 1e9:.0f} GB/s" if case == "moving" else ""
         title += "" if keeping else ", freed memory given back to the system"
-        bar = {"idle": IDLE_BAR, "moving": MOVING_BAR}[case]
+        bar = MOVING_BAR if case == "moving" else IDLE_BAR
         rows += [
             Row(f"{title}: {what}", ratio, "" if holds is None else f"≤ {bar}", holds) for what, ratio, holds in found
         ]

@@ -35,6 +35,16 @@ class Paced:
         self._kept.append(self._back.submit(self._copy, target, source, add))
         return self._kept[-1].result
 
+    def kept(self) -> Wait:
+        """A function that waits for what was to be kept up to now."""
+        until_now = list(self._kept)
+
+        def wait() -> None:
+            for each in until_now:
+                each.result()
+
+        return wait
+
     def settle(self) -> None:
         """Wait for all that was to be kept."""
         while self._kept:

@@ -18,6 +18,7 @@ from atorch.auto.context import Context, LossFunc, ParamGroups
 from atorch.cluster import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, shown
+from atorch.runtime.fused_step import fuse
 from atorch.runtime.loader import make_loader, to_device
 from atorch.runtime.optimizer_probe import small
 from atorch.runtime.parameter_groups import in_group, is_group, need_own
@@ -202,6 +203,7 @@ def _optimizer(optim_func: Callable[..., Any], optim_args: Mapping[str, Any]) ->
                 f"optim_func returned {shown(made)}, which has no {', '.join(lacks)}; it returns an optimizer of the "
                 "parameters it is given: an instance of a subclass of torch.optim.Optimizer"
             )
+        fuse(made)
         return made
 
     return make

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
+from atorch.auto.opt_lib.optimizers import kernel_notes
 from atorch.auto.strategy import Exactness, Strategy
 from atorch.auto.verify import Allowance, Doing, simulated
 from atorch.cluster import ClusterSpec
@@ -163,7 +164,8 @@ def plan_for(
                 advise=advise,
                 count=True,
             )
-        return replace(found, notes=(*_kernel_notes(subject.profile), *found.notes))
+        of_optimizer = () if subject.ctx is None else kernel_notes(subject.ctx)
+        return replace(found, notes=(*_kernel_notes(subject.profile), *of_optimizer, *found.notes))
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:

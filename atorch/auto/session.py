@@ -20,6 +20,7 @@ from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.first_pass import as_strategy_errors, cannot_evaluate, check
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.completion import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
+from atorch.auto.opt_lib.optimizers import tell_kernel
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.precision import tell_of_16_bits
 from atorch.auto.plain_pass import PlainPass, plain_pass
@@ -126,6 +127,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
     if waits_for_values and applied.write_value is None:
         need_values(result.model)
+    tell_kernel(result.optim)
     if not cuts:  # whose stages have parameters of their own
         agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
     if verify and expected is not None:

@@ -89,11 +89,13 @@ def _seconds(cost: Cost, stage: Stage, free_s: float, course: Course, held: Held
         alone = max(0.0, held.stepped - cost.param_offload) * of_stepped + max(0.0, parameters - waiting)
     again = 0.0 if cost.keeps_gathered else times * waiting
     step = 2.0 * (parameters + held.stepped * (course.optimizer + course.masters)) + gradients
-    last_s = alone / rates.one_way + step / rates.step
+    step_s, forward_s = step / rates.step, free_s / (3.0 + cost.recompute)
+    if cost.steps_in_backward:
+        step_s = _beside(step_s, free_s - forward_s)
+    last_s = alone / rates.one_way + step_s
     if not cost.fetches_ahead:
         backward = (again + down + saved) / rates.one_way
         return HostTime((fetched + saved) / rates.one_way + backward + last_s, backward)
-    forward_s = free_s / (3.0 + cost.recompute)
     forward = _shown(fetched, saved, forward_s, rates)
     backward = _shown(saved + again, down, free_s - forward_s, rates)
     return HostTime(forward + backward + last_s, backward)
@@ -101,5 +103,9 @@ def _seconds(cost: Cost, stage: Stage, free_s: float, course: Course, held: Held
 
 def _shown(up: float, down: float, beside_s: float, rates: Rates) -> float:
     """Seconds in which so many bytes cross the link that a pass of `beside_s` seconds does not hide."""
-    crossing = max(max(up, down) / rates.one_way, (up + down) / rates.both_ways)
-    return max(0.0, crossing - beside_s) + UNHIDDEN * min(crossing, beside_s)
+    return _beside(max(max(up, down) / rates.one_way, (up + down) / rates.both_ways), beside_s)
+
+
+def _beside(seconds: float, beside_s: float) -> float:
+    """What is left of `seconds` that run beside `beside_s` others."""
+    return max(0.0, seconds - beside_s) + UNHIDDEN * min(seconds, beside_s)

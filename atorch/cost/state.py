@@ -94,6 +94,7 @@ class Cost:
     activations_ahead: float = 0.0  # of it, what is on the device while they go backward
     budget_bytes: float = math.inf  # of a device; states and gradients make way on the host, and then parameters
     fetches_ahead: bool = True  # what waits is on its way while something else computes
+    steps_in_backward: bool = False  # the host steps what has its gradients while backward goes on
 
     # How the model is split over devices.
     tensor: int = 1

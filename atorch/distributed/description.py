@@ -86,7 +86,8 @@ def described_optimizer(optim: Any) -> Facts:
     """Facts of an optimizer and its groups' settings, which code may have drawn from elsewhere than its arguments."""
     facts = dict(described("the optimizer", type(optim)))
     for index, group in enumerate(getattr(optim, "param_groups", ())):
-        own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        # Which kernel steps follows from the parameters that a process has.
+        own = {name: value for name, value in group.items() if name not in ("params", "param_names", "fused")}
         facts.update(described(f"the optimizer's group {index}", own))
     return facts
 

@@ -63,6 +63,16 @@ def test_the_host_steps_what_it_holds():
     assert seconds(replace(cost, optim_offload=0.5)) == pytest.approx(18)
 
 
+def test_what_is_stepped_in_backward_hides_behind_it():
+    cost = replace(PLAIN, optim_offload=1.0, budget_bytes=20_000.0, fetches_ahead=False)
+    early = replace(cost, steps_in_backward=True)
+    step, backward = 24 + 4, 24.0
+    assert seconds(cost, computing_s=36.0) - seconds(early, computing_s=36.0) == pytest.approx(
+        step - (step - backward) - UNHIDDEN * backward
+    )
+    assert seconds(early) == seconds(cost), "where backward takes no time nothing hides"
+
+
 def test_masters_have_gradients_of_their_own_while_the_host_steps():
     cost = replace(PLAIN, optim_offload=1.0, param_itemsize=2.0, grad_itemsize=2.0, master_itemsize=4.0)
     assert host_bytes(cost) == 1000 * (4 + 8 + 4 + 2 + 2)

@@ -80,6 +80,9 @@ class Chunk(Method):
     """Chunks that are fetched ahead of their use; 0 waits for each."""
     disk: str | None = None
     """A folder for what host memory has no room for; None: host memory has to do."""
+    step_in_backward: bool = False
+    """Step on the host while backward goes on, for loops in which nothing comes between backward and `optim.step()`:
+    no clipping, no accumulation, no loss scale. One process; the first step is a whole one."""
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -116,6 +119,7 @@ class Chunk(Method):
             optim_offload=0.0 if self.hybrid else 1.0,
             grads_persist=True,
             fetches_ahead=self.prefetch > 0,
+            steps_in_backward=self.step_in_backward,
             cast_traffic_bytes=cost.cast_traffic_bytes + 2.0 * cost.grad_itemsize,
         )
 
@@ -142,6 +146,15 @@ class Chunk(Method):
                     f"compile's mode {other.mode!r} records where parameters are, and chunk moves them; leave mode "
                     "out, or use 'max-autotune-no-cudagraphs'"
                 )
+        if self.step_in_backward and replicas(ctx) > 1:
+            raise StrategyError(
+                f"chunk's step_in_backward is for one process, and {replicas(ctx)} share the chunks; leave it out"
+            )
+        between = self._between(ctx) if self.step_in_backward else None
+        if between is not None:
+            raise StrategyError(
+                f"chunk's step_in_backward steps as gradients come, and {between}; leave one of them out"
+            )
         need_own_code(ctx, self.name)
         need_dense_gradients(ctx, self.name)
         need_floating_parameters(ctx, self.name)
@@ -199,9 +212,23 @@ class Chunk(Method):
         return replace(
             ctx,
             make_optimizer=lambda groups: ChunkOptimizer(
-                inner, groups, operations.chunks, loss_scale=ctx.loss_scale, disk=disk
+                inner,
+                groups,
+                operations.chunks,
+                loss_scale=ctx.loss_scale,
+                disk=disk,
+                early=operations.gradients if self.step_in_backward else None,
             ),
         )
+
+    def _between(self, ctx: Context) -> str | None:
+        """The method that does something with gradients after backward, and what; None where there is none."""
+        for other in ctx.strategy or ():
+            if isinstance(other, MicroBatch):
+                return f"{other} adds gradients of several passes up"
+            if getattr(other, "dtype", None) == "fp16" or getattr(other, "skip_if_nonfinite", False):
+                return f"{other} leaves out steps of which a gradient is not finite"
+        return None
 
     def _adds_up(self, ctx: Context) -> bool:
         """True if a step has several backward passes of the strategy's."""

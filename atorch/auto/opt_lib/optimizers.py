@@ -6,7 +6,8 @@ like the model's (`runtime/optimizer_probe.py`), so that one which nobody has li
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -16,7 +17,9 @@ from atorch.cost.splits import REPLICA_AXES
 from atorch.distributed import world
 from atorch.distributed.collectives import everyone, nobody_else, together
 from atorch.errors import StrategyError
+from atorch.logs import logger
 from atorch.profiler.trace import optimizer_state_per_param
+from atorch.runtime.fused_step import fused_by_default
 from atorch.runtime.optimizer_probe import Split, difference, made_small, needs_closure, small
 
 _WHAT: Mapping[Split, str] = {
@@ -95,4 +98,24 @@ def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or un
         raise StrategyError(
             f"{name} works on gradients between backward and the optimizer's step, and {type(optimizer).__name__} "
             f"makes its own in a closure while it steps; {instead}, or take an optimizer that needs no closure"
+        )
+
+
+def kernel_notes(ctx: Context) -> Iterator[str]:
+    """The kernel that the optimizer will step by, where the user did not choose it."""
+    if ctx.make_optimizer is not None:
+        yield from _kernel(made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts)))
+
+
+def tell_kernel(optimizer: Any) -> None:
+    """Log the kernel that an optimizer steps by, where the user did not choose it."""
+    for told in _kernel(optimizer):
+        logger.info("%s", told)
+
+
+def _kernel(optimizer: Any) -> Iterator[str]:
+    if (name := fused_by_default(optimizer)) is not None:
+        yield (
+            f"{name} steps by torch's fused kernel, which rounds otherwise than its loop over parameters; "
+            "optim_args={'fused': False} keeps the loop, and {'foreach': True} torch's lists"
         )

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.optimizers import kernel_notes
 from atorch.auto.plain_pass import PlainPass, plain_pass
 from atorch.auto.planner.calibration import Calibration, Past, job_of
 from atorch.auto.planner.candidate import Feed, aside
 from atorch.auto.planner.clock import DEFAULT_STEPS, Clock
-from atorch.auto.planner.estimate import usable_bytes
+from atorch.auto.planner.estimate import Scored, usable_bytes
 from atorch.auto.planner.explore import Explorer, Job, Progress
 from atorch.auto.planner.guard import Crew, forget_compiled, quick_collections
 from atorch.auto.planner.measuring import DryRuns, Failure, measure
 from atorch.auto.planner.plan import Baseline, Measurement, Plan
-from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, methods_of
+from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
 from atorch.auto.planner.space import MESH, compositions, names_in
 from atorch.auto.planner.starts import Starts
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
@@ -109,7 +110,12 @@ def search(
                 explorer.explore(DryRuns(copied, crew, feed))
             if calibration is not None and ctx.world.rank == 0:
                 calibration.add(explorer.observations(search=secrets.token_hex(8)))
-            return _plan(ranking, explorer, wanted, float(crew.hear(clock.seconds)), ctx.plain_pass)
+
+            def more(taken: Scored) -> Iterator[str]:
+                yield from kernel_notes(ctx)
+                yield from gain_of_half(taken, profile, start, cluster, wanted)
+
+            return _plan(ranking, explorer, wanted, float(crew.hear(clock.seconds)), ctx.plain_pass, more)
         finally:
             crew.close()
 
@@ -238,9 +244,10 @@ def _plan(
     wanted: Wanted,
     seconds: float,
     expected: PlainPass | None,
+    more: Callable[[Scored], Iterator[str]],
     fallen: tuple[str, ...] = (),
 ) -> Plan:
-    """The choice, measured or not, and the next should it fail; `fallen` tells of what did.
+    """The choice, measured or not, and the next should it fail; `fallen` tells of what did, `more` about what is taken.
 
     Raises:
         NoFeasiblePlanError: all failed or are refused.
@@ -253,7 +260,7 @@ def _plan(
     def instead(reason: str) -> Plan:
         explorer.reject(chosen, Failure("failed", reason))
         told = f"{taken.strategy} was chosen, and failed when it was applied: {reason}. This is the next best"
-        return _plan(ranking, explorer, wanted, seconds, expected, (*fallen, told))
+        return _plan(ranking, explorer, wanted, seconds, expected, more, (*fallen, told))
 
     others = [
         explorer.failures.get(index) or explorer.why_not(index, chosen)
@@ -278,7 +285,7 @@ def _plan(
             expected_s=plain_s,
             gain=1 - explorer.step_s(chosen) / plain_s,
         ),
-        notes=(*_notes(explorer, chosen, wanted), *fallen),
+        notes=(*_notes(explorer, chosen, wanted), *more(taken), *fallen),
         plain_pass=expected,
         instead=instead,
     )

@@ -11,7 +11,7 @@ them. What nobody had a gradient for has none afterwards: one small message at t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +46,14 @@ class Gradients:
         self._chunks, self._slots, self._transfer = chunks, slots, transfer
         self._leaving: list[tuple[Tensor, Wait]] = []  # on their way, and until when their memory is taken
         self._under_way = False
+        self._missing: dict[int, set[str]] = {}  # of chunks, parameters whose gradients are still to come
+        self.complete: Callable[[int, Wait], None] | None = None
+        """Is told of a chunk all of whose parameters have their gradients, and how to wait until the host has them."""
 
     def begin(self) -> None:
         """A pass begins; what a backward pass that raised has left is dropped."""
         self.settle()
+        self._missing.clear()
         self._under_way = False
 
     def arrived(self, name: str, chunk: int, gradient: Tensor) -> None:
@@ -67,7 +71,12 @@ class Gradients:
 
     def _take(self, name: str, chunk: int, gradient: Tensor) -> None:
         self._let_go()
-        self._chunks.chunks[chunk].accumulate(self._slots[name], gradient, self._way(chunk))
+        memory = self._chunks.chunks[chunk]
+        memory.accumulate(self._slots[name], gradient, self._way(chunk))
+        missing = self._missing.setdefault(chunk, {slot.name for slot in memory.spec.slots})
+        missing.discard(name)
+        if not missing and self.complete is not None and chunk not in self._chunks.on_device:
+            self.complete(chunk, self._transfer.kept())
 
     def _finish(self) -> None:
         self.settle()

@@ -15,8 +15,6 @@ Chunks lie on the host, or for good on the device where that one steps them itse
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,10 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.errors import ArgumentError, CapabilityError
+from atorch.errors import ArgumentError
 from atorch.runtime.chunk.tier import Tier
-from atorch.runtime.chunk.transfer import put
-from atorch.units import format_bytes
+from atorch.runtime.chunk.transfer import locked, put
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSpec, Layout, Slot
@@ -36,7 +33,6 @@ Keep = Callable[[Tensor, Tensor, bool], object]
 """Copies the second tensor into the first, or adds it."""
 
 HALVES = (torch.float16, torch.bfloat16)
-PAGE = mmap.PAGESIZE
 
 
 class Form(NamedTuple):
@@ -93,6 +89,7 @@ class ChunkMemory:
         self.share = slice(rank * length, (rank + 1) * length)
         self.has_gradient: set[str] = set()
         self.gradient: Tensor | None = None
+        self.is_stepped = False  # in backward, before the loop's step: nobody may look meanwhile
         self.writes = 0  # how often `compute` has changed: a copy that was made at another count is stale
         self._in_place, self._overwritten = in_place and wide, False
         self._pinned = pinned
@@ -111,6 +108,7 @@ class ChunkMemory:
 
     def part(self, flat: Tensor, slot: Slot) -> Tensor | None:
         """The part of a slot in `flat`, a share: all, shaped like the parameter; else a 1-D piece, or None."""
+        self.need_whole()
         held = self.within(slot)
         offset = slot.offset + held.start - self.share.start
         if held == slice(0, slot.numel) and 0 <= offset <= len(flat):
@@ -147,6 +145,7 @@ class ChunkMemory:
 
         A master that, rounded, equals what was written keeps its value.
         """
+        self.need_whole()
         if self._overwritten:  # until the step, the master is all there is
             return
         master, compute = self._seen
@@ -157,12 +156,26 @@ class ChunkMemory:
             self.master.copy_(torch.where(same, self.master, self.compute.to(torch.float32)))
             self._changed()
 
+    def need_whole(self) -> None:
+        """Raise where the chunk is ahead of others, which the loop's step has not stepped yet.
+
+        Raises:
+            ArgumentError: with what such a loop may not do.
+        """
+        if self.is_stepped:
+            raise ArgumentError(
+                f"{self.spec.slots[0].name} and its chunk were stepped in backward (chunk's step_in_backward), and "
+                "before optim.step() something looked at them: a second backward or forward pass, clipping, zero_grad, "
+                "p.grad or a parameter. The step cannot be undone: leave out step_in_backward"
+            )
+
     def prepare(self) -> None:
         """A pass begins, which reads `compute`.
 
         Raises:
             ArgumentError: gradients lie there, and wait for a step.
         """
+        self.need_whole()
         if self._overwritten and self.has_gradient:
             raise ArgumentError(
                 f"gradients of chunk {self.spec.index} lie in the place of its parameters, and another pass began "
@@ -256,7 +269,7 @@ class ChunkMemory:
     def _empty(self, dtype: torch.dtype) -> Tensor:
         numel = self.share.stop - self.share.start
         if self._pinned and numel:
-            return _locked(numel, dtype, self)
+            return locked(numel, dtype, self)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
 
@@ -320,6 +333,11 @@ class ChunkSet:
         """The place of a parameter; None for one that is not managed."""
         return self._places.get(parameter)
 
+    def need_whole(self) -> None:
+        """Raise ArgumentError where some chunks are ahead of others."""
+        for memory in self.chunks:
+            memory.need_whole()
+
     def parameters(self) -> Iterator[tuple[Tensor, Slot]]:
         """The managed parameters, and where they lie in their chunks."""
         return ((parameter, slot) for parameter, (_, slot) in self._places.items())
@@ -368,25 +386,3 @@ def stand_in(shape: Collection[int], dtype: torch.dtype, device: torch.device) -
     """A tensor of that shape and of one element in memory: no number, so that nothing computed from it looks right."""
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
-
-
-def _locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:
-    """A tensor on the host that is locked in memory for as long as `owner` lives.
-
-    torch's own allocator of locked memory rounds every size up to a power of two. Whole pages, since a page that two
-    tensors share cannot be locked twice.
-    """
-    num_bytes = numel * dtype.itemsize
-    rounded = -(-num_bytes // PAGE) * PAGE
-    memory = torch.empty(rounded + PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % PAGE
-    pages = memory[start : start + rounded]
-    runtime = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(pages.data_ptr(), rounded, 0))
-    if status:
-        raise CapabilityError(
-            f"CUDA refused to lock {format_bytes(rounded)} of host memory (error {status}); raise the limit of locked "
-            "memory (ulimit -l) or give the process more memory"
-        )
-    weakref.finalize(owner, runtime.cudaHostUnregister, pages.data_ptr()).atexit = False
-    return pages[:num_bytes].view(dtype)

@@ -77,7 +77,7 @@ class Operations:
     ) -> None:
         self.chunks, self.residency, self.course_of = chunks, residency, course_of
         self._compiled, self._rounds = compiled, rounds
-        self._slots, self._gradients = slots, gradients
+        self._slots, self.gradients = slots, gradients
         self._nodes = Nodes()
         self._views = HeldViews()  # by chunk
         self.norms_differ = ""
@@ -105,7 +105,7 @@ class Operations:
             if torch.is_grad_enabled() and not any(chunk.has_gradient for chunk in self.chunks.chunks):
                 self.chunks.reduced.clear()  # by a backward pass whose gradients were cleared
             self._rounds.follow(self.residency.course.varies)
-            self._gradients.begin()
+            self.gradients.begin()
             self.residency.begin()
         self._passes += 1
         try:
@@ -138,7 +138,7 @@ class Operations:
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             name, chunk = parameter.home.name, parameter.home.chunk
-        self._gradients.arrived(name, chunk, gradient)
+        self.gradients.arrived(name, chunk, gradient)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], managed: Sequence[Any]) -> Any:
         """Run an operation that takes `managed` parameters, or views of theirs."""
@@ -332,7 +332,7 @@ class Operations:
         gradient: Tensor | None = _GRADIENT(parameter)  # while backward adds it up
         if gradient is not None:
             return gradient
-        self._gradients.settle()  # backward may still be under way
+        self.gradients.settle()  # backward may still be under way
         home: Home = parameter.home
         part = self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
         shares = self.chunks.num_shares
@@ -348,6 +348,7 @@ class Operations:
                 f"{self.chunks.num_shares} processes keep a part of it each, and would step on parts of their own. "
                 "Call loss.backward() in place of torch.autograd.grad, and edit .grad after it"
             )
+        memory.need_whole()
         memory.has_gradient.discard(slot.name)
         if gradient is not None and gradient.shape == parameter.shape:
             memory.accumulate(slot, gradient)

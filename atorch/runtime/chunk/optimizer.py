@@ -5,8 +5,8 @@ chunks' masters instead of parameters, a few pieces at a time (`pieces`), with v
 copies of them where they have 16 bits. Its state is kept by piece, so that many small steps are the one large step,
 bit for bit. A class that is not torch's own may look at all its parameters at once, and is shown them all.
 
-`fused` stays as the user has it. Where it is unset torch runs its loop over single tensors on the host, whose last bits
-differ from the fused kernel's; in pieces it has a third to a half of the fused rate, not a seventh.
+The host steps for another device by fused kernels, unless the user said otherwise: torch's default there is a loop over
+single tensors, which in pieces has a third to a half of the fused rate, not a seventh.
 
 Host memory of Adam in mixed precision: 2 (compute) + 2 (gradient) + 4 (master) + 8 (states) bytes a parameter, and
 while it steps fp32 gradients of one 16th of the parameters.
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from atorch.elementwise import ELEMENTWISE, is_elementwise
 from atorch.errors import ArgumentError, CheckpointError
+from atorch.runtime.chunk.early_steps import EarlySteps
+from atorch.runtime.chunk.gradients import Gradients
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.pieces import (
     RUN_NUMEL,
@@ -36,6 +38,7 @@ from atorch.runtime.chunk.pieces import (
 )
 from atorch.runtime.chunk.saved_states import SHARE, divided, joined, merged, restore_master
 from atorch.runtime.chunk.states import FlatStates
+from atorch.runtime.fused_step import fuse
 from atorch.runtime.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer_probe import needs_closure
 from atorch.runtime.stand_ins import MakeOptimizer, StandIns
@@ -54,9 +57,11 @@ class ChunkOptimizer(StandIns):
         chunks: where managed ones live.
         loss_scale: what gradients are divided by, in the masters' precision.
         disk: a folder for the states of chunks on the host; None for memory.
+        early: whose chunks, this process's alone, are stepped in backward (`early_steps`); None for all in the step.
 
     Raises:
-        ArgumentError: processes share the chunks, and the optimizer is not known to work on parts of parameters.
+        ArgumentError: processes share the chunks, or they are stepped early, and the optimizer is not known to work on
+            parts of parameters.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class ChunkOptimizer(StandIns):
         *,
         loss_scale: Callable[[], float] = lambda: 1.0,
         disk: Path | None = None,
+        early: Gradients | None = None,
     ) -> None:
         self._chunks, self._loss_scale = chunks, loss_scale
         self._states = FlatStates(disk)
@@ -74,14 +80,19 @@ class ChunkOptimizer(StandIns):
         super().__init__(make_inner, groups)
         self._is_cut = is_elementwise(self.inner)
         self._at_once = not type(self.inner).__module__.startswith("torch.optim.")
-        if chunks.num_shares > 1 and not self._is_cut:
+        if (chunks.num_shares > 1 or early) and not self._is_cut:
             known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+            apart = f"spread over {chunks.num_shares} processes" if chunks.num_shares > 1 else "stepped in backward"
             raise ArgumentError(
-                f"{type(self.inner).__name__} was given parameters that are spread over {chunks.num_shares} processes, "
-                f"and is not known to work on parts of them; use one of {known}, or a single process"
+                f"{type(self.inner).__name__} was given parameters that are {apart}, and is not known to work on parts "
+                f"of them; use one of {known}"
             )
+        if chunks.device.type != "cpu":
+            with self._stand_ins_shown():
+                fuse(self.inner)  # by hand, too
         self._cut_groups(range(len(self._shown)))
         tell_threads(chunks.device)
+        self._early = None if early is None else EarlySteps(early, chunks.chunks, self.inner, self._step_early)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -93,14 +104,34 @@ class ChunkOptimizer(StandIns):
             ArgumentError: a closure was given to an optimizer that may call it in the middle of a step.
         """
         value = self._called(closure)
-        live = [piece for piece in self._in_order if piece.slot.name in piece.chunk.has_gradient]
-        chunks = self._chunks_with_gradients()
+        done = {chunk for chunk in self._chunks.chunks if chunk.is_stepped}
+        if self._early is not None:
+            self._early.end()
+        chunks = [chunk for chunk in self._chunks_with_gradients() if chunk not in done]
         for chunk in chunks:
             chunk.follow()
         factor = 1.0 / self._loss_scale()
+        self._step_on(self._live(chunks), factor, self._unmanaged(factor))
+        self._chunks.reduced.clear()
+        for chunk in chunks:
+            chunk.updated()
+        return value
+
+    def _step_early(self, chunk: ChunkMemory) -> None:
+        """Step one chunk, on a thread of its own."""
+        self._step_on(self._live([chunk]), 1.0 / self._loss_scale(), [[] for _ in self._shown])
+        chunk.updated()
+
+    def _live(self, chunks: Iterable[ChunkMemory]) -> list[Piece]:
+        """The pieces of these chunks that have gradients."""
+        numbers = sorted(chunk.spec.index for chunk in chunks)
+        pieces = (piece for number in numbers for piece in self._of_chunk.get(number, ()))
+        return [piece for piece in pieces if piece.slot.name in piece.chunk.has_gradient]
+
+    def _step_on(self, live: Sequence[Piece], factor: float, unmanaged: list[list[Tensor]]) -> None:
         gradients = WideGradients(factor)
         with self._stand_ins_shown(), host_threads(self._chunks.device):
-            for run, shown in self._calls(live, gradients, self._unmanaged(factor)):
+            for run, shown in self._calls(live, gradients, unmanaged):
                 self._show_inner(shown)
                 for piece, gradient in zip(run, gradients.of(run), strict=True):
                     piece.view.grad = gradient
@@ -110,12 +141,9 @@ class ChunkOptimizer(StandIns):
                 if self._is_cut:
                     self._states.settle(run, self.inner.state)
         gradients.free()
-        self._chunks.reduced.clear()
-        for chunk in chunks:
-            chunk.updated()
-        return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._chunks.need_whole()
         for parameter in self._parameters():
             place = self._chunks.place(parameter)
             if place is None:
@@ -136,6 +164,7 @@ class ChunkOptimizer(StandIns):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give the inner optimizer one more group; a group that it has stays as it is."""
+        self._chunks.need_whole()
         known = len(self._shown)
         super().add_param_group(param_group)
         if len(self._shown) > known:
@@ -146,6 +175,7 @@ class ChunkOptimizer(StandIns):
 
         Where processes share the chunks it is what this one has, parts of parameters, and under `share` which.
         """
+        self._chunks.need_whole()
         self._states.settle([piece for piece in self._in_order if piece in self._states], self.inner.state)
         with self._stand_ins_shown():
             self._show_inner(self._in_pieces())
@@ -196,6 +226,7 @@ class ChunkOptimizer(StandIns):
         Raises:
             CheckpointError: it is of other parameter groups, or of parts that this process does not have.
         """
+        self._chunks.need_whole()
         sizes = [[len(group["params"]) for group in state_dict["param_groups"]], [len(shown) for shown in self._shown]]
         if sizes[0] != sizes[1]:
             raise CheckpointError(
@@ -250,6 +281,9 @@ class ChunkOptimizer(StandIns):
             self._cut_group(number)
         every = (piece for pieces in self._pieces.values() for piece in pieces)
         self._in_order = sorted(every, key=lambda piece: (piece.chunk.spec.index, piece.where.start))
+        self._of_chunk: dict[int, list[Piece]] = {}
+        for piece in self._in_order:
+            self._of_chunk.setdefault(piece.chunk.spec.index, []).append(piece)
 
     def _cut_group(self, number: int) -> None:
         for parameter, stand_in in zip(self._shown[number], self._hidden[number], strict=True):

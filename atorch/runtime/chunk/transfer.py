@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,8 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from atorch.errors import CapabilityError
+from atorch.units import format_bytes
+
 Wait = Callable[[], None]
 
+PAGE = mmap.PAGESIZE
 MOST_SUMS = 2  # gradients that wait in locked memory to be added to others
 
 
@@ -29,6 +35,10 @@ class Transfer(Protocol):
 
         The function that comes back waits until computation may write where `source` lies; None: it may.
         """
+        ...
+
+    def kept(self) -> Wait:
+        """A function that waits, on any thread, until the host has what it was to keep up to now."""
         ...
 
     def settle(self) -> None:
@@ -53,6 +63,9 @@ class AtOnce:
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> None:
         put(target, source, add)
+
+    def kept(self) -> Wait:
+        return nothing
 
     def settle(self) -> None:
         """Nothing is under way."""
@@ -96,6 +109,16 @@ class OnStream:
             self._sums.append(self._adding.submit(_add_after, left, target, landing))
         return lambda: torch.cuda.current_stream(source.device).wait_event(left)
 
+    def kept(self) -> Wait:
+        left, sums = self._back.record_event(), list(self._sums)
+
+        def wait() -> None:
+            left.synchronize()
+            for each in sums:
+                each.result()
+
+        return wait
+
     def settle(self) -> None:
         self._back.synchronize()
         while self._sums:
@@ -113,3 +136,25 @@ def _add_after(copied: torch.cuda.Event, target: Tensor, landing: Tensor) -> Non
 
 def nothing() -> None:
     """Wait for what is there."""
+
+
+def locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:
+    """A tensor on the host that is locked in memory for as long as `owner` lives.
+
+    torch's own allocator of locked memory rounds every size up to a power of two. Whole pages, since a page that two
+    tensors share cannot be locked twice.
+    """
+    num_bytes = numel * dtype.itemsize
+    rounded = -(-num_bytes // PAGE) * PAGE
+    memory = torch.empty(rounded + PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    pages = memory[start : start + rounded]
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(pages.data_ptr(), rounded, 0))
+    if status:
+        raise CapabilityError(
+            f"CUDA refused to lock {format_bytes(rounded)} of host memory (error {status}); raise the limit of locked "
+            "memory (ulimit -l) or give the process more memory"
+        )
+    weakref.finalize(owner, runtime.cudaHostUnregister, pages.data_ptr()).atexit = False
+    return pages[:num_bytes].view(dtype)

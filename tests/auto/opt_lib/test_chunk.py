@@ -242,3 +242,26 @@ def test_code_that_records_where_parameters_are_is_refused():
     strategy = [("compile", {"mode": "reduce-overhead"}), ("chunk", {"budget_bytes": 10**6})]
     with pytest.raises(StrategyError, match="records where parameters are"):
         auto_accelerate(make_model(), load_strategy=strategy, **arguments())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("micro_batch", {"count": 2}), ("half", "fp16"), ("amp_native", {"dtype": "bf16", "skip_if_nonfinite": True})],
+)
+def test_what_comes_between_backward_and_the_step_is_refused_beside_steps_in_backward(other):
+    strategy = [other, ("chunk", {"budget_bytes": 10**6, "step_in_backward": True})]
+    with pytest.raises(StrategyError, match="step_in_backward steps as gradients come, and"):
+        auto_accelerate(make_model(), load_strategy=strategy, **arguments())
+
+
+def test_a_job_that_steps_in_backward_is_the_same_job():
+    ends = []
+    for early in (False, True):
+        settings = {"budget_bytes": 10**6, "hybrid": False, "step_in_backward": early}
+        _, result, _ = auto_accelerate(
+            make_model(), load_strategy=[("half", "bf16"), ("chunk", settings)], **arguments()
+        )
+        losses = [float(result.step(batch)) for batch, _ in zip(result.dataloader, range(3), strict=False)]
+        ends.append((losses, result.model.state_dict()))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(ends[0][1][name], value) for name, value in ends[1][1].items())

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from atorch import auto_accelerate
 from atorch.auto.opt_lib.optimizers import need_same
 from atorch.errors import ArgumentError
 from atorch.runtime.optimizer_probe import Split, difference, needs_closure
 from atorch.runtime.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.zero import ShardedOptimizer
 from tests.auto.opt_lib.optimizer_job import KINDS, METHODS, answer, concerns
+from tests.contract.job import arguments, make_model
 from tests.pool import Pool
 
 PAGE = Path(__file__).parents[3] / "docs" / "optimizers.md"
@@ -204,3 +206,16 @@ def test_need_same_asks_nothing_without_an_optimizer() -> None:
         make_optimizer = None
 
     need_same(Bare(), "zero1", "apart")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("said", [{}, {"fused": False}, {"foreach": True}], ids=str)
+def test_the_fused_kernel_is_taken_and_told_unless_the_user_chose(
+    said: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="atorch")
+    given = arguments(optim_func=torch.optim.AdamW, optim_args={"lr": 1e-3, **said})
+    _, result, _ = auto_accelerate(make_model(), load_strategy=["half"], **given)
+    assert result.optim.param_groups[0]["fused"] is (said.get("fused") if said else True)
+    assert result.optim.defaults["fused"] is said.get("fused")
+    told = [each for each in caplog.messages if "steps by torch's fused kernel" in each]
+    assert len(told) == (not said), "once"

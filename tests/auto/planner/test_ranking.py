@@ -26,7 +26,7 @@ from atorch.auto.planner.guard import Crew
 from atorch.auto.planner.guide import Guide
 from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.ranking import RUNNABLE, Told, Wanted, best_level, methods_of, ranked
+from atorch.auto.planner.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked
 from atorch.auto.planner.starts import Starts
 from atorch.auto.strategy import Strategy
 from atorch.cluster import ClusterSpec
@@ -182,3 +182,20 @@ def test_a_small_space_is_scored_whole() -> None:
     found = ranked(profile, start, cluster(), Wanted(excluded=["compile"]), "autocast")
     space = Wanted(excluded=["compile"]).space(profile, cluster(), "autocast")
     assert found.num_compositions == sum(1 for _ in space.leaves(space.root(start)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_told"), [(Wanted(), True), (Wanted(precision="half"), False), (Wanted(excluded=["half"]), False)]
+)
+def test_what_16_bit_weights_would_gain_is_told_where_it_is_no_tie(wanted: Wanted, is_told: bool) -> None:
+    there = ClusterSpec.load("1xH100-80GB")
+    profile = transformer_profile(SMALL, 1, Implementation(itemsize=4.0))
+    start = plain_cost(profile, 4, there.device.memory_bytes)
+    taken, plain = (
+        next(each for each in best_level(profile, start, there, Wanted()).fitting if test(each.strategy))
+        for test in (lambda each: "amp_native" in each.names(), lambda each: "amp_native" not in each.names())
+    )
+    notes = list(gain_of_half(taken, profile, start, there, wanted))
+    assert len(notes) == is_told
+    assert all("% faster: precision='half'" in note for note in notes)
+    assert not list(gain_of_half(plain, profile, start, there, wanted))
