@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from atorch.auto.planner.plan import Plan
     from atorch.auto.plugins import load_methods
     from atorch.auto.strategy import Strategy
-    from atorch.cluster import ClusterSpec
-    from atorch.runtime.clip import clip_grad_norm
-    from atorch.runtime.load_whole_state import load_whole_state
-    from atorch.runtime.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
+    from atorch.cluster.spec import ClusterSpec
+    from atorch.runtime.fsdp.load_whole_state import load_whole_state
+    from atorch.runtime.gradients.clip import clip_grad_norm
+    from atorch.runtime.memory.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
     from atorch.runtime.straggler_detector import StragglerDetector
     from atorch.runtime.tensor_parallel.state import whole_state
 
 __version__ = "0.1.0"
 
 _HOMES: Mapping[str, str] = {
-    "ClusterSpec": "atorch.cluster",
+    "ClusterSpec": "atorch.cluster.spec",
     "Plan": "atorch.auto.planner.plan",
     "StragglerDetector": "atorch.runtime.straggler_detector",
     "Strategy": "atorch.auto.strategy",
     "auto_accelerate": "atorch.auto.accelerate",
-    "checkpoint_sequential": "atorch.runtime.recompute",
-    "checkpoint_wrapper": "atorch.runtime.recompute",
-    "clip_grad_norm": "atorch.runtime.clip",
-    "is_recomputing": "atorch.runtime.recompute",
+    "checkpoint_sequential": "atorch.runtime.memory.recompute",
+    "checkpoint_wrapper": "atorch.runtime.memory.recompute",
+    "clip_grad_norm": "atorch.runtime.gradients.clip",
+    "is_recomputing": "atorch.runtime.memory.recompute",
     "load_methods": "atorch.auto.plugins",
-    "load_whole_state": "atorch.runtime.load_whole_state",
+    "load_whole_state": "atorch.runtime.fsdp.load_whole_state",
     "plan": "atorch.auto.accelerate",
     "whole_state": "atorch.runtime.tensor_parallel.state",
 }

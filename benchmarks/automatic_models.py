@@ -36,7 +36,7 @@ def case(name: str, processes: int, limit_s: float, rounds: int) -> dict[str, An
     There are no seconds of loops where the baseline was chosen.
     """
     from atorch import Strategy, auto_accelerate
-    from atorch.auto.opt_lib.completion import complete
+    from atorch.auto.opt_lib.shared.defaults import complete
     from tests.foreign.models import SCRIPTS
     from tests.foreign.script import accelerated
 

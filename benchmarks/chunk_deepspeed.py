@@ -30,7 +30,7 @@ from compare import Row, interleave
 from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 
 SHARES = {2: 1.1, 3: 0.5}  # of the parameters for which chunks get room, by the stage of the peer
 LEARNING_RATE = 1e-4

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import answer_of, main
 from compare import Row
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 
 VOCAB, SEQ = 50257, 32
 BARS = {False: 16.5, True: 14.5}  # bytes a parameter, by whether gradients lie in the parameters' place

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-    from atorch.runtime.chunk.course import Pass
+    from atorch.runtime.chunk.schedule.pass_schedule import Pass
 
 
 class Workload(NamedTuple):
@@ -94,7 +94,7 @@ def workloads(quick: bool = False) -> Iterator[Workload]:
     """All models one after another, the first alone if `quick`."""
     import torch
 
-    from atorch.auto.opt_lib.chunk_trace import foreseen
+    from atorch.auto.opt_lib.chunk.trace import foreseen
 
     for name, (make, batch) in list(MODELS.items())[: 1 if quick else None]:
         with torch.device("meta"):

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import main
 from compare import Row, interleave
 
-from atorch.profiler.live_bytes import OTHER, LiveBytes
-from atorch.runtime.lazy_logits import chunk_logits
+from atorch.profiler.memory_tracker import OTHER, LiveBytes
+from atorch.runtime.loss.lazy_logits import chunk_logits
 
 SLOWER, SHARE, APART = 1.1, 1 / 8, 1e-6
 HELD, TIMED = (8192, 256, 131_072), (2048, 256, 131_072)

@@ -31,7 +31,7 @@ from compare import Row
 from atorch import auto_accelerate
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.tensor_parallel import TensorParallel
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
 
 BAR_S = 20.0

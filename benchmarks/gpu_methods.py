@@ -167,7 +167,7 @@ def accelerated(
 
 def here() -> Any:
     """This machine, by its data sheet."""
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
     from atorch.distributed.world import init
 
     return ClusterSpec.detect(init(), measure=False)
@@ -175,7 +175,7 @@ def here() -> Any:
 
 def estimate(model: torch.nn.Module, strategy: list[Any], batch: Any) -> dict[str, float]:
     """The step and the memory that are expected of exactly these methods."""
-    from atorch.auto.offline import subject_of
+    from atorch.auto.plan_for_cluster import subject_of
     from atorch.auto.strategy import Strategy
     from atorch.cost import peak_memory, plain_cost, step_seconds
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import main
 from compare import Row, interleave
 
-from atorch.measure import launch_seconds
+from atorch.cluster.microbenchmark import launch_seconds
 from atorch.profiler.trace import trace
 
 LOW, HIGH = 0.75, 1.25  # of what a block takes

@@ -89,8 +89,8 @@ def traced_costs(make: Callable[[], tuple[nn.Module, int]]) -> list[float]:
     """Seconds of each unit in the order of execution."""
     import torch
 
-    from atorch.cluster import ClusterSpec
-    from atorch.profiler.unit_costs import unit_costs
+    from atorch.cluster.spec import ClusterSpec
+    from atorch.profiler.capture.unit_costs import unit_costs
 
     with torch.device("meta"):
         model, tokens = make()
@@ -109,7 +109,7 @@ def traced_costs(make: Callable[[], tuple[nn.Module, int]]) -> list[float]:
 
 def timed_cut(costs: Sequence[float], stages: int) -> tuple[float, float]:
     """(the slowest stage of the cut, seconds that cutting took)."""
-    from atorch.runtime.pipeline.partition import partition
+    from atorch.runtime.pipeline.capture.partition import partition
 
     start = time.perf_counter()
     starts = partition(costs, stages)

@@ -8,7 +8,7 @@ estimated by what the other sources tell, as `published/leave_out.py` says. Besi
 a short formula (`published/rules.py`), and the planner without the runs that stalled (`published/stalls.py`).
 
 Without it: `none` takes speeds from data sheets alone, with one set of typical efficiencies for every device; `shipped`
-takes the constants of atorch/clusters, some of which were fitted on rows of these tables; `5` refits those of each
+takes the constants of atorch/cluster/known, some of which were fitted on rows of these tables; `5` refits those of each
 cluster on five rows, chosen by a hash of their names, which are then left out.
 """
 

@@ -30,8 +30,8 @@ JOBS = {  # shape, tokens, cluster, sequences of a step, seconds
 def measure(quick: bool = False) -> list[Row]:
     """All rows of this claim; `quick` leaves the large model out."""
     import atorch.auto.opt_lib  # noqa: F401  registers the methods
-    from atorch.auto.planner.answer import answer
-    from atorch.cluster import ClusterSpec
+    from atorch.auto.planner.cluster_search import answer
+    from atorch.cluster.spec import ClusterSpec
     from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 
     rows = []

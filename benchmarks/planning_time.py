@@ -22,11 +22,11 @@ PROBE = """
 import json, resource, time, torch, transformers
 from torch.utils.data import Dataset
 from atorch.auto.job import make_context
-from atorch.auto.planner.candidate import Feed
+from atorch.auto.planner.dry_run.trial_context import Feed
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.ranking import Wanted, ranked
+from atorch.auto.planner.estimate.ranking import Wanted, ranked
 from atorch.auto.strategy import EXACTNESS
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
 torch.set_num_threads(1)
 

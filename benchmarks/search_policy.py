@@ -33,18 +33,18 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.offline import subject_of
-from atorch.auto.planner.clock import Clock
-from atorch.auto.planner.estimate import Scored
-from atorch.auto.planner.explore import Explorer, Job
-from atorch.auto.planner.guide import tokens_of
-from atorch.auto.planner.measuring import Failure
-from atorch.auto.planner.order import compiles
+from atorch.auto.plan_for_cluster import subject_of
+from atorch.auto.planner.dry_run.dry_run_loop import Explorer, Job
+from atorch.auto.planner.dry_run.start_times import FIRST_STEPS, Starts
+from atorch.auto.planner.dry_run.step_timing import Failure
+from atorch.auto.planner.dry_run.surrogate_model import tokens_of
+from atorch.auto.planner.dry_run.time_budget import Clock
+from atorch.auto.planner.dry_run.trial_order import compiles
+from atorch.auto.planner.estimate.ranking import Wanted, best_level
+from atorch.auto.planner.estimate.score import Scored
 from atorch.auto.planner.planner import compiled_ops
-from atorch.auto.planner.ranking import Wanted, best_level
-from atorch.auto.planner.starts import FIRST_STEPS, Starts
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile, plain_cost
 from atorch.cost.uncertainty import KINDS, OWN, SIGMA, SLOWER, Uncertainty
 

@@ -123,7 +123,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, list[Any], int]]] = {
 def make_context(name: str) -> Any:
     """The job of one model, as the front door makes it."""
     from atorch.auto import job
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
     from atorch.distributed import world as worlds
 
     torch.manual_seed(0)
@@ -139,12 +139,12 @@ def make_context(name: str) -> Any:
 def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     """On each of two processes: choose, measure what promises most, measure choice and best in turns."""
     from atorch.auto.planner import search
-    from atorch.auto.planner.candidate import Feed
-    from atorch.auto.planner.guard import Crew
-    from atorch.auto.planner.measuring import measure as measure_trial
+    from atorch.auto.planner.dry_run.fault_barrier import Crew
+    from atorch.auto.planner.dry_run.step_timing import measure as measure_trial
+    from atorch.auto.planner.dry_run.trial import Trial
+    from atorch.auto.planner.dry_run.trial_context import Feed
     from atorch.auto.planner.plan import Measurement
     from atorch.auto.planner.planner import sample_of
-    from atorch.auto.planner.trial import Trial
     from atorch.auto.strategy import Strategy
 
     torch.set_num_threads(1)

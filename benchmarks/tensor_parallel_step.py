@@ -24,7 +24,7 @@ from compare import Row, interleave
 from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
-from atorch.profiler.messages import Messages
+from atorch.profiler.comm_counter import Messages
 
 ROWS = 4
 BAR = 1.02

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atorch.auto.job import InputFormat
     from atorch.auto.planner.plan import Plan
     from atorch.auto.strategy import Exactness, Strategy
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
     from atorch.cost import ModelProfile
 
 
@@ -151,7 +151,7 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         ArgumentError, StrategyError: for whatever does not hold.
     """
     if cluster is not None:
-        from atorch.auto.offline import plan_elsewhere
+        from atorch.auto.plan_for_cluster import plan_elsewhere
 
         return plan_elsewhere(model, given, cluster, kargs)
     from atorch.auto.arguments import call_of_plan

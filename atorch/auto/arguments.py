@@ -22,12 +22,12 @@ from atorch.auto.checks import check_job
 from atorch.auto.strategy import EXACTNESS, METHODS, RECIPES, Exactness, Strategy
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agreed
-from atorch.distributed.description import Fact, Facts, described, described_dataset, described_model, structure
+from atorch.distributed.fingerprints import Fact, Facts, described, described_dataset, described_model, structure
 from atorch.errors import ArgumentError, near_miss, shown
-from atorch.files import FileKind, check_target
+from atorch.files.access import FileKind, check_target
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.calibration import Source
+    from atorch.auto.planner.dry_run.calibration import Source
 
 _ABOUT_STRATEGIES = ("excluded", "included", "load_strategy", "finetune_strategy", "save_strategy_to_file")
 FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "objective", "reserve", "verify")  # arguments of `plan`
@@ -224,7 +224,7 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
 
 
 def _names(given: Any, argument: str) -> tuple[str, ...] | None:
-    from atorch.auto.planner.space import names_in
+    from atorch.auto.planner.search.space import names_in
 
     return None if given is None else names_in(given, argument)
 

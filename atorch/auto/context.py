@@ -15,27 +15,27 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
-from atorch.cost.splits import REPLICA_AXES
+from atorch.cost.parallelism import REPLICA_AXES
 from atorch.distributed.collectives import everyone
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
-from atorch.runtime.clip import ClipsItself, add_clipping, parts_of
-from atorch.runtime.deferred import Deferred
-from atorch.runtime.guarded_gradients import guard_gradients
-from atorch.runtime.initial_values import InitialValues, give_values
-from atorch.runtime.loader import Loader, shares_out
-from atorch.runtime.loss_weight import LossWeight, Rule, tolerance_of
-from atorch.runtime.meta_device import give_memory, put, unfilled
-from atorch.runtime.parameter_groups import keep_to
-from atorch.runtime.partial_state import tell_of_part
-from atorch.runtime.rank_weight import RankWeight, RankWeighted, num_counts
-from atorch.runtime.tensor_parallel.model_layout import rows_of
+from atorch.model.deferred_init import InitialValues, give_values
+from atorch.model.meta_device import give_memory, put, unfilled
+from atorch.runtime.data.loader import Loader, shares_out
+from atorch.runtime.fsdp.partial_state_dict import tell_of_part
+from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
+from atorch.runtime.gradients.norm_guard import guard_gradients
+from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
+from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
+from atorch.runtime.memory.deferred_output import Deferred
+from atorch.runtime.optimizer.parameter_groups import keep_to
+from atorch.runtime.tensor_parallel.layout.model_layout import rows_of
 
 if TYPE_CHECKING:
-    from atorch.auto.plain_pass import PlainPass
+    from atorch.auto.reference_step import PlainPass
     from atorch.auto.strategy import Strategy
     from atorch.runtime.tensor_parallel import ModelLayout
 

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from atorch.auto.checks import check_job
 from atorch.auto.context import Context, LossFunc, ParamGroups
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, shown
-from atorch.runtime.fused_step import fuse
-from atorch.runtime.loader import make_loader, to_device
-from atorch.runtime.optimizer_probe import small
-from atorch.runtime.parameter_groups import in_group, is_group, need_own
+from atorch.runtime.data.loader import make_loader, to_device
+from atorch.runtime.optimizer.fused_step import fuse
+from atorch.runtime.optimizer.parameter_groups import in_group, is_group, need_own
+from atorch.runtime.optimizer.shardability_probe import small
 
 InputFormat = Literal["unpack_sequence", "unpack_dict"]
 

@@ -15,30 +15,30 @@ import torch
 from torch import nn
 
 from atorch.auto.arguments import Call, Options
-from atorch.auto.attempt import attempt
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.first_pass import as_strategy_errors, cannot_evaluate, check
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.completion import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
-from atorch.auto.opt_lib.optimizers import tell_kernel
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.opt_lib.precision import tell_of_16_bits
-from atorch.auto.plain_pass import PlainPass, plain_pass
+from atorch.auto.opt_lib.shared.defaults import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
+from atorch.auto.opt_lib.shared.optimizer_compatibility import tell_kernel
+from atorch.auto.opt_lib.shared.precision import tell_of_16_bits
+from atorch.auto.reference_step import PlainPass, plain_pass
+from atorch.auto.rollback import attempt
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.auto.verification import as_strategy_errors, cannot_evaluate, check
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import agree, agreed, from_rank_zero, synchronise, together
-from atorch.distributed.description import described_optimizer
+from atorch.distributed.fingerprints import described_optimizer
 from atorch.distributed.mesh import AXES, BATCH_AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
-from atorch.profiler.storages import separate
-from atorch.runtime.initial_values import InitialValues
-from atorch.runtime.meta_device import has_meta, need_values
-from atorch.runtime.same_batches import watch_batches
+from atorch.model.deferred_init import InitialValues
+from atorch.model.meta_device import has_meta, need_values
+from atorch.model.storages import separate
+from atorch.runtime.data_parallel.batch_consistency import watch_batches
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.calibration import Calibration
+    from atorch.auto.planner.dry_run.calibration import Calibration
     from atorch.auto.planner.plan import Plan
 
 MAX_KEPT = 50  # rejected compositions in a strategy's report
@@ -83,7 +83,7 @@ def searched(call: Call) -> Plan:
 
 def _searched(ctx: Context, fixed: Strategy | None, call: Call, began: float) -> Plan:
     from atorch.auto.planner import search
-    from atorch.auto.planner.clock import Clock
+    from atorch.auto.planner.dry_run.time_budget import Clock
 
     excluded = call.excluded if ctx.initial is None else (*(call.excluded or ()), *NEEDING_VALUES)
     return search(
@@ -185,7 +185,7 @@ def _has_all(ctx: Context) -> bool:
 
 def _plain_pass(ctx: Context, shares: int) -> PlainPass:
     """Plain training's first pass, where there is all that it takes; else the reason why not."""
-    from atorch.auto.planner.candidate import Feed
+    from atorch.auto.planner.dry_run.trial_context import Feed
 
     if not _has_all(ctx):
         return PlainPass(why_not="it takes optim_func, dataset and loss_func")
@@ -212,7 +212,7 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     needing = [each.name for each in strategy if each.needs_sample]
     if not needing or ctx.sample_batch is not None:
         return ctx
-    from atorch.auto.planner.candidate import Feed
+    from atorch.auto.planner.dry_run.trial_context import Feed
 
     def first() -> Any:
         if ctx.make_loader is None:
@@ -241,7 +241,7 @@ def _context(call: Call) -> Context:
 
 
 def _calibration(options: Options, ctx: Context) -> Calibration | None:
-    from atorch.auto.planner.calibration import Calibration
+    from atorch.auto.planner.dry_run.calibration import Calibration
 
     return Calibration.of(options.calibration, ctx.cluster, versions())
 
@@ -317,22 +317,22 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
 
 def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     """The strategy with a mesh, where it splits the model without saying into how many parts."""
-    from atorch.auto.planner import degrees
-    from atorch.auto.planner.candidate import Feed
+    from atorch.auto.planner import mesh_inference
+    from atorch.auto.planner.dry_run.trial_context import Feed
     from atorch.auto.planner.planner import starting_point
 
-    if not degrees.lacks_degrees(strategy):
+    if not mesh_inference.lacks_degrees(strategy):
         return strategy
     known = with_sample(ctx, strategy)
 
     def chosen() -> ParallelMode | None:
         if ctx.world.rank != 0:
             return None
-        return degrees.fastest_mesh(strategy, *starting_point(known, Feed(known)), ctx.cluster)
+        return mesh_inference.fastest_mesh(strategy, *starting_point(known, Feed(known)), ctx.cluster)
 
     mode = from_rank_zero(together(chosen))
     assert mode is not None, "rank 0 chose one"
-    found = degrees.on_mesh(strategy, mode, ctx.world.size)
+    found = mesh_inference.on_mesh(strategy, mode, ctx.world.size)
     idle = [name for name in strategy.names() if name not in found.names()]
     without = f", without {' and '.join(idle)}, which would only cost" if idle else ""
     logger.warning("the strategy names no mesh; %s is estimated fastest%s", mode, without)

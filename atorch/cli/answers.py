@@ -74,7 +74,7 @@ def give(
         console.print(answer_report(data, title, max_rows=top, verbose=verbose))
         _write(found.plan, data, title, outputs)
         return
-    from atorch.report.beside import beside_report
+    from atorch.report.side_by_side import beside_report
 
     every = [(name, found.data if isinstance(found, Found) else _short(found)) for name, found in answers]
     _need_one(answers)

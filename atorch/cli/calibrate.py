@@ -16,8 +16,8 @@ from atorch.cli.files import check_targets
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from atorch.cluster import ClusterSpec, LinkSpec
-    from atorch.profiler.fitted import Calibrated, Run
+    from atorch.cluster.spec import ClusterSpec, LinkSpec
+    from atorch.profiler.curve_fit import Calibrated, Run
 
 BUDGET_S, QUICK_BUDGET_S = 30.0, 4.0
 ENOUGH = 5  # runs
@@ -58,12 +58,12 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     """
     from rich.console import Console
 
-    from atorch.auto.offline import cluster_of
+    from atorch.auto.plan_for_cluster import cluster_of
     from atorch.cli.runs import read_runs
     from atorch.errors import ArgumentError
-    from atorch.profiler.fitted import calibrated
+    from atorch.profiler.curve_fit import calibrated
     from atorch.report.progress import telling
-    from atorch.report.sized import table
+    from atorch.report.width_aware import table
     from atorch.units import format_seconds
 
     if named is None:

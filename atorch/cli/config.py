@@ -99,7 +99,7 @@ def _made(kind: Any, data: dict[str, Any], path: Path) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     from atorch.errors import ArgumentError
-    from atorch.strict_json import Format, read_json
+    from atorch.files.strict_json import Format, read_json
 
     # An infinite limit is written by configs of state-space models; classes of images may have 20,000 names.
     form = Format("model config", ArgumentError, max_bytes=2**24, max_values=200_000, allows_infinity=True)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Method
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
 
 
 def doctor() -> None:
     """Print the environment, and for each method whether it can run here, or why not."""
     from rich.console import Console
 
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
     from atorch.distributed import world
 
     cluster = ClusterSpec.detect(world.init(), measure=False)

@@ -11,11 +11,11 @@ def write(path: Path, content: str | bytes) -> None:
     Raises:
         ArgumentError: the file cannot be written.
     """
-    from atorch import files
     from atorch.errors import ArgumentError
+    from atorch.files import access
 
     content = content.encode(errors="replace") if isinstance(content, str) else content
-    files.write(path, content, files.FileKind("file", ArgumentError))
+    access.write(path, content, access.FileKind("file", ArgumentError))
 
 
 def check_targets(*paths: Path | None) -> None:
@@ -24,9 +24,9 @@ def check_targets(*paths: Path | None) -> None:
     Raises:
         ArgumentError: a folder is not there, or what is at a path is no ordinary file.
     """
-    from atorch import files
     from atorch.errors import ArgumentError
+    from atorch.files import access
 
     for path in paths:
         if path is not None:
-            files.check_target(path, files.FileKind("file", ArgumentError))
+            access.check_target(path, access.FileKind("file", ArgumentError))

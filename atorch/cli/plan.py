@@ -22,10 +22,10 @@ from atorch.cost.memory import RESERVE
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from atorch.auto.fit import Fit
-    from atorch.auto.offline import Subject
+    from atorch.auto.capacity_search import Fit
+    from atorch.auto.plan_for_cluster import Subject
     from atorch.auto.planner.cluster_plan import ClusterPlan
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
     from atorch.errors import AtorchError
 
     Read: TypeAlias = Callable[[ClusterSpec], Subject]
@@ -147,7 +147,7 @@ def _asked(
 
 
 def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: int | None) -> Found:
-    from atorch.auto.offline import plan_for
+    from atorch.auto.plan_for_cluster import plan_for
     from atorch.report.progress import telling
 
     return Found(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
@@ -161,8 +161,8 @@ def _fitting(
     Raises:
         NoFeasiblePlanError: nothing fits at any size.
     """
-    from atorch.auto.fit import largest, smallest_cluster
-    from atorch.auto.offline import plan_for
+    from atorch.auto.capacity_search import largest, smallest_cluster
+    from atorch.auto.plan_for_cluster import plan_for
 
     _check_fit(what, source, wanted)
     if what == "seq":
@@ -262,7 +262,7 @@ def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
     Raises:
         ArgumentError: one is not known, or is given twice.
     """
-    from atorch.auto.offline import cluster_of
+    from atorch.auto.plan_for_cluster import cluster_of
     from atorch.errors import ArgumentError
 
     if not given:
@@ -288,7 +288,7 @@ def _here() -> tuple[str, ClusterSpec] | None:
 
     if not torch.cuda.is_available():
         return None
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
     from atorch.distributed import world
 
     number = torch.cuda.device_count()
@@ -299,7 +299,7 @@ def _here() -> tuple[str, ClusterSpec] | None:
 
 def _tell_of_large_node(name: str, spec: ClusterSpec) -> None:
     """One node of more devices than such machines have is rarely meant."""
-    from atorch.cluster_catalogue import usual_devices
+    from atorch.cluster.catalogue import usual_devices
 
     usual, given = usual_devices(name), spec.devices_per_node
     if spec.num_nodes == 1 and given > usual > 1 and given % usual == 0:

@@ -18,8 +18,8 @@ from atorch.cli.sources import NEEDED, OPTIONAL, Source, source_of
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
-    from atorch.cluster import ClusterSpec
-    from atorch.profiler.fitted import Run
+    from atorch.cluster.spec import ClusterSpec
+    from atorch.profiler.curve_fit import Run
 
 MOST = 1000
 ROOM = 100.0  # times the memory of a device
@@ -34,7 +34,7 @@ def read_runs(path: Path, cluster: ClusterSpec) -> list[Run]:
         StrategyError: a strategy that cannot be meant, or not on so many devices.
     """
     from atorch.errors import ArgumentError
-    from atorch.strict_json import Format, read_json
+    from atorch.files.strict_json import Format, read_json
 
     data = read_json(path, Format("file of runs", ArgumentError))
     if not isinstance(data, list) or not 1 <= len(data) <= MOST:
@@ -43,9 +43,9 @@ def read_runs(path: Path, cluster: ClusterSpec) -> list[Run]:
 
 
 def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> Run:
-    from atorch.auto.offline import plan_for
+    from atorch.auto.plan_for_cluster import plan_for
     from atorch.cost import plain_cost
-    from atorch.profiler.fitted import Run
+    from atorch.profiler.curve_fit import Run
 
     _check(data, where)
     cluster = _part(data.get("devices"), where, whole)

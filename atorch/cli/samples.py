@@ -156,9 +156,9 @@ class Form:
         Raises:
             ArgumentError: the model does not take the image.
         """
-        from atorch.profiler.copying import copy_with
-        from atorch.profiler.fakes import Fakes
-        from atorch.profiler.tensors import tensors_of
+        from atorch.model.structure_copy import copy_with
+        from atorch.model.tensors import tensors_of
+        from atorch.profiler.capture.fakes import Fakes
 
         fakes = Fakes()
         given = {name: fakes.fake_unless_known(each) for name, each in images.items()}

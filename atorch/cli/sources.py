@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from atorch.cli import config, job
 
 if TYPE_CHECKING:
-    from atorch.auto.offline import Subject
-    from atorch.cluster import ClusterSpec
+    from atorch.auto.plan_for_cluster import Subject
+    from atorch.cluster.spec import ClusterSpec
     from atorch.cost.transformer import TransformerShape
 
 Shape = Mapping[str, int | None]  # option → its value
@@ -82,7 +82,7 @@ def _of_job(named: str) -> Source:
     found = job.load(named)
 
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
-        from atorch.auto.offline import subject_of
+        from atorch.auto.plan_for_cluster import subject_of
 
         arguments = job.arguments_of(found, named, seq)
         return subject_of(arguments.pop("model"), arguments.pop("sample_batch"), cluster, **arguments)
@@ -92,7 +92,7 @@ def _of_job(named: str) -> Source:
 
 def _of_config(path: Path) -> Source:
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
-        from atorch.auto.offline import subject_of
+        from atorch.auto.plan_for_cluster import subject_of
         from atorch.errors import ArgumentError, AtorchError
 
         arguments = config.job_of(path, seq)
@@ -119,7 +119,7 @@ def _of_shape(shape: Shape) -> Source:
         raise ArgumentError(f"a shape needs {', '.join(missing)} as well")
 
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
-        from atorch.auto.offline import Subject
+        from atorch.auto.plan_for_cluster import Subject
         from atorch.cost.transformer import Implementation, transformer_profile
 
         eager = Implementation(itemsize=4.0, fused_norm=False, fused_activation=False)

@@ -37,8 +37,8 @@ def show(file: StrategyFile, verbose: Verbose = False) -> None:
 
     from atorch.auto.strategy import Strategy
     from atorch.report.answer import answer_report, answer_summary
-    from atorch.report.sized import table
     from atorch.report.text import plan_report, plan_summary
+    from atorch.report.width_aware import table
 
     strategy = Strategy.of(file)
     rows = []

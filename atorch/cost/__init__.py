@@ -1,8 +1,8 @@
 """Arithmetic on what a device holds and does. Imports no torch."""
 
+from atorch.cost.baseline_cost import plain_cost
 from atorch.cost.memory import Memory, peak_bytes, peak_memory
 from atorch.cost.profile import AttentionKind, Matmul, ModelProfile, Region, Segment
-from atorch.cost.start import plain_cost
 from atorch.cost.state import Comm, Cost
 from atorch.cost.time import StepTime, StepTimes, step_seconds, step_time
 

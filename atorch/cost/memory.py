@@ -13,8 +13,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from atorch.cost.moments import REMEMBERED, Course, Moment, courses_of
-from atorch.cost.stages import Stage, heaviest_stages, stages_of
+from atorch.cost.memory_timeline import REMEMBERED, Course, Moment, courses_of
+from atorch.cost.pipeline_stages import Stage, heaviest_stages, stages_of
 from atorch.cost.state import Cost
 
 SLACK = 0.2

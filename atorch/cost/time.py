@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from atorch.cluster import ClusterSpec
-from atorch.cost.collectives import Group, group_of, group_of_neighbours, rounds_of
-from atorch.cost.communication import EXPERT_AXIS, beside_share, boundary_bytes, of_copy
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost.comm.collectives import Group, group_of, group_of_neighbours, rounds_of
+from atorch.cost.comm.communication import EXPERT_AXIS, beside_share, boundary_bytes, of_copy
+from atorch.cost.comm.offload import host_time
 from atorch.cost.experts import kept_elements
-from atorch.cost.moments import micro_batch_share
-from atorch.cost.offload import host_time
-from atorch.cost.operations import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
-from atorch.cost.products import ProductTimes
+from atorch.cost.kernels.gemm import ProductTimes
+from atorch.cost.kernels.operations import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
+from atorch.cost.memory_timeline import micro_batch_share
+from atorch.cost.pipeline_stages import Cut, Parts, cut_of
 from atorch.cost.profile import Segment
-from atorch.cost.stages import Cut, Parts, cut_of
 from atorch.cost.state import Cost
 
 SHARPNESS = 2.5  # of the knee between being bound by launches and by work: where both are alike, neither hides all

@@ -21,8 +21,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from atorch.cluster import ClusterSpec, LinkSpec
-from atorch.cost.communication import EXPERT_AXIS
+from atorch.cluster.spec import ClusterSpec, LinkSpec
+from atorch.cost.comm.communication import EXPERT_AXIS
 from atorch.cost.memory import uses_host
 from atorch.cost.state import Cost
 from atorch.cost.time import StepTimes

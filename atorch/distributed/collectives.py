@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from atorch import errors
-from atorch.distributed.arrivals import Arrivals, answered, listed
-from atorch.distributed.dense_parts import dense_parts
-from atorch.distributed.description import Fact, Facts, both_ways, digest
+from atorch.distributed.barrier_diagnostics import Arrivals, answered, listed
+from atorch.distributed.fingerprints import Fact, Facts, both_ways, digest
+from atorch.distributed.tensor_components import dense_parts
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import ArgumentError, AtorchError, shown
 from atorch.logs import OF_THIS_RANK, logger

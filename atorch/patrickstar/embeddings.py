@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atorch.runtime.override import override
+from atorch.model.method_override import override
 
 
 def host_embeddings(model: nn.Module) -> set[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from atorch.errors import ArgumentError, CheckpointError, shown
-from atorch.files import check_target, replacing
-from atorch.weights_file import CHECKPOINT, is_same, read_weights
+from atorch.files.access import check_target, replacing
+from atorch.files.weights import CHECKPOINT, is_same, read_weights
 
 PLACE = "*"
 SHOWN = 8  # files that an error names

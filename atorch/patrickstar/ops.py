@@ -14,11 +14,11 @@ from torch import Tensor
 from atorch.patrickstar.config import Fp16Section
 from atorch.patrickstar.outputs import ScaledBackward
 from atorch.patrickstar.profiler import profiler
-from atorch.runtime.amp import LossScale, ScaledOptimizer
 from atorch.runtime.chunk.memory import ChunkSet
-from atorch.runtime.chunk.optimizer import ChunkOptimizer
-from atorch.runtime.clip import clip_grads
-from atorch.runtime.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
+from atorch.runtime.gradients.clip import clip_grads
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 
 SLICE_NUMEL = 2**20
 

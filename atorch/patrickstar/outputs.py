@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.nested import map_leaves
-from atorch.runtime.weak_method import weakly
+from atorch.model.pytree import map_leaves
+from atorch.runtime.gradients.weak_method import weakly
 
 
 class ScaledBackward:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.patrickstar.profile import MemoryEvent, Profile, Tier
-from atorch.report.elements import element, table
 from atorch.report.html import page
+from atorch.report.html_dom import element, table
 from atorch.report.phases import Scale, Shade, in_style, over_time, shade, time_scale
 from atorch.units import GiB, KiB, MiB, format_bytes, format_seconds
 

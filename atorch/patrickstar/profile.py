@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atorch.errors import CheckpointError, shown
-from atorch.files import write
-from atorch.strict_json import Format, read_json
+from atorch.files.access import write
+from atorch.files.strict_json import Format, read_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -17,12 +17,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from atorch.cluster import REACHED, ClusterSpec, DeviceSpec, Efficiency, LinkSpec, undescribed
-from atorch.cluster_catalogue import describing
-from atorch.cluster_file import with_source
+from atorch.cluster.catalogue import describing
+from atorch.cluster.file import with_source
+from atorch.cluster.microbenchmark import MATMUL_DTYPES, copy_bandwidth, launch_seconds
+from atorch.cluster.spec import REACHED, ClusterSpec, DeviceSpec, Efficiency, LinkSpec, undescribed
 from atorch.distributed.collectives import gather_objects, several
 from atorch.distributed.world import World
-from atorch.measure import MATMUL_DTYPES, copy_bandwidth, launch_seconds
 from atorch.profiler import timings
 
 BUDGET_S = 30.0

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from atorch.cluster.microbenchmark import seconds
 from atorch.distributed.collectives import from_rank_zero
-from atorch.measure import seconds
 
 Work = Callable[[], object]
 Name = TypeVar("Name")

@@ -19,23 +19,23 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.blocks import repeated_blocks
 from atorch.cost import AttentionKind, ModelProfile, Segment
-from atorch.distributed.alone import alone
+from atorch.distributed.local_collectives import alone
 from atorch.distributed.rng import preserved_rng
-from atorch.elementwise import is_elementwise
 from atorch.errors import ArgumentError
 from atorch.logs import logger, muted
-from atorch.originals import OriginalReachedError, Originals
-from atorch.profiler.alike import groups_of_alike
-from atorch.profiler.by_token import watch_outside
-from atorch.profiler.copying import copy_with, lazy_copy_with
-from atorch.profiler.devices import as_on
-from atorch.profiler.lengths import TIMES, UNIT, at_length, foretold
-from atorch.profiler.recording import Recorder, TooManyCallsError
-from atorch.profiler.replaying import Blocks
-from atorch.profiler.segments import Ownership, segments_of
-from atorch.profiler.tensors import batch_size, map_tensors, tensor_bytes, tensors_of
+from atorch.model.alias_guard import OriginalReachedError, Originals
+from atorch.model.elementwise_optimizers import is_elementwise
+from atorch.model.structure import repeated_blocks
+from atorch.model.structure_copy import copy_with, lazy_copy_with
+from atorch.model.tensors import batch_size, map_tensors, tensor_bytes, tensors_of
+from atorch.profiler.capture.block_equality import groups_of_alike
+from atorch.profiler.capture.block_reuse import Blocks
+from atorch.profiler.capture.devices import as_on
+from atorch.profiler.capture.length_extrapolation import TIMES, UNIT, at_length, foretold
+from atorch.profiler.capture.recording import Recorder, TooManyCallsError
+from atorch.profiler.capture.segments import Ownership, segments_of
+from atorch.profiler.capture.token_locality import watch_outside
 
 CallModel = Callable[[nn.Module, Any], Any]
 LossFunc = Callable[[Any, Any], Any]
@@ -235,7 +235,7 @@ def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
 
 
 def _once(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
-    from atorch.profiler.fakes import Fakes
+    from atorch.profiler.capture.fakes import Fakes
 
     fakes = Fakes(dtype=torch.bfloat16 if job.numbers == "half" else None)
     equal = [[job.blocks[name] for name in group] for group in groups]

@@ -25,8 +25,8 @@ from atorch.report.figures import (
     summary,
     varied,
 )
-from atorch.report.sized import Sized, columns_of, table
-from atorch.report.words import left_out, legend, shown_name
+from atorch.report.labels import left_out, legend, shown_name
+from atorch.report.width_aware import Sized, columns_of, table
 from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

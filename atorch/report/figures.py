@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from atorch.report.words import shown_work
+from atorch.report.labels import shown_work
 from atorch.units import format_bytes, format_count, format_seconds
 
 PlanData = Mapping[str, Any]

@@ -18,7 +18,6 @@ from importlib.resources import files
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
-from atorch.report.elements import element, row, section, table
 from atorch.report.figures import (
     SLACK,
     cluster_rows,
@@ -37,7 +36,8 @@ from atorch.report.figures import (
     usable_bytes,
     varied,
 )
-from atorch.report.words import legend, why_not
+from atorch.report.html_dom import element, row, section, table
+from atorch.report.labels import legend, why_not
 from atorch.units import format_bytes, format_seconds
 
 PlanData = Mapping[str, Any]

@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING, NamedTuple
 from xml.etree.ElementTree import Element, tostring
 
-from atorch.report.elements import element
+from atorch.report.html_dom import element
 from atorch.report.timeline import Placed, Timeline
 
 if TYPE_CHECKING:

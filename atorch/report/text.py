@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atorch.report.figures import composition
-from atorch.report.sized import table
-from atorch.report.words import left_out
+from atorch.report.labels import left_out
+from atorch.report.width_aware import table
 from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from atorch.distributed.collectives import agreed, gather_objects, several
-from atorch.distributed.description import described
+from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, shown
 from atorch.logs import logger
-from atorch.runtime.nested import tensors_in
-from atorch.runtime.wrapper import Wrapper
+from atorch.model.pytree import tensors_in
+from atorch.model.wrapper import Wrapper
 from atorch.units import format_seconds
 
 PARTS = DATA, FORWARD, BACKWARD = ("data", "forward", "backward")

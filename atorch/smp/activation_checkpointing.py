@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
-from atorch.runtime.override import lift, override
-from atorch.runtime.recompute import chained, disable_checkpointing, recomputed
-from atorch.smp.places import Place, place_of
+from atorch.model.method_override import lift, override
+from atorch.runtime.memory.recompute import chained, disable_checkpointing, recomputed
+from atorch.smp.partition_map import Place, place_of
 from atorch.smp.session import is_initialized, session
 
 OPTIONS = "_smp_checkpointing"

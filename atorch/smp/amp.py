@@ -8,8 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import largest, several, together
-from atorch.runtime.amp import unscale
-from atorch.runtime.wrapped_optimizer import dense_gradient
+from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
+from atorch.runtime.precision.amp import unscale
 from atorch.smp.session import is_initialized, session
 
 

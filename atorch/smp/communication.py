@@ -6,9 +6,9 @@ from typing import Any
 
 from atorch.distributed.collectives import gather_objects, meet
 from atorch.errors import ArgumentError, shown
-from atorch.smp.messages import on_host
 from atorch.smp.ranks import DP_GROUP, MP_GROUP, WORLD, CommGroup, RankType, process_group, ranks_of
 from atorch.smp.session import session
+from atorch.smp.steps.messages import on_host
 
 
 def barrier(group: CommGroup = WORLD) -> None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from atorch.configuration import NoEffect, Section
 from atorch.distributed import world
 from atorch.errors import ArgumentError, near_miss, shown
+from atorch.files.config_dict import NoEffect, Section
+from atorch.files.strict_json import Format, parse, read_json
 from atorch.logs import logger
-from atorch.strict_json import Format, parse, read_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,20 +14,20 @@ from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.runtime.pipeline.stage import STAGE
-from atorch.smp.local_parts import LocalParts
+from atorch.smp.checkpointing.local_parts import LocalParts
+from atorch.smp.checkpointing.partial_states import CUTS, PARTIAL
+from atorch.smp.checkpointing.replica_shards import meet_replicas, shards_like, whole_over_shards
+from atorch.smp.checkpointing.whole_states import gathered_state, merged_model_state, whole_on_host
 from atorch.smp.options import Options
-from atorch.smp.partial_states import CUTS, PARTIAL
 from atorch.smp.session import Session, session
-from atorch.smp.shards import meet_replicas, shards_like, whole_over_shards
-from atorch.smp.states import gathered_state, merged_model_state, whole_on_host
-from atorch.smp.tensor_replacement import replace_registered
-from atorch.smp.tensor_split import TensorSplit
+from atorch.smp.tensor.replacement import replace_registered
+from atorch.smp.tensor.split import TensorSplit
 
 if TYPE_CHECKING:
-    from atorch.smp.averaging import CommHook
-    from atorch.smp.body import Body
     from atorch.smp.partitioning import Division
-    from atorch.smp.runner import Runner
+    from atorch.smp.steps.averaging import CommHook
+    from atorch.smp.steps.micro_batch_run import Body
+    from atorch.smp.steps.runner import Runner
 
 
 class DistributedModel(LocalParts):

@@ -12,8 +12,8 @@ from torch import Tensor
 from atorch.distributed.collectives import agreed
 from atorch.errors import ArgumentError, shown
 from atorch.logs import OF_THIS_RANK, logger
-from atorch.runtime.clip import Key, clip_grads
-from atorch.runtime.spread import Spread
+from atorch.runtime.gradients.clip import Key, clip_grads
+from atorch.runtime.gradients.distributed_norm import Spread
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import session
 

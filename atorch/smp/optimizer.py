@@ -12,17 +12,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch.distributed.collectives import meet
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
-from atorch.runtime.amp import ScaledOptimizer
-from atorch.runtime.wrapped_optimizer import WrappedOptimizer
-from atorch.smp.inner_optimizer import stepping
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.precision.amp import ScaledOptimizer
+from atorch.smp.checkpointing.partial_states import CUTS, MARKS, PARTIAL, merged
+from atorch.smp.checkpointing.replica_shards import meet_replicas, shards_like, whole_over_shards
+from atorch.smp.checkpointing.whole_states import PATIENCE, of_all
 from atorch.smp.model import DistributedModel
 from atorch.smp.norms import ScaledApart, clip, spread_of
-from atorch.smp.partial_states import CUTS, MARKS, PARTIAL, merged
-from atorch.smp.precision import half_of, loss_scale_of
 from atorch.smp.session import session
-from atorch.smp.shards import meet_replicas, shards_like, whole_over_shards
-from atorch.smp.states import PATIENCE, of_all
-from atorch.smp.tensor_split import TensorSplit
+from atorch.smp.tensor.split import TensorSplit
+from atorch.smp.training.inner_optimizer import stepping
+from atorch.smp.training.precision import half_of, loss_scale_of
 
 State = dict[str, Any]
 

@@ -21,19 +21,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from atorch.blocks import units as units_of
-from atorch.cluster import DeviceSpec
+from atorch.cluster.spec import DeviceSpec
 from atorch.errors import ArgumentError, StrategyError, shown
 from atorch.logs import logger
-from atorch.profiler.tensors import tensor_bytes
-from atorch.profiler.unit_costs import unit_costs
-from atorch.runtime.meta_device import has_meta
-from atorch.runtime.nested import map_tensors, tensors_in
-from atorch.runtime.pipeline.observing import faked
-from atorch.runtime.pipeline.partition import partition as least_largest
-from atorch.runtime.pipeline.route import Route
+from atorch.model.meta_device import has_meta
+from atorch.model.pytree import map_tensors, tensors_in
+from atorch.model.state import untouched
+from atorch.model.structure import units as units_of
+from atorch.model.tensors import tensor_bytes
+from atorch.profiler.capture.unit_costs import unit_costs
+from atorch.runtime.pipeline.capture.partition import partition as least_largest
+from atorch.runtime.pipeline.capture.stage_capture import faked
+from atorch.runtime.pipeline.capture.stage_dataflow import Route
 from atorch.runtime.pipeline.stage import STAGE
-from atorch.runtime.still import untouched
 from atorch.smp.session import session
 from atorch.units import format_bytes
 

@@ -21,12 +21,12 @@ from torch import nn
 
 from atorch.distributed import world
 from atorch.distributed.collectives import agreed, from_rank_zero
-from atorch.distributed.description import described
+from atorch.distributed.fingerprints import described
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.smp.config import Config
-from atorch.smp.messages import Messages
+from atorch.smp.steps.messages import Messages
 
 AXES_OF: Mapping[str, tuple[str, ...]] = {
     "mp": ("pipeline", "tensor"),

@@ -9,12 +9,12 @@ from typing import Any, TypeVar, overload
 from torch import Tensor
 
 from atorch.errors import ArgumentError, check_bools, shown
-from atorch.runtime.nested import map_tensors
-from atorch.smp.first_step import partition
+from atorch.model.pytree import map_tensors
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, session
-from atorch.smp.slicing import Arguments, Slicing, outputs_of
-from atorch.smp.start import starts_together, with_the_firsts_batch
+from atorch.smp.steps.first_step import partition
+from atorch.smp.steps.handshake import starts_together, with_the_firsts_batch
+from atorch.smp.steps.slicing import Arguments, Slicing, outputs_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from atorch.cluster import DeviceSpec
+from atorch.cluster.spec import DeviceSpec
 
 IN_TRAINING = 0.85
 """Of it, what products of a training step reach as a rule: their shapes are not the best, and other work keeps devices
@@ -13,7 +13,7 @@ warm, so that clocks fall."""
 _LARGEST: Mapping[str, float] = {
     # A part of a device's name → the largest 16-bit product's rate over the data sheet's; the first that fits counts.
     # stas00/ml-engineering, compute/accelerator/README.md, table of mamf-finder; L40S, H100 PCIe: mag-/gpu_benchmark.
-    "500 W": 0.803 * (500 / 700) ** 0.4,  # as other H100s, by its power limit: atorch/clusters/h100_96g.json
+    "500 W": 0.803 * (500 / 700) ** 0.4,  # as other H100s, by its power limit: atorch/cluster/known/h100_96g.json
     "A100-PCIE": 0.811,
     "A100 80GB PCIe": 0.811,
     "A100": 0.869,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from scipy.optimize import minimize
 from scipy.special import ndtr
 
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost.uncertainty import COMMON, COVERED, KINDS, OWN, Shares, Uncertainty
 from benchmarks.published.leave_out import Source
 from benchmarks.published.metrics import LEAST_IN_CELL, Result, cells, summary

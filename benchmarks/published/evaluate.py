@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from atorch.cluster import ClusterSpec, Efficiency
+from atorch.cluster.spec import ClusterSpec, Efficiency
 from atorch.cost import Cost, step_seconds
 from atorch.errors import AtorchError
 from atorch.units import GiB

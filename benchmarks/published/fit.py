@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from atorch.profiler.fitted import NOISE, Run, fitted, gauss_newton, with_constants
+from atorch.profiler.curve_fit import NOISE, Run, fitted, gauss_newton, with_constants
 
 __all__ = ["NOISE", "Run", "drawn", "fitted", "gauss_newton", "is_fitted", "with_constants"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from atorch.cost.splits import Gathers
+from atorch.cost.parallelism import Gathers
 from atorch.cost.state import Beside
 from atorch.cost.transformer import Implementation
 from atorch.units import MiB

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.errors import ArgumentError
 from benchmarks.published.table import UNKNOWN
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from atorch.cost import Cost, Memory, peak_memory
 from atorch.cost.memory import RESERVE, stage_memory
-from atorch.cost.stages import stages_of
+from atorch.cost.pipeline_stages import stages_of
 from atorch.units import GiB
 from benchmarks.published.layout import framework_for
 from benchmarks.published.metrics import Metric

@@ -1,7 +1,7 @@
 """How far off estimates of memory are by kinds of bytes, fitted to sources that were left out, and what bands hold.
 
-What is fitted is what `atorch/cost/memory_band.py` has, in the way of `bands.py`. The driver's figures are left out:
-what they count beside is in no category. Where a framework keeps by its version what tensor ranks gathered, or not, no
+It fits the bands of `atorch/cost/memory_interval.py` as `bands.py` does. The driver's figures are left out: what they
+count beside is in no category. Where a framework keeps by its version what tensor ranks gathered, or not, no
 column tells which it was. Such runs are not fitted; they do count in what is told of bands.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from atorch.cost import peak_memory
 from atorch.cost.memory import RESERVE, STUCK
-from atorch.cost.memory_band import OWN, SIGMA, memory_shares
+from atorch.cost.memory_interval import OWN, SIGMA, memory_shares
 from benchmarks.published.bands import Vector, covering, most_probable, spread_of
 from benchmarks.published.evaluate import Case
 from benchmarks.published.leave_out import Source
@@ -97,7 +97,7 @@ def report(sources: Mapping[str, Source]) -> dict[str, object]:
         found = [each.fits for each in rooms if each.is_narrow == is_narrow]
         fits[words] = {"said": len(found), "do": sum(found)}
         print(f"said to fit {words}: {sum(found)} of {len(found)} do")
-    print("atorch/cost/memory_band.py, as these tables have it:")
+    print("atorch/cost/memory_interval.py, as these tables have it:")
     figures = [*bands.sigma.items(), ("LOW", bands.low), ("HIGH", bands.high)]
     print("   ", ", ".join(f"{name} {value:.3g}" for name, value in figures))
     return {"memory_bands": {"bands": lines, "fits": fits, **dict(figures)}}

@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.cost.adapters import Adapters, adapted_profile
-from atorch.cost.buckets import reductions
-from atorch.cost.splits import (
+from atorch.cost.comm.buckets import reductions
+from atorch.cost.parallelism import (
     REPLICA_AXES,
     accumulate,
     arrange,
@@ -82,7 +82,7 @@ def is_compiled(row: Row) -> bool:
     return row.text("compile") not in (*BLANK, "eager")
 
 
-COPY_S = 5e-6  # from one launch to the next: `launch_s` of atorch/clusters
+COPY_S = 5e-6  # from one launch to the next: `launch_s` of atorch/cluster/known
 COMPILED = 0.6  # operators called, against transformers' blocks, where Python's modules are compiled away
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.opt_lib.completion import complete
+from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.strategy import Strategy
 from benchmarks.published.layout import Layout, layout_of
 from benchmarks.published.rows import is_compiled

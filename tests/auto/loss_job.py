@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from atorch import auto_accelerate
-from atorch.runtime.loss_weight import IGNORED
+from atorch.runtime.loss.reduction import IGNORED
 
 F = nn.functional
 VOCAB, SEQ, BATCH, STEPS = 11, 6, 8, 3

@@ -421,7 +421,7 @@ def test_verbose_says_more(capfd: pytest.CaptureFixture[str], caplog: pytest.Log
 
 
 def test_a_search_that_finds_nothing_returns_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
 
     tiny = ClusterSpec.detect(init(), measure=False)
     tiny = replace(tiny, device=replace(tiny.device, memory_bytes=1.0))

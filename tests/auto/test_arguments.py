@@ -20,7 +20,7 @@ import atorch
 from atorch import auto_accelerate
 from atorch.auto.arguments import Options
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.completion import complete
+from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.strategy import Strategy
 from atorch.distributed import collectives
 from atorch.distributed import world as worlds

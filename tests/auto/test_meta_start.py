@@ -20,8 +20,8 @@ from atorch import auto_accelerate, load_whole_state, whole_state
 from atorch.auto import session
 from atorch.auto.strategy import METHODS
 from atorch.errors import ArgumentError
-from atorch.profiler.tensors import local_part
-from atorch.runtime.initial_values import InitialValues
+from atorch.model.deferred_init import InitialValues
+from atorch.model.tensors import local_part
 from tests.contract.job import BATCH, STEPS, VOCAB, Tokens
 from tests.pool import Pool
 

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
 from atorch.errors import StrategyError
-from atorch.runtime.still import Change, untouched
+from atorch.model.state import Change, untouched
 from tests.pool import Pool
 
 ROWS, STEPS = 4, 3

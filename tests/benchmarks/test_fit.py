@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost, step_seconds
 from atorch.cost.transformer import TransformerShape, transformer_profile
 from benchmarks.published.fit import Run, drawn, fitted, gauss_newton, with_constants

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule import Moment, Schedule, schedule
+from atorch.runtime.chunk.schedule.transfer_schedule import Moment, Schedule, schedule
 from benchmarks.traffic_bound import lower_bound
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atorch.cli import main
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.profiler import calibrate as calibration
 
 

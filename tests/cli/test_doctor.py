@@ -7,7 +7,7 @@ import torch
 
 from atorch.auto.strategy import METHODS, Method
 from atorch.cli import doctor, main
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.errors import CapabilityError
 
 

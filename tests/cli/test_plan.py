@@ -7,7 +7,7 @@ import pytest
 from atorch.auto.strategy import Strategy
 from atorch.cli import main
 from atorch.cli.plan import clusters_of
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from tests.report.test_html import Page, data_of
 
 SHAPE = "--layers 4 --hidden 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 1000"

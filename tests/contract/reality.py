@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from atorch.auto.planner.depth import Observed
-from atorch.auto.planner.simulate import Simulated
+from atorch.auto.planner.simulate.depth_extrapolation import Observed
+from atorch.auto.planner.simulate.simulation import Simulated
 
 AGREES = 0.03  # of the most that a rank holds
 

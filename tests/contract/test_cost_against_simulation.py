@@ -18,14 +18,14 @@ from torch import nn
 
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.completion import complete
-from atorch.auto.planner.simulate import Simulated, simulate
+from atorch.auto.opt_lib.shared.defaults import complete
+from atorch.auto.planner.simulate.simulation import Simulated, simulate
 from atorch.auto.strategy import METHODS, Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory, plain_cost
-from atorch.cost.communication import of_copy
+from atorch.cost.comm.communication import of_copy
 from atorch.cost.memory import stage_memory
-from atorch.cost.stages import stages_of
+from atorch.cost.pipeline_stages import stages_of
 from atorch.distributed.world import World
 from atorch.profiler.trace import trace
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from atorch.auto.opt_lib.completion import complete
-from atorch.auto.planner.simulate import simulate
-from atorch.auto.planner.stages import ranks_of_stages
+from atorch.auto.opt_lib.shared.defaults import complete
+from atorch.auto.planner.simulate.simulated_pipeline import ranks_of_stages
+from atorch.auto.planner.simulate.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cost import plain_cost
-from atorch.cost.communication import boundary_bytes
+from atorch.cost.comm.communication import boundary_bytes
 from atorch.cost.memory import stage_memory
-from atorch.cost.stages import stages_of
+from atorch.cost.pipeline_stages import stages_of
 from tests.contract.test_cost_against_simulation import ROWS, STATES, batch, job, llama
 
 STAGES, LAYERS, MICRO_BATCHES = 4, 8, 8

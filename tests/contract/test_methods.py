@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from atorch.auto.strategy import METHODS, Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import StrategyError

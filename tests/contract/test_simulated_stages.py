@@ -13,11 +13,11 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.completion import complete
-from atorch.auto.planner.depth import Observed
-from atorch.auto.planner.simulate import observe, simulate
+from atorch.auto.opt_lib.shared.defaults import complete
+from atorch.auto.planner.simulate.depth_extrapolation import Observed
+from atorch.auto.planner.simulate.simulation import observe, simulate
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World, init
 from tests.contract.reality import assert_as_simulated
 from tests.pool import Pool

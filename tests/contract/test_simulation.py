@@ -13,11 +13,11 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.completion import batch_place, complete
-from atorch.auto.planner.depth import Observed
-from atorch.auto.planner.simulate import Simulated, observe, simulate
+from atorch.auto.opt_lib.shared.defaults import batch_place, complete
+from atorch.auto.planner.simulate.depth_extrapolation import Observed
+from atorch.auto.planner.simulate.simulation import Simulated, observe, simulate
 from atorch.auto.strategy import METHODS, Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World, init
 from atorch.errors import CapabilityError
 from tests.contract.job import BATCH, Tokens, arguments, make_model

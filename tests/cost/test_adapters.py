@@ -8,7 +8,7 @@ import pytest
 
 from atorch.cost import peak_memory, plain_cost
 from atorch.cost.adapters import ALL_LINEAR, NF4_ITEMSIZE, Adapters, adapted_profile
-from atorch.cost.splits import shard
+from atorch.cost.parallelism import shard
 from atorch.cost.transformer import Experts, Implementation, LatentAttention, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
-from atorch.cost.communication import of_copy
+from atorch.cost.comm.communication import of_copy
 from atorch.cost.experts import busiest_load, saved_bytes
-from atorch.cost.splits import accumulate, arrange, replicate, shard
+from atorch.cost.parallelism import accumulate, arrange, replicate, shard
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.cluster import ClusterSpec, DeviceSpec, Efficiency, LinkSpec
+from atorch.cluster.spec import ClusterSpec, DeviceSpec, Efficiency, LinkSpec
 from atorch.cost import (
     Comm,
     Matmul,
@@ -16,7 +16,7 @@ from atorch.cost import (
     plain_cost,
     step_time,
 )
-from atorch.cost.collectives import Group
+from atorch.cost.comm.collectives import Group
 from atorch.cost.memory import SLACK
 from atorch.cost.time import SHARPNESS
 

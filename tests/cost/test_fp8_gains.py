@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Matmul, Segment, plain_cost, step_time
-from atorch.cost.fp8 import takes_fp8
-from atorch.cost.splits import arrange, shard
+from atorch.cost.kernels.fp8 import takes_fp8
+from atorch.cost.parallelism import arrange, shard
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 
 SHAPES = {

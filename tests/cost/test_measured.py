@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from atorch.auto.offline import subject_of
+from atorch.auto.plan_for_cluster import subject_of
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile, peak_memory, plain_cost, step_seconds
-from atorch.cost.attention import fused_seconds
-from atorch.cost.operations import _pitch
-from atorch.cost.products import ProductTimes, Shape
+from atorch.cost.kernels.attention import fused_seconds
+from atorch.cost.kernels.gemm import ProductTimes, Shape
+from atorch.cost.kernels.operations import _pitch
 from atorch.cost.profile import Segment
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks" / "measured" / "h200.json").read_text())

@@ -6,7 +6,7 @@ import pytest
 
 from atorch.cost import Cost, Matmul, Region, Segment, peak_memory
 from atorch.cost.memory import SLACK, STUCK, stage_memory
-from atorch.cost.stages import heaviest_stages, in_flight, stages_of
+from atorch.cost.pipeline_stages import heaviest_stages, in_flight, stages_of
 
 EMBEDDING = Segment(name="embedding", num_params=1000, num_trainable=1000, split_params=1000)
 BLOCK = Segment(

@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, Matmul, Region, Segment, StepTimes, step_time
-from atorch.cost.splits import replicate
+from atorch.cost.parallelism import replicate
 
 BLOCK = Segment(
     name="blocks", count=8, is_block=True, num_params=1e8, num_trainable=9e7, split_params=8e7, expert_params=1e7,

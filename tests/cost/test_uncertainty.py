@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost, step_time
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.cost.uncertainty import HIGH, KINDS, LOW, OWN, SIGMA, SLOWER, Uncertainty

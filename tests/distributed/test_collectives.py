@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed import collectives
-from atorch.distributed.arrivals import answered
+from atorch.distributed.barrier_diagnostics import answered
 from atorch.distributed.collectives import (
     agree,
     agreed,
@@ -26,7 +26,7 @@ from atorch.distributed.collectives import (
     synchronise,
     together,
 )
-from atorch.distributed.description import described
+from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
 from tests.pool import Pool
 

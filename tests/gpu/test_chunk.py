@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atorch.auto.opt_lib.chunk import kept_by_products
-from atorch.auto.opt_lib.chunk_trace import foreseen
-from atorch.blocks import repeated_blocks
+from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.model.structure import repeated_blocks
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

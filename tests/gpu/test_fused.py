@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.runtime.fp8 import MIN_CAPABILITY, Fp8Recipe, convert_linears
 from atorch.runtime.fused import fuse_cross_entropy, fuse_layer_norms, fuse_multihead_attention
 from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant
+from atorch.runtime.precision.fp8 import MIN_CAPABILITY, Fp8Recipe, convert_linears
 
 pytestmark = pytest.mark.gpu
 

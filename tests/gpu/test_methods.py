@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError
 from tests.contract.job import distance, reference, train

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from atorch.distributed.alone import alone, is_alone
-from atorch.runtime.fsdp import shard
-from atorch.runtime.fsdp_groups import Group
-from atorch.runtime.micro_batch import MicroBatched
+from atorch.distributed.local_collectives import alone, is_alone
+from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.shard import shard
+from atorch.runtime.memory.micro_batch import MicroBatched
 from tests.pool import Pool
-from tests.runtime.test_micro_batch import Tight, mse, tight_batch
+from tests.runtime.memory.test_micro_batch import Tight, mse, tight_batch
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch.runtime.offload import HostOptimizer
-from atorch.runtime.offload_activations import offload_activations
+from atorch.runtime.memory.offload import HostOptimizer
+from atorch.runtime.memory.offload_activations import offload_activations
 
 pytestmark = pytest.mark.gpu
 

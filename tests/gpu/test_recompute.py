@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch.runtime import recompute
-from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.runtime.memory import recompute
+from atorch.runtime.memory.recompute import checkpoint_wrapper
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ def test_autocast_on_the_device_holds_in_the_recompute():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_selective_recomputation_draws_the_same_random_numbers_behind_fused_attention(dropout: float) -> None:
-    from tests.runtime.test_selective import Block, inputs
+    from tests.runtime.memory.test_selective_recompute import Block, inputs
 
     torch.manual_seed(0)
     plain = Block(dropout).cuda().half()

@@ -19,40 +19,66 @@ EVERYTHING = [*PACKAGE, *modules("benchmarks", "examples", "tests")]
 
 # `except Exception` and `except BaseException`: whatever a stranger's code raises must be caught here.
 BLIND_EXCEPTS: Mapping[str, str] = {
-    "atorch/auto/opt_lib/chunk_trace.py:_Job._copied": "a forward may fail on fakes in any way; then chunk is refused",
-    "atorch/auto/opt_lib/chunk_trace.py:_extended": "a model may fail in any way with fewer blocks; then it runs whole",
-    "atorch/auto/opt_lib/pipeline_stages.py:split": "raised again, once the model is as it was",
-    "atorch/auto/first_pass.py:as_strategy_errors": "what a user's model raises under a strategy names that",
-    "atorch/auto/plain_pass.py:tried": "what a user's model, data and loss raise is the reason that is told",
-    "atorch/auto/planner/measuring.py:_why_not": "what a user's method, model or optimizer raises is the reason",
+    "atorch/auto/opt_lib/chunk/trace.py:_Job._copied": "a forward may fail on fakes in any way; then chunk is refused",
+    "atorch/auto/opt_lib/chunk/trace.py:_extended": "a model may fail in any way with fewer blocks; then it runs whole",
+    "atorch/auto/opt_lib/pipeline_parallel/stages.py:split": "raised again, once the model is as it was",
+    "atorch/auto/verification.py:as_strategy_errors": "what a user's model raises under a strategy names that",
+    "atorch/auto/reference_step.py:tried": "what a user's model, data and loss raise is the reason that is told",
+    "atorch/auto/planner/dry_run/step_timing.py:_why_not": (
+        "what a user's method, model or optimizer raises is the reason"
+    ),
     "atorch/runtime/pipeline/engine.py:Piece.forward": "raised once the pass has ended, for which other stages wait",
-    "atorch/auto/planner/guard.py:Crew.led": "raised again on rank 0, and told to the others, who would wait for ever",
-    "atorch/auto/planner/guard.py:Guard.together": "a candidate that raises is rejected, on all ranks together",
-    "atorch/auto/verify.py:_outcome": "a model may fail on fake tensors in any way; the plan stands, and says why not",
+    "atorch/auto/planner/dry_run/fault_barrier.py:Crew.led": (
+        "raised again on rank 0, and told to the others, who would wait for ever"
+    ),
+    "atorch/auto/planner/dry_run/fault_barrier.py:Guard.together": (
+        "a candidate that raises is rejected, on all ranks together"
+    ),
+    "atorch/auto/simulated_candidates.py:_outcome": (
+        "a model may fail on fake tensors in any way; the plan stands, and says why not"
+    ),
     "atorch/cli/sources.py:_of_config.subject": "a library's model may fail in any way; the error names a remedy",
     "atorch/cli/samples.py:Form._num_features": "a model may fail in any way on an image; the error names a remedy",
     "atorch/distributed/collectives.py:agreed": "raised again here, and told to the others, who would wait for ever",
     "atorch/distributed/collectives.py:together": "raised again here, and told to the others, who would wait for ever",
-    "atorch/distributed/description.py:described_dataset": "what a user's __len__ raises is no concern of a comparison",
-    "atorch/runtime/loss_look.py:Look.holds": "a user's loss may fail on a part of a batch; training goes on",
+    "atorch/distributed/fingerprints.py:described_dataset": (
+        "what a user's __len__ raises is no concern of a comparison"
+    ),
+    "atorch/runtime/loss/reduction_probe.py:Look.holds": (
+        "a user's loss may fail on a part of a batch; training goes on"
+    ),
     "atorch/profiler/trace.py:_of_length": "a model may fail in any way on a short sample; the whole one is traced",
     "atorch/profiler/trace.py:_stepped_alone": "a user's optimizer need not be able to step alone",
     "atorch/profiler/trace.py:_in_16_bits": "a model may fail in any way in 16 bits; it is reckoned from fp32 then",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
-    "atorch/runtime/initial_values.py:InitialValues._watch": "a user's function may fail in any way without values",
-    "atorch/runtime/loss_look.py:Look._losses": "a loss may fail on a part of a batch in any way; the warning says so",
-    "atorch/runtime/optimizer_probe.py:_attempt": "a user's optimizer may refuse small parameters, or parts of them",
-    "atorch/runtime/pipeline/exported.py:_export": "a model may resist export in any way; the error says both reasons",
-    "atorch/runtime/pipeline/observing.py:_observed": "a loss may fail in any way on fakes, or on a few rows",
-    "atorch/runtime/pipeline/observing.py:_without_values": "a forward may fail on fakes in any way; the error says so",
-    "atorch/runtime/pipeline/observing.py:route_of": "the same, where a pipeline watches what modules hand over",
+    "atorch/model/deferred_init.py:InitialValues._watch": "a user's function may fail in any way without values",
+    "atorch/runtime/loss/reduction_probe.py:Look._losses": (
+        "a loss may fail on a part of a batch in any way; the warning says so"
+    ),
+    "atorch/runtime/optimizer/shardability_probe.py:_attempt": (
+        "a user's optimizer may refuse small parameters, or parts of them"
+    ),
+    "atorch/runtime/pipeline/capture/graph_split.py:_export": (
+        "a model may resist export in any way; the error says both reasons"
+    ),
+    "atorch/runtime/pipeline/capture/stage_capture.py:_observed": (
+        "a loss may fail in any way on fakes, or on a few rows"
+    ),
+    "atorch/runtime/pipeline/capture/stage_capture.py:_without_values": (
+        "a forward may fail on fakes in any way; the error says so"
+    ),
+    "atorch/runtime/pipeline/capture/stage_capture.py:route_of": (
+        "the same, where a pipeline watches what modules hand over"
+    ),
     "atorch/runtime/pipeline/schedules.py:TorchStage.backward_maybe_with_nosync": "raised again, or told to its owner",
-    "atorch/runtime/sharded_stream.py:_Fetched.__init__": "raised again, and told to others, who would wait for ever",
-    "atorch/smp/first_step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
+    "atorch/runtime/data/sharded_stream.py:_Fetched.__init__": (
+        "raised again, and told to others, who would wait for ever"
+    ),
+    "atorch/smp/steps/first_step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
     "atorch/smp/partitioning.py:_looked_at": "a forward may fail on fakes in any way; a real run shows its own faults",
-    "atorch/smp/runner.py:Runner.run": "raised on all processes at the end of the step",
-    "atorch/smp/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
-    "atorch/smp/sharding.py:Passes.step": "raised again, once the others know that they have to stop",
+    "atorch/smp/steps/runner.py:Runner.run": "raised on all processes at the end of the step",
+    "atorch/smp/steps/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
+    "atorch/smp/training/sharding.py:Passes.step": "raised again, once the others know that they have to stop",
 }
 
 # Module-level objects that change while the program runs.
@@ -61,24 +87,26 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/auto/opt_lib/module_replace_optimization.py:REPLACEMENTS": "the registry of replacements",
     "atorch/auto/strategy/method.py:METHODS": "the registry of methods",
     "atorch/auto/strategy/method.py:RECIPES": "the registry of recipes",
-    "atorch/cost/buckets.py:_filled": "a memory of pure results, as below",
-    "atorch/cost/buckets.py:_dealt": "a memory of pure results, as below",
-    "atorch/cost/buckets.py:_in_order": "a memory of pure results, as below",
-    "atorch/cost/buckets.py:_sizes": "a memory of pure results, as below",
+    "atorch/cost/comm/buckets.py:_filled": "a memory of pure results, as below",
+    "atorch/cost/comm/buckets.py:_dealt": "a memory of pure results, as below",
+    "atorch/cost/comm/buckets.py:_in_order": "a memory of pure results, as below",
+    "atorch/cost/comm/buckets.py:_sizes": "a memory of pure results, as below",
     "atorch/cost/memory.py:_peak_beside_host": "a memory of pure results, as below",
-    "atorch/cost/moments.py:_copy": "a memory of pure results, as below",
-    "atorch/cost/moments.py:_course": "a memory of pure results, as below",
-    "atorch/cost/stages.py:_cut": "a memory of pure results: a search cuts one model thousands of times",
-    "atorch/cost/stages.py:_heaviest": "a memory of pure results, as above",
+    "atorch/cost/memory_timeline.py:_copy": "a memory of pure results, as below",
+    "atorch/cost/memory_timeline.py:_course": "a memory of pure results, as below",
+    "atorch/cost/pipeline_stages.py:_cut": "a memory of pure results: a search cuts one model thousands of times",
+    "atorch/cost/pipeline_stages.py:_heaviest": "a memory of pure results, as above",
     "atorch/distributed/mesh.py:_current": "the current mesh, a ContextVar: parallel_group(name) takes no mesh",
     "atorch/distributed/mesh.py:_last": "the same for autograd's own threads, which see no ContextVar",
     "atorch/distributed/rng.py:_numpy_once": "a memory of pure results: numpy takes 0.25 ms to tell its state",
     "atorch/logs.py:say_once": "what was said once a process; a model has many equal modules",
     "atorch/smp/model_creation.py:_delaying": "the context of delay_param_initialization; each thread has its own",
     "atorch/smp/session.py:_sessions": "smp.rank() and its kin take no argument; what smp.init made, in every thread",
-    "atorch/smp/tensor_marks.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",
-    "atorch/runtime/recompute.py:_disabled": "disable_checkpointing() takes no argument; a ContextVar, as above",
-    "atorch/runtime/recompute.py:_pass": "is_recomputing() takes no argument; a ContextVar, so each thread has its own",
+    "atorch/smp/tensor/marks.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",
+    "atorch/runtime/memory/recompute.py:_disabled": "disable_checkpointing() takes no argument; a ContextVar, as above",
+    "atorch/runtime/memory/recompute.py:_pass": (
+        "is_recomputing() takes no argument; a ContextVar, so each thread has its own"
+    ),
 }
 
 # Assignments to attributes of what is imported.

@@ -24,7 +24,7 @@ from atorch.auto import auto_accelerate
 from atorch.auto.arguments import Options
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS
 from atorch.auto.strategy import METHODS, Strategy
-from atorch.runtime.fsdp1_arguments import ROWS
+from atorch.compat.fsdp1_arguments import ROWS
 from tests.house.source import ROOT, dotted
 from tests.pool import Pool
 

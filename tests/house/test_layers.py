@@ -18,34 +18,23 @@ LAYERS = {
     "atorch.auto.opt_lib": 4,
     "atorch.auto.strategy": 3,
     "atorch.auto.context": 3,
-    "atorch.auto.first_pass": 3,
-    "atorch.auto.plain_pass": 3,
+    "atorch.auto.verification": 3,
+    "atorch.auto.reference_step": 3,
+    "atorch.compat": 3,
     "atorch.runtime": 2,
     "atorch.profiler": 2,
-    "atorch.saving": 2,
     "atorch.report": 2,
+    "atorch.model": 1,
     "atorch.distributed": 1,
     "atorch.cluster": 1,
-    "atorch.cluster_catalogue": 1,
-    "atorch.cluster_file": 1,
-    "atorch.measure": 1,
     "atorch.cost": 1,
-    "atorch.blocks": 1,
-    "atorch.duplicates": 1,
-    "atorch.elementwise": 1,
-    "atorch.positions": 1,
-    "atorch.referenced": 1,
-    "atorch.originals": 1,
-    "atorch.configuration": 0,
-    "atorch.weights_file": 1,
     "atorch.errors": 0,
     "atorch.files": 0,
-    "atorch.strict_json": 0,
     "atorch.registry": 0,
     "atorch.units": 0,
     "atorch.logs": 0,
 }
-SIBLINGS = {"atorch.runtime", "atorch.profiler", "atorch.saving", "atorch.report"}
+SIBLINGS = {"atorch.runtime", "atorch.profiler", "atorch.report"}
 
 PACKAGE = modules("atorch")
 KNOWN = frozenset(module.name for module in PACKAGE)
@@ -64,7 +53,7 @@ def own_imports(module: Module) -> list[Import]:
 
 def closes_no_cycle(module: Module, found: Import) -> bool:
     """Whether an import may point back: for types alone, or inside a function to a neighbour in the same package."""
-    package = module.name.rpartition(".")[0]
+    package = module.name if module.path.endswith("__init__.py") else module.name.rpartition(".")[0]
     is_neighbour = found.target == package or found.target.rpartition(".")[0] == package
     return found.is_for_types or (found.is_deferred and is_neighbour)
 

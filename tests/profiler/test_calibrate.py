@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster.microbenchmark import MATMUL_DTYPES
+from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.distributed.world import World
-from atorch.measure import MATMUL_DTYPES
 from atorch.profiler import calibrate as calibration
 from atorch.profiler.calibrate import Line, Products, calibrate
 

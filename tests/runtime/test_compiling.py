@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.blocks import repeated_blocks
-from atorch.runtime.amp import autocast_forward
+from atorch.model.structure import repeated_blocks
+from atorch.runtime.precision.amp import autocast_forward
 
 # The compiler looks at tensors inside the graph, and torch's own filter of this warning loses to ours.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

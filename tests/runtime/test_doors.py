@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.fsdp import shard
-from atorch.runtime.fsdp_groups import Group
-from atorch.runtime.replicate import replicate
+from atorch.runtime.data_parallel.replicate import replicate
+from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
+from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.tensor_parallel import tensor_parallel
-from atorch.runtime.zero import ShardedOptimizer
 from tests.auto.test_arguments import Told, soon, told_by
 from tests.pool import Pool
 

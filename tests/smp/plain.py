@@ -17,7 +17,7 @@ from torch import nn
 
 from atorch.smp import StepOutput
 from atorch.smp.optimizers import FusedLamb
-from atorch.smp.slicing import outputs_of
+from atorch.smp.steps.slicing import outputs_of
 
 
 class Model(nn.Module):

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import atorch.smp as smp
 from atorch import logs
 from atorch.errors import ArgumentError
+from atorch.smp.partition_map import PLACE, Place, partition_of
 from atorch.smp.patches.checkpoint import checkpoint, checkpoint_sequential
-from atorch.smp.places import PLACE, Place, partition_of
 
 WIDTH, ROWS = 16, 8
 UNIT = 4 * WIDTH * ROWS  # bytes of one activation
@@ -254,7 +254,7 @@ def test_a_module_over_several_partitions(two_partitions: Any, caplog: pytest.Lo
 def test_inputs_wait_on_the_host_where_the_session_says_so(
     two_partitions: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atorch.runtime import recompute
+    from atorch.runtime.memory import recompute
 
     moved: list[int] = []
     to_host = recompute._to_host

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from atorch.configuration import NoEffect
 from atorch.errors import ArgumentError
+from atorch.files.config_dict import NoEffect
 from atorch.smp.config import Config
 from tests.house.source import ROOT
 from tests.house.test_docs import table

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
-from atorch.smp import states
+from atorch.smp.checkpointing import whole_states
 from tests.pool import Pool
 from tests.smp.job import begun
 from tests.smp.test_step import Blocks, model_of, rows, said
@@ -347,12 +347,12 @@ def alone_in_a_collective(rank: int, size: int) -> str:
         model = model_of()
         train(model, rows())
         if rank == 0:
-            patience, states.PATIENCE = states.PATIENCE, timedelta(seconds=1)
+            patience, whole_states.PATIENCE = whole_states.PATIENCE, timedelta(seconds=1)
             begin = time.monotonic()
             try:
                 message = said(model.state_dict)
             finally:
-                states.PATIENCE = patience
+                whole_states.PATIENCE = patience
             assert time.monotonic() - begin < 10
             dist.barrier()
             return message

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import atorch.smp as smp
-from atorch.runtime import recompute
+from atorch.runtime.memory import recompute
 from atorch.smp.session import session
 from tests.pool import Pool
 from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, optimizer_of, train_step

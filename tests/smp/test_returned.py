@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import atorch.smp as smp
-from atorch.profiler.messages import Messages
+from atorch.profiler.comm_counter import Messages
 from tests.pool import Pool
 from tests.smp.job import begun
 from tests.smp.test_step import model_of, rows

@@ -15,8 +15,8 @@ from torch import nn
 import atorch.smp as smp
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError, StrategyError
-from atorch.runtime.zero import ShardedOptimizer
-from atorch.smp import shards
+from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
+from atorch.smp.checkpointing import replica_shards
 from atorch.smp.session import session
 from tests.pool import Pool
 from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, optimizer_of, train_step
@@ -111,7 +111,7 @@ def alone(rank: int, size: int) -> str:
         train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
         optimizer.step()
         soon = timedelta(seconds=0.1)
-        with mock.patch.object(shards, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
+        with mock.patch.object(replica_shards, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
             if rank == 0:
                 try:
                     optimizer.state_dict()

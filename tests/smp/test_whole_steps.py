@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
-from atorch.smp.places import partition_of
+from atorch.smp.partition_map import partition_of
 from tests.pool import Pool
 from tests.smp.job import STEPS, batch_of, begun, distance, made, plainly_trained, train_step
 

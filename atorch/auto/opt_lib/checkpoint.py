@@ -16,15 +16,15 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
-from atorch.auto.opt_lib.structure import changes_modules
+from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.blocks import find_modules, largest_children, module_names, repeated_blocks
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, Segment
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.runtime.caches import turn_off_caches
-from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.model.structure import find_modules, largest_children, module_names, repeated_blocks
+from atorch.runtime.memory.kv_cache import turn_off_caches
+from atorch.runtime.memory.recompute import checkpoint_wrapper
 
 
 @method("checkpoint", phase=Phase.RECOMPUTE)

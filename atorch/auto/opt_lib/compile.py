@@ -15,11 +15,11 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
-from atorch.auto.opt_lib.structure import changes_modules
+from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.blocks import find_modules, module_names, repeated_blocks
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, Segment
+from atorch.model.structure import find_modules, module_names, repeated_blocks
 
 
 @method("compile", phase=Phase.COMPILE)

@@ -17,14 +17,14 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.fsdp import Fsdp
-from atorch.auto.opt_lib.structure import changes_modules, has_compiled_loss
+from atorch.auto.opt_lib.shared.model_requirements import changes_modules, has_compiled_loss
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.blocks import repeated_blocks
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, Matmul, ModelProfile, Region, Segment
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.runtime.lazy_logits import LEAST, SHARES, chunk_logits
+from atorch.model.structure import repeated_blocks
+from atorch.runtime.loss.lazy_logits import LEAST, SHARES, chunk_logits
 
 MANY = 4096
 """Classes of a head that the search tries it for,"""

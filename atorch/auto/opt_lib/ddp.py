@@ -14,13 +14,13 @@ from pydantic import Field
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
-from atorch.auto.opt_lib.accumulation import in_buckets
+from atorch.auto.opt_lib.shared.accumulation import in_buckets
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import REPLICA_AXES, share_buffers
-from atorch.cost.splits import replicate as replica_cost
-from atorch.runtime.replicate import average_before_steps, replicate
+from atorch.cost.parallelism import REPLICA_AXES, share_buffers
+from atorch.cost.parallelism import replicate as replica_cost
+from atorch.runtime.data_parallel.replicate import average_before_steps, replicate
 from atorch.units import MiB
 
 

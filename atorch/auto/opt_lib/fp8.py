@@ -15,14 +15,14 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.structure import changes_modules
+from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.distributed.mesh import AXES
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.runtime.fp8 import MIN_CAPABILITY, Backend, Fp8Recipe, Fp8Report, choose_backend, convert_linears
+from atorch.runtime.precision.fp8 import MIN_CAPABILITY, Backend, Fp8Recipe, Fp8Report, choose_backend, convert_linears
 
 
 @method("fp8", phase=Phase.MODULE)

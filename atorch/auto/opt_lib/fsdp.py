@@ -19,30 +19,30 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.offload import parameters_on_host
-from atorch.auto.opt_lib.optimizers import need_same, state_bytes
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
-from atorch.auto.opt_lib.structure import (
+from atorch.auto.opt_lib.shared.accumulation import reduce_once
+from atorch.auto.opt_lib.shared.model_requirements import (
     changes_modules,
     need_dense_gradients,
     need_own_code,
     need_own_storage,
     need_real_parameters,
 )
+from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, state_bytes
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.blocks import find_modules, module_names
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
+from atorch.compat.fsdp1_arguments import knobs_of, names_within, wrapped_names
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import REPLICA_AXES
-from atorch.cost.splits import shard as shard_cost
+from atorch.cost.parallelism import REPLICA_AXES
+from atorch.cost.parallelism import shard as shard_cost
 from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import StrategyError
-from atorch.runtime.fsdp import shard
-from atorch.runtime.fsdp1_arguments import knobs_of, names_within, wrapped_names
-from atorch.runtime.fsdp_groups import Group, arrange, by_block, by_size, without_trainable
-from atorch.runtime.outside_forward import step_as_ordinary
+from atorch.model.structure import find_modules, module_names
+from atorch.runtime.fsdp.groups import Group, arrange, by_block, by_size, without_trainable
+from atorch.runtime.fsdp.shard import shard
+from atorch.runtime.fsdp.sharded_access import step_as_ordinary
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

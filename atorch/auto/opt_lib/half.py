@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
-from atorch.auto.opt_lib.optimizers import need_no_closure
-from atorch.auto.opt_lib.precision import DTYPES, NAMES, Precision, is_fp32, keeps_masters
+from atorch.auto.opt_lib.shared.optimizer_compatibility import need_no_closure
+from atorch.auto.opt_lib.shared.precision import DTYPES, NAMES, Precision, is_fp32, keeps_masters
 from atorch.auto.strategy.method import Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.distributed.collectives import synchronise
-from atorch.runtime.amp import ScaledOptimizer, autocast_loss, scale_loss
-from atorch.runtime.master_weights import cast_arguments, cast_inputs, to_half, with_master_weights
+from atorch.runtime.precision.amp import ScaledOptimizer, autocast_loss, scale_loss
+from atorch.runtime.precision.master_weights import cast_arguments, cast_inputs, to_half, with_master_weights
 
 
 @method("half", phase=Phase.PRECISION, slot="precision")

@@ -16,16 +16,16 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
-from atorch.auto.opt_lib.accumulation import reduce_once
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
+from atorch.auto.opt_lib.shared.accumulation import reduce_once
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory
 from atorch.distributed.collectives import several
 from atorch.errors import StrategyError
-from atorch.runtime.loss_weight import tolerance_of
-from atorch.runtime.micro_batch import MicroBatched
+from atorch.runtime.loss.reduction import tolerance_of
+from atorch.runtime.memory.micro_batch import MicroBatched
 
 LARGEST = 256
 """Rows of the largest micro-batch that the search tries."""

@@ -16,13 +16,13 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS
-from atorch.auto.opt_lib.precision import compute_dtype
+from atorch.auto.opt_lib.shared.precision import compute_dtype
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import CapabilityError
 from atorch.logs import logger
-from atorch.runtime.module_swap import Kept, SwapReport
+from atorch.model.module_swap import Kept, SwapReport
 
 
 @method("module_replace", phase=Phase.MODULE)

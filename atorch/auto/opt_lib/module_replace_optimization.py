@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from atorch.errors import StrategyError
+from atorch.model.module_swap import Kept, SwapReport, adopt_state, swap_modules, why_unswappable
 from atorch.registry import Registry
 from atorch.runtime.fused import (
     fuse_cross_entropy,
@@ -26,7 +27,6 @@ from atorch.runtime.fused import (
     fuse_rms_norms,
     use_sdpa,
 )
-from atorch.runtime.module_swap import Kept, SwapReport, adopt_state, swap_modules, why_unswappable
 
 ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

@@ -17,16 +17,16 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.optimizers import need_no_closure, state_bytes
+from atorch.auto.opt_lib.shared.optimizer_compatibility import need_no_closure, state_bytes
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.blocks import repeated_blocks
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import ArgumentError, StrategyError
-from atorch.runtime.offload import HostOptimizer, host_bytes, materialized
-from atorch.runtime.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
+from atorch.model.structure import repeated_blocks
+from atorch.runtime.memory.offload import HostOptimizer, host_bytes, materialized
+from atorch.runtime.memory.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -15,9 +15,9 @@ from pydantic import field_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.divisible import indivisible, uncuttable
+from atorch.auto.opt_lib.shared.divisibility import indivisible, uncuttable
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.state import Comm
 from atorch.distributed.mesh import AXES, AXIS_ALIASES, BATCH_AXES, Mesh, set_current

@@ -16,15 +16,15 @@ from typing import ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.divisible import indivisible, uncuttable, unmet_tokens
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.sample import on_samples
-from atorch.auto.opt_lib.structure import fp8_beside, has_compiled_loss, need_parts_of_tokens
+from atorch.auto.opt_lib.shared.divisibility import indivisible, uncuttable, unmet_tokens
+from atorch.auto.opt_lib.shared.model_requirements import fp8_beside, has_compiled_loss, need_parts_of_tokens
+from atorch.auto.opt_lib.shared.sample_batch import on_samples
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import split_sequence, whole_outside
+from atorch.cost.parallelism import split_sequence, whole_outside
 from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
 from atorch.runtime.sequence_parallel import Share, Ulysses, check_tokens, split_between, split_stream

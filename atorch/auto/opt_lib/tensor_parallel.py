@@ -18,28 +18,28 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.completion import has_fsdp
-from atorch.auto.opt_lib.divisible import indivisible
-from atorch.auto.opt_lib.optimizers import need_same
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.sample import on_few_tokens
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
-from atorch.auto.opt_lib.structure import has_compiled_loss
-from atorch.auto.opt_lib.zero_backends import in_pipeline
+from atorch.auto.opt_lib.shared.defaults import has_fsdp
+from atorch.auto.opt_lib.shared.divisibility import indivisible
+from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss
+from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
+from atorch.auto.opt_lib.shared.sample_batch import on_few_tokens
+from atorch.auto.opt_lib.shared.zero_backends import in_pipeline
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.blocks import num_repeats, repeated_blocks, shorten, told_of_all
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import split_tensor
+from atorch.cost.parallelism import split_tensor
 from atorch.distributed.collectives import from_rank_zero
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError, shown
 from atorch.logs import logger
-from atorch.profiler.copying import copy_structure, lazy_copy
-from atorch.runtime.meta_device import has_meta
+from atorch.model.meta_device import has_meta
+from atorch.model.structure import num_repeats, repeated_blocks, shorten, told_of_all
+from atorch.model.structure_copy import copy_structure, lazy_copy
 from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_parallel
-from atorch.runtime.tensor_parallel.model_layout import ModelLayout, why_not_of
+from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout, why_not_of
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 FEW = 2  # blocks, the fewest that are seen to repeat

@@ -15,16 +15,16 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.accumulation import in_buckets
 from atorch.auto.opt_lib.ddp import averages_before_steps, looks_for_unused
-from atorch.auto.opt_lib.optimizers import need_same, replicas
-from atorch.auto.opt_lib.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named, need
+from atorch.auto.opt_lib.shared.accumulation import in_buckets
+from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
+from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named, need
 from atorch.auto.strategy.method import Method, Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.splits import REPLICA_AXES, shard_optimizer, share_buffers
-from atorch.runtime.replicate import replicate
-from atorch.runtime.zero import ShardedOptimizer
+from atorch.cost.parallelism import REPLICA_AXES, shard_optimizer, share_buffers
+from atorch.runtime.data_parallel.replicate import replicate
+from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 
 
 @method("zero1", phase=Phase.SHARD, slot="data_parallel")

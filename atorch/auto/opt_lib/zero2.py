@@ -15,13 +15,13 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
-from atorch.auto.opt_lib.optimizers import need_same, replicas
-from atorch.auto.opt_lib.structure import need_dense_gradients
-from atorch.auto.opt_lib.zero_backends import check, deepspeed, fairscale_gradients, named, need
+from atorch.auto.opt_lib.shared.model_requirements import need_dense_gradients
+from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
+from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_gradients, named, need
 from atorch.auto.strategy.method import Phase, method
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost
-from atorch.cost.splits import REPLICA_AXES, shard_optimizer
+from atorch.cost.parallelism import REPLICA_AXES, shard_optimizer
 
 
 @method("zero2", phase=Phase.SHARD, slot="data_parallel")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atorch.auto.planner.columns import CATEGORIES, Columns
+from atorch.auto.planner.estimate.candidate_table import CATEGORIES, Columns
 from atorch.auto.planner.plan import Estimate, Plan, estimate_data, strategy_data
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 
 DIGITS = 5  # of the figures of candidates
 

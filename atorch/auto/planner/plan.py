@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from atorch.auto.strategy import Strategy
 
 if TYPE_CHECKING:
-    from atorch.auto.plain_pass import PlainPass
+    from atorch.auto.reference_step import PlainPass
 
 Why = Literal["hardware", "memory", "refused", "failed", "time", "slower", "not run"]
 

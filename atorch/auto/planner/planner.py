@@ -18,27 +18,27 @@ from typing import Any
 import torch
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.optimizers import kernel_notes
-from atorch.auto.plain_pass import PlainPass, plain_pass
-from atorch.auto.planner.calibration import Calibration, Past, job_of
-from atorch.auto.planner.candidate import Feed, aside
-from atorch.auto.planner.clock import DEFAULT_STEPS, Clock
-from atorch.auto.planner.estimate import Scored, usable_bytes
-from atorch.auto.planner.explore import Explorer, Job, Progress
-from atorch.auto.planner.guard import Crew, forget_compiled, quick_collections
-from atorch.auto.planner.measuring import DryRuns, Failure, measure
+from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
+from atorch.auto.planner.dry_run.calibration import Calibration, Past, job_of
+from atorch.auto.planner.dry_run.dry_run_loop import Explorer, Job, Progress
+from atorch.auto.planner.dry_run.fault_barrier import Crew, forget_compiled, quick_collections
+from atorch.auto.planner.dry_run.start_times import Starts
+from atorch.auto.planner.dry_run.step_timing import DryRuns, Failure, measure
+from atorch.auto.planner.dry_run.time_budget import DEFAULT_STEPS, Clock
+from atorch.auto.planner.dry_run.trial_context import Feed, aside
+from atorch.auto.planner.estimate.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
+from atorch.auto.planner.estimate.score import Scored, usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan
-from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
-from atorch.auto.planner.space import MESH, compositions, names_in
-from atorch.auto.planner.starts import Starts
+from atorch.auto.planner.search.space import MESH, compositions, names_in
+from atorch.auto.reference_step import PlainPass, plain_pass
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.distributed.collectives import from_rank_zero
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.logs import logger
-from atorch.profiler.tensors import batch_size
+from atorch.model.tensors import batch_size
 from atorch.profiler.trace import trace
 from atorch.report.progress import search_progress
 from atorch.units import format_bytes, format_seconds

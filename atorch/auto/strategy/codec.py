@@ -25,8 +25,8 @@ from atorch.auto.strategy.items import ITEM_FORMS, meant_by, strategy_of
 from atorch.auto.strategy.method import METHODS, RECIPES, Method
 from atorch.auto.strategy.strategy import Strategy
 from atorch.errors import StrategyError, near_miss, shown
-from atorch.files import read_bytes, write
-from atorch.strict_json import Format, Json, check, parse, step
+from atorch.files.access import read_bytes, write
+from atorch.files.strict_json import Format, Json, check, parse, step
 
 FORMAT = Format("strategy file", StrategyError)
 VERSION = 1

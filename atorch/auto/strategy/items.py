@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from atorch.auto.strategy.method import METHODS, RECIPES, Method, Recipe
 from atorch.auto.strategy.strategy import Strategy
 from atorch.errors import StrategyError, near_miss, shown
+from atorch.files.strict_json import step
 from atorch.logs import logger
-from atorch.strict_json import step
 
 T = TypeVar("T")
 

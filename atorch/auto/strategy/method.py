@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from atorch.auto.context import Context
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
     from atorch.cost import Cost, ModelProfile
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from atorch.auto.context import Context
     from atorch.cost import Cost
-    from atorch.distributed.description import Facts
+    from atorch.distributed.fingerprints import Facts
 
 M = TypeVar("M", bound=Method)
 
@@ -178,7 +178,7 @@ class Strategy(Sequence[Method]):
 
     def _facts(self, ctx: Context) -> Mapping[str, Facts]:
         """Facts that must be equal on all processes."""
-        from atorch.distributed.description import Fact, described_model
+        from atorch.distributed.fingerprints import Fact, described_model
 
         return {"strategy": {"the strategy": Fact(f"[{self}]")}, **described_model(ctx.root)}
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from atorch.distributed.collectives import agreed
-from atorch.distributed.description import described
+from atorch.distributed.fingerprints import described
 from atorch.distributed.world import init
 from atorch.errors import ArgumentError, shown
 from atorch.patrickstar.building import built

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.distributed.collectives import agreed, gather_objects, synchronise, together
-from atorch.distributed.description import Facts, described, described_model
+from atorch.distributed.fingerprints import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
+from atorch.model.pytree import leaves_of, map_tensors
+from atorch.model.tensors import tensors_of
+from atorch.model.wrapper import Wrapper
 from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
 from atorch.patrickstar.embeddings import foresee_lookups, host_embeddings, look_up_on_host, table_of
@@ -26,16 +29,13 @@ from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of,
 from atorch.patrickstar.parts import load_parts, own_part
 from atorch.patrickstar.profile import Tier
 from atorch.patrickstar.profiler import profiler
-from atorch.profiler.tensors import tensors_of
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.course import Pass
-from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.clip import ClipsItself
-from atorch.runtime.nested import leaves_of, map_tensors
-from atorch.runtime.wrapper import Wrapper
+from atorch.runtime.chunk.schedule.pass_schedule import Pass
+from atorch.runtime.chunk.schedule.schedule_cache import Courses
+from atorch.runtime.gradients.clip import ClipsItself
 from atorch.units import format_bytes
 
 DTYPE = torch.float16

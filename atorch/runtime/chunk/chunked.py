@@ -17,22 +17,22 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch.distributed.collectives import agreed, meet
-from atorch.distributed.description import Facts, described
+from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
+from atorch.model.method_override import override
 from atorch.runtime.chunk.compiled import CompiledModules, outermost
-from atorch.runtime.chunk.course import Access, Course, Pass, Uses, moments
 from atorch.runtime.chunk.gradients import Gradients, SharedGradients
-from atorch.runtime.chunk.layout import ChunkSpec, Filling, Item, Layout, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.rounds import Rounds
-from atorch.runtime.chunk.schedule import Moment, Shortfall, choose_pinned, schedule, transfer_cost
+from atorch.runtime.chunk.schedule.layout import ChunkSpec, Filling, Item, Layout, pack, search
+from atorch.runtime.chunk.schedule.pass_schedule import Access, Course, Pass, Uses, moments
+from atorch.runtime.chunk.schedule.transfer_schedule import Moment, Shortfall, choose_pinned, schedule, transfer_cost
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
-from atorch.runtime.collective_order import CollectiveOrder
-from atorch.runtime.override import override
+from atorch.runtime.data_parallel.collective_order import CollectiveOrder
 from atorch.units import format_bytes
 
 ALIGNED = 8  # elements, so that compiled code that was made for one block finds another's parameters as it does its own

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from atorch.distributed.collectives import reduce_scatter_single
-from atorch.runtime.chunk.layout import Layout, Slot
 from atorch.runtime.chunk.memory import ChunkSet, Keep
 from atorch.runtime.chunk.rounds import Rounds
+from atorch.runtime.chunk.schedule.layout import Layout, Slot
 from atorch.runtime.chunk.transfer import Transfer, Wait, put
-from atorch.runtime.collective_order import BACKWARD_ENDS, REDUCES, Step, reduce_zeros
+from atorch.runtime.data_parallel.collective_order import BACKWARD_ENDS, REDUCES, Step, reduce_zeros
 
 
 def completion(layout: Layout, gradients: Sequence[str]) -> list[int]:

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.tier import Tier
+from atorch.runtime.chunk.memory_ledger import Tier
 from atorch.runtime.chunk.transfer import locked, put
 
 if TYPE_CHECKING:
-    from atorch.runtime.chunk.layout import ChunkSpec, Layout, Slot
+    from atorch.runtime.chunk.schedule.layout import ChunkSpec, Layout, Slot
 
 Keep = Callable[[Tensor, Tensor, bool], object]
 """Copies the second tensor into the first, or adds it."""

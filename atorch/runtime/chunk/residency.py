@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import OutOfBudgetError
-from atorch.runtime.chunk.course import Course
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
+from atorch.runtime.chunk.memory_ledger import Tier
 from atorch.runtime.chunk.parameter import point
 from atorch.runtime.chunk.rounds import Rounds
-from atorch.runtime.chunk.tier import Tier
+from atorch.runtime.chunk.schedule.pass_schedule import Course
 from atorch.runtime.chunk.transfer import Transfer, Wait, nothing
-from atorch.runtime.collective_order import Step, gather_zeros
+from atorch.runtime.data_parallel.collective_order import Step, gather_zeros
 from atorch.units import format_bytes
 
 LETTING_GO_S = 0.5  # many times what gloo's threads were seen to take on a busy machine, 26 ms

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atorch.distributed.collectives import all_gather_single, meeting_place
 from atorch.runtime.chunk.memory import ChunkSet
-from atorch.runtime.collective_order import CollectiveOrder, Step, Work
+from atorch.runtime.data_parallel.collective_order import CollectiveOrder, Step, Work
 
 MEETS = Step("is within a pass", is_compared=True)
 

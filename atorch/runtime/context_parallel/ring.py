@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.context_parallel.balance import Deal, Meeting, Schedule, schedule
 from atorch.runtime.context_parallel.kernels import Attended, Part, accumulated, attend, gradients
-from atorch.runtime.first_order import first_order
+from atorch.runtime.context_parallel.load_balancing import Deal, Meeting, Schedule, schedule
+from atorch.runtime.gradients.no_double_backward import first_order
 
 
 class Ring:

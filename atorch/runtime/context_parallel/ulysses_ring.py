@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.runtime.context_parallel.exchange import RingExchange
+from atorch.runtime.context_parallel.ring_dispatch import RingExchange
 from atorch.runtime.sequence_parallel import AttentionCall, Ulysses
 from atorch.runtime.sequence_parallel.attention import Attend
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from atorch.runtime.module_swap import Kept, Swap, SwapReport
+from atorch.model.module_swap import Kept, Swap, SwapReport
 
 
 def use_sdpa(model: nn.Module) -> SwapReport:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch.runtime.module_swap import Kept, SwapReport, swap_modules, why_unswappable
+from atorch.model.module_swap import Kept, SwapReport, swap_modules, why_unswappable
 
 
 def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> SwapReport:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from atorch.runtime.module_swap import Kept, SwapReport, recast, swap_modules, why_unswappable
+from atorch.model.module_swap import Kept, SwapReport, recast, swap_modules, why_unswappable
 
 
 class SdpaMultiheadAttention(nn.MultiheadAttention):

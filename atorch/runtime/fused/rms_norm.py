@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
-from atorch.duplicates import duplicate
-from atorch.runtime.module_swap import Kept, SwapReport, swap_modules, why_unswappable
+from atorch.model.copy import duplicate
+from atorch.model.module_swap import Kept, SwapReport, swap_modules, why_unswappable
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 

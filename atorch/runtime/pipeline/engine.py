@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
-from atorch.runtime.loss_weight import any_processes
-from atorch.runtime.pipeline.placed import Placed
+from atorch.model.state import untouched
+from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.loss.reduction import any_processes
+from atorch.runtime.pipeline.capture.shapes import Shape, shape_of, sizes_of
 from atorch.runtime.pipeline.schedules import (
     Pattern,
     StageReduction,
@@ -30,11 +32,9 @@ from atorch.runtime.pipeline.schedules import (
     torch_stage,
     whole_batch,
 )
-from atorch.runtime.pipeline.shapes import Shape, shape_of, sizes_of
+from atorch.runtime.pipeline.shape_oracle import Understudy
 from atorch.runtime.pipeline.stage import Stage, stage_of
-from atorch.runtime.pipeline.understudy import Understudy
-from atorch.runtime.reduction import Reduction
-from atorch.runtime.still import untouched
+from atorch.runtime.pipeline.stage_placement import Placed
 
 KEPT = 4
 """Schedules, with the buffers of their micro-batches."""

@@ -24,22 +24,22 @@ from torch.autograd.graph import get_gradient_edge
 from atorch.distributed.collectives import together
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
-from atorch.runtime.asked import expects_none, is_captured
-from atorch.runtime.deferred import Apart, Deferred, deposit_loss
-from atorch.runtime.loss_look import Look, Sample
-from atorch.runtime.loss_weight import LossWeight, Rule
-from atorch.runtime.losses import LossFunc, value_of
-from atorch.runtime.nested import leaves_of, map_tensors
+from atorch.model.pytree import leaves_of, map_tensors
+from atorch.model.state import still
+from atorch.model.wrapper import Wrapper
+from atorch.runtime.data.batch_split import merge, num_rows, take
+from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.gradients.backward_targets import expects_none, is_captured
+from atorch.runtime.gradients.weak_method import weakly
+from atorch.runtime.loss.loss_value import LossFunc, value_of
+from atorch.runtime.loss.reduction import LossWeight, Rule
+from atorch.runtime.loss.reduction_probe import Look, Sample
+from atorch.runtime.loss.rescaling import RankWeight, without_gradient
+from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss
 from atorch.runtime.pipeline.engine import Arguments, Engine
-from atorch.runtime.pipeline.gathered import Gathered
-from atorch.runtime.pipeline.sending import from_place
-from atorch.runtime.pipeline.ties import Ties
-from atorch.runtime.rank_weight import RankWeight, without_gradient
-from atorch.runtime.reduction import Reduction
-from atorch.runtime.split import merge, num_rows, take
-from atorch.runtime.still import still
-from atorch.runtime.weak_method import weakly
-from atorch.runtime.wrapper import Wrapper
+from atorch.runtime.pipeline.full_batch_loss import Gathered
+from atorch.runtime.pipeline.object_broadcast import from_place
+from atorch.runtime.pipeline.shared_parameters import Ties
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
 

@@ -34,8 +34,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from atorch.logs import logger
-from atorch.runtime.pipeline.placed import Placed, turns
-from atorch.runtime.pipeline.shapes import Shape
+from atorch.runtime.pipeline.capture.shapes import Shape
+from atorch.runtime.pipeline.stage_placement import Placed, turns
 
 Users = Mapping[Node, list[Node]]
 """For each node of a graph those that backward comes from."""

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
-from atorch.runtime.nested import map_leaves, tensors_in
-from atorch.runtime.override import override
-from atorch.runtime.pipeline.away import Away, need_values
-from atorch.runtime.pipeline.route import Route, Slot, Value
-from atorch.runtime.pipeline.shapes import Shape, shape_of
+from atorch.model.copy import duplicate
+from atorch.model.method_override import override
+from atorch.model.pytree import map_leaves, tensors_in
+from atorch.runtime.pipeline.capture.shapes import Shape, shape_of
+from atorch.runtime.pipeline.capture.stage_dataflow import Route, Slot, Value
+from atorch.runtime.pipeline.remote_parameter import Away, need_values
 
 STAGE = "_atorch_stage"
 """The attribute in which units know their stage and their name, and a stage's model its stage."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from atorch.runtime.override import override
+from atorch.model.method_override import override
 
 CHAIN = "_attention_chain"  # the attribute of a block that has one
 

@@ -20,19 +20,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.blocks import repeated_blocks
 from atorch.distributed.collectives import gather_objects
-from atorch.duplicates import duplicate
 from atorch.errors import StrategyError
-from atorch.runtime.first_order import mapped
-from atorch.runtime.sequence_parallel.blocks_seen import Run, by_place, changed, copied, evaluate, evaluating
-from atorch.runtime.sequence_parallel.replay import MISFITS, MOST, BlockStream, has_values, same, uses_random_numbers
-from atorch.runtime.sequence_parallel.share import Share
-from atorch.runtime.sequence_parallel.stream import Streams, check_output, install, linked
+from atorch.model.copy import duplicate
+from atorch.model.structure import repeated_blocks
+from atorch.runtime.gradients.no_double_backward import mapped
+from atorch.runtime.sequence_parallel.block_calls import Run, by_place, changed, copied, evaluate, evaluating
+from atorch.runtime.sequence_parallel.split_validation import (
+    MISFITS,
+    MOST,
+    BlockStream,
+    has_values,
+    same,
+    uses_random_numbers,
+)
+from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.sequence_parallel.token_split import Streams, check_output, install, linked
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum
-from atorch.runtime.tensor_parallel.layout import BlockLayout, Group
-from atorch.runtime.tensor_parallel.presented import Inside, Read, present
-from atorch.runtime.tensor_parallel.recorded import Call
+from atorch.runtime.tensor_parallel.derive.block_sandbox import Call
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group
+from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
 
 
 def gather_tokens(x: Tensor, share: Share, dim: int) -> Tensor:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from atorch.runtime.sequence_parallel.share import Share
-from atorch.runtime.split_tensor import SplitTensor
+from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.runtime.tensor_parallel.collectives import fork, reduce, share
-from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Rows
-from atorch.runtime.tensor_parallel.presented import Inside, Read, present
+from atorch.runtime.tensor_parallel.derive.block_sandbox import map_arguments
+from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Rows
+from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
 from atorch.runtime.tensor_parallel.random_numbers import RankStream
-from atorch.runtime.tensor_parallel.recorded import map_arguments
-from atorch.runtime.tensor_parallel.whole_numbers import divide
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.runtime.first_order import mapped
+from atorch.runtime.gradients.no_double_backward import mapped
 
 
 def fork(x: Tensor, group: dist.ProcessGroup) -> Tensor:

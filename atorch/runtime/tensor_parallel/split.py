@@ -17,26 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import agreed, together
-from atorch.distributed.description import described_call
+from atorch.distributed.fingerprints import described_call
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
-from atorch.originals import Originals
-from atorch.runtime.tensor_parallel.among import groups_among, has_pair, vocabulary_among, with_those_alone
+from atorch.model.alias_guard import Originals
 from atorch.runtime.tensor_parallel.apply import Cut, split_block
-from atorch.runtime.tensor_parallel.attention_heads import with_attributes
-from atorch.runtime.tensor_parallel.derive import derive
-from atorch.runtime.tensor_parallel.layout import BlockLayout, Group, Kept
-from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name, shapes_of, why_not_of
-from atorch.runtime.tensor_parallel.multihead_attention import make_splittable
-from atorch.runtime.tensor_parallel.plan import Plan, check_names, chosen
-from atorch.runtime.tensor_parallel.products import Product, SeeProducts
+from atorch.runtime.tensor_parallel.derive.attention_heads import with_attributes
+from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, apart, fresh
+from atorch.runtime.tensor_parallel.derive.derive import derive
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product, SeeProducts
+from atorch.runtime.tensor_parallel.derive.multihead_attention import make_splittable
+from atorch.runtime.tensor_parallel.derive.reference_forward import Run, Watched
+from atorch.runtime.tensor_parallel.derive.split_validation import why_refused
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Kept
+from atorch.runtime.tensor_parallel.layout.layout_selection import settled
+from atorch.runtime.tensor_parallel.layout.manual_layout import Plan, check_names, chosen
+from atorch.runtime.tensor_parallel.layout.model_layout import Alike, ModelLayout, full_name, shapes_of, why_not_of
+from atorch.runtime.tensor_parallel.layout.parameter_filter import (
+    groups_among,
+    has_pair,
+    vocabulary_among,
+    with_those_alone,
+)
 from atorch.runtime.tensor_parallel.random_numbers import random_state
-from atorch.runtime.tensor_parallel.ranks import Ranks
-from atorch.runtime.tensor_parallel.recorded import Call, apart, fresh
-from atorch.runtime.tensor_parallel.replay import why_refused
-from atorch.runtime.tensor_parallel.settled import settled
+from atorch.runtime.tensor_parallel.rank_context import Ranks
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, derive_vocabulary, split_vocabulary
-from atorch.runtime.tensor_parallel.watched import Run, Watched
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atorch.runtime.first_order import first_order
+from atorch.runtime.gradients.no_double_backward import first_order
 from atorch.runtime.tensor_parallel.collectives import fork, reduce
-from atorch.runtime.tensor_parallel.columns import Columns
+from atorch.runtime.tensor_parallel.vocabulary_shards import Columns
 
 
 class _Rows(torch.autograd.Function):

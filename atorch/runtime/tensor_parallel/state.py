@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import everyone, meet, nobody_else
 from atorch.errors import ArgumentError
-from atorch.runtime.partial_state import own_state
-from atorch.runtime.tensor_parallel.layout import Rows
-from atorch.runtime.tensor_parallel.model_layout import ModelLayout
+from atorch.runtime.fsdp.partial_state_dict import own_state
+from atorch.runtime.tensor_parallel.layout.layout import Rows
+from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout
 
 
 @torch.no_grad()

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.runtime.override import override
-from atorch.runtime.split_tensor import MAKE_OTHERS, SplitTensor, from_part, to_part, view_of
+from atorch.model.method_override import override
 from atorch.runtime.tensor_parallel import split_loss
 from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, RowsOfWhole, SharedHook, Sum, this_part
 from atorch.runtime.tensor_parallel.collectives import gather
-from atorch.runtime.tensor_parallel.columns import Columns
-from atorch.runtime.tensor_parallel.keeping import Parted, apart, has_parameters
-from atorch.runtime.tensor_parallel.layout import Kept, Rows
-from atorch.runtime.tensor_parallel.presented import present
-from atorch.runtime.tensor_parallel.products import Product
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product
+from atorch.runtime.tensor_parallel.layout.layout import Kept, Rows
+from atorch.runtime.tensor_parallel.local_views import present
+from atorch.runtime.tensor_parallel.sharded_activation import MAKE_OTHERS, SplitTensor, from_part, to_part, view_of
+from atorch.runtime.tensor_parallel.sharding_rules import Parted, apart, has_parameters
+from atorch.runtime.tensor_parallel.vocabulary_shards import Columns
 
 
 class SplitLogits(SplitTensor):

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError, shown
 from atorch.logs import say_once
-from atorch.runtime.clip import local_grad, spread_over
-from atorch.runtime.spread import Spread
+from atorch.runtime.gradients.clip import local_grad, spread_over
+from atorch.runtime.gradients.distributed_norm import Spread
 
 Betas = tuple[float, float]
 _HALVES = (torch.float16, torch.bfloat16)

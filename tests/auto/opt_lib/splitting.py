@@ -8,7 +8,7 @@ from typing import Any
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Cost, Matmul, ModelProfile, Region, Segment, plain_cost
 
 EMBEDDING = Segment(

@@ -12,9 +12,9 @@ from torch import nn
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.opt_lib.amp_native import AmpNative
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.errors import StrategyError
-from atorch.runtime.amp import ScaledOptimizer
+from atorch.runtime.precision.amp import ScaledOptimizer
 from tests.contract.job import deviation
 from tests.pool import Pool
 

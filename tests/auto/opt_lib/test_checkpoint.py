@@ -15,9 +15,9 @@ from atorch.auto.opt_lib.checkpoint import Checkpoint
 from atorch.cost import Region, peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import StrategyError
-from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.runtime.memory.recompute import checkpoint_wrapper
 from tests.auto.opt_lib.splitting import BLOCK, EMBEDDING, PROFILE, cluster, cost_of
-from tests.runtime.test_selective import Calls
+from tests.runtime.memory.test_selective_recompute import Calls
 
 
 def make_model() -> nn.Module:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atorch.auto.opt_lib import chunk_trace
-from atorch.auto.opt_lib.chunk_trace import foreseen
-from atorch.runtime.chunk.course import Pass
+from atorch.auto.opt_lib.chunk import trace
+from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.runtime.chunk.schedule.pass_schedule import Pass
 
 WIDTH, VOCAB, ROWS, TOKENS = 16, 50, 2, 8
 DEEP = 36  # blocks, from which on fewer runs tell
@@ -346,7 +346,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[int] | None]] = {  # dep
 def test_families(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, depths = FAMILIES[kind]
     model, batch, seen = make().train(), ids(), []
-    traced = chunk_trace._Job.traced
+    traced = trace._Job.traced
 
     def seeing(job: Any, stack: Any = None, depth: int = 0, calls: Any = None) -> Any:
         seen.append(depth)
@@ -358,6 +358,6 @@ def test_families(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         value: Tensor = result.square().mean() if is_plain else result
         return value
 
-    monkeypatch.setattr(chunk_trace._Job, "traced", seeing)
+    monkeypatch.setattr(trace._Job, "traced", seeing)
     both(model, batch, of_family)
     assert seen == [0, *(depths or [0])]

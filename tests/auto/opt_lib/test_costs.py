@@ -7,9 +7,9 @@ import pytest
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.strategy import METHODS, Strategy
-from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
-from atorch.cost.splits import REPLICA_AXES
+from atorch.cost.parallelism import REPLICA_AXES
 
 ENDS = Segment(
     name="", num_params=200, num_trainable=200, outside=Region(saved_bytes=100, traffic_bytes=400), num_ops=10,

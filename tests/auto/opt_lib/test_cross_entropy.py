@@ -17,13 +17,13 @@ from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.cross_entropy import CrossEntropy
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from atorch.logs import say_once
-from atorch.runtime.lazy_logits import LazyLogits
+from atorch.runtime.loss.lazy_logits import LazyLogits
 from tests.contract.job import arguments, distance, make_model
 
 VOCAB, TOKENS = 96, 8

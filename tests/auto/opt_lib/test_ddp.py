@@ -8,7 +8,7 @@ import pytest
 
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.errors import StrategyError
-from atorch.runtime.replicate import Replicated
+from atorch.runtime.data_parallel.replicate import Replicated
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
 from tests.pool import Pool
 

@@ -10,10 +10,10 @@ import pytest
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.fp8 import Fp8
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError, StrategyError
-from atorch.runtime.fp8 import Fp8Recipe
+from atorch.runtime.precision.fp8 import Fp8Recipe
 from tests.contract.job import arguments, make_model
 
 DOCUMENTED = {
@@ -67,7 +67,7 @@ def test_bad_knobs_are_refused(config: dict[str, Any], message: str) -> None:
 
 class TestUnmet:
     def test_hardware(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("atorch.runtime.fp8.find_spec", lambda name: object())
+        monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: object())
         assert Fp8().unmet(cluster("cuda", (8, 0))) == "fp8 needs compute capability 8.9; this is 8.0"
         assert Fp8().unmet(cluster("cuda", (9, 0))) is None
         assert "this is cpu" in (Fp8().unmet(cluster("cpu")) or "")
@@ -75,7 +75,7 @@ class TestUnmet:
         assert Fp8(emulate=True).unmet(cluster("cuda", (8, 0))) is None
 
     def test_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("atorch.runtime.fp8.find_spec", lambda name: None)
+        monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: None)
         with pytest.raises(CapabilityError, match=r"install atorch\[fp8\]"):
             Fp8(backend="te").unmet(cluster("cuda", (9, 0)))
 

@@ -34,9 +34,9 @@ from torch.distributed.tensor import DTensor
 from atorch.auto import auto_accelerate
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.strategy import Strategy
-from atorch.blocks import find_modules
+from atorch.compat.fsdp1_arguments import ROWS
 from atorch.errors import StrategyError
-from atorch.runtime.fsdp1_arguments import ROWS
+from atorch.model.structure import find_modules
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
 from tests.pool import Pool, RankFailure
 from tests.runtime.sharing import Block, make

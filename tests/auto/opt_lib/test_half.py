@@ -10,7 +10,7 @@ from torch import nn
 
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.half import Half
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.errors import StrategyError
 from tests.contract.job import deviation
 from tests.pool import Pool

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from atorch.auto.opt_lib.parallel_mode import ParallelMode, meshes
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost.transformer import TransformerShape, transformer_profile
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.planner.degrees import fastest_mesh, lacks_degrees, on_mesh
+from atorch.auto.planner.mesh_inference import fastest_mesh, lacks_degrees, on_mesh
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import StrategyError

@@ -16,7 +16,7 @@ from atorch.auto.job import make_context
 from atorch.auto.opt_lib.module_replace import ModuleReplace
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS, register_replace_pair
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import AttentionKind
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError, StrategyError

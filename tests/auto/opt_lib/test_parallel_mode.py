@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from atorch.auto.opt_lib.completion import complete, idle_axes
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
+from atorch.auto.opt_lib.shared.defaults import complete, idle_axes
 from atorch.auto.strategy import Strategy
 from atorch.cost import plain_cost
 from atorch.distributed import parallel_group_size, parallel_rank
@@ -91,7 +91,7 @@ class TestCompletion:
 
 def places(rank: int, size: int, order: list[int] | None) -> tuple[int, int, int]:
     from atorch.auto.job import make_context
-    from atorch.cluster import ClusterSpec
+    from atorch.cluster.spec import ClusterSpec
     from atorch.distributed.world import init
     from tests.contract.job import make_model
 

@@ -18,17 +18,17 @@ import tests.contract.job as contract
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel
-from atorch.auto.planner.simulate import simulate
+from atorch.auto.planner.simulate.simulation import simulate
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory
 from atorch.distributed.world import World
 from atorch.errors import AtorchError, StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.auto.test_meta_start import Decoder
 from tests.pool import Pool
+from tests.runtime.data_parallel.test_collective_order import CAN_FIND
 from tests.runtime.tensor_parallel import models
-from tests.runtime.test_collective_order import CAN_FIND
 
 AXES = {"tensor": 4}
 ALONE = ("parallel_mode", ([("tensor", 2)], None))

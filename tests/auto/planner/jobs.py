@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.job import make_context
 from atorch.auto.strategy import METHODS, Method, Phase, method
-from atorch.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.distributed import world as worlds
 from atorch.errors import StrategyError
 

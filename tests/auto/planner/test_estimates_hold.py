@@ -16,18 +16,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.best_first import best_first
-from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes
-from atorch.auto.planner.space import Node, compositions
+from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.search.best_first import best_first
+from atorch.auto.planner.search.space import Node, compositions
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec, LinkSpec
+from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import Cost, Memory, StepTimes, peak_memory
-from atorch.cost.collectives import group_of, group_of_neighbours, rounds_of
-from atorch.cost.communication import EXPERT_AXIS, boundary_bytes, of_copy
+from atorch.cost.comm.collectives import group_of, group_of_neighbours, rounds_of
+from atorch.cost.comm.communication import EXPERT_AXIS, boundary_bytes, of_copy
+from atorch.cost.comm.offload import BYTES_A_CORE
+from atorch.cost.kernels.gemm import peak_flops
 from atorch.cost.memory import beside_host, stage_memory
-from atorch.cost.offload import BYTES_A_CORE
-from atorch.cost.products import peak_flops
-from atorch.cost.stages import Stage, stages_of
+from atorch.cost.pipeline_stages import Stage, stages_of
 from atorch.cost.time import MEETING_S
 from tests.auto.planner.drawn import Drawn, drawn, strategies
 
@@ -230,7 +230,7 @@ def check_units(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
     halves = replace(cluster, device=replace(device, **rates), host=slower, **links)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("atorch.cost.time.MEETING_S", 2 * MEETING_S)
-        patch.setattr("atorch.cost.offload.BYTES_A_CORE", BYTES_A_CORE / 2)
+        patch.setattr("atorch.cost.comm.offload.BYTES_A_CORE", BYTES_A_CORE / 2)
         told = StepTimes(halves).of(cost.but(hop_wait_s=2 * cost.hop_wait_s, extra_s=2 * cost.extra_s))
     assert told == pytest.approx(tuple(2 * value for value in times.of(cost)), rel=1e-6, abs=1e-12)
 

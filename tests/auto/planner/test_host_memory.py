@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.answer import answer
+from atorch.auto.planner.cluster_search import answer
 from atorch.auto.strategy import Strategy
-from atorch.cluster import ClusterSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import NoFeasiblePlanError
 from benchmarks.published.patrickstar import FOUR_NODES, SUPERPOD, YARD, best, estimate, fits, profile_of

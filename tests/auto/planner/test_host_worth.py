@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.answer import WORTH, answer
-from atorch.cluster import ClusterSpec
+from atorch.auto.planner.cluster_search import WORTH, answer
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 
 SHAPE = TransformerShape(
@@ -33,7 +33,7 @@ def test_what_saves_more_than_the_estimate_may_be_wrong_is_taken(monkeypatch):
     assert with_host.estimate.on_host_bytes > 0
     saved = without.estimate.step_s / with_host.estimate.step_s
     assert saved > 1 + WORTH, "nothing is recomputed, which takes a quarter of the time"
-    monkeypatch.setattr("atorch.auto.planner.answer.WORTH", 1.01 * (saved - 1))
+    monkeypatch.setattr("atorch.auto.planner.cluster_search.WORTH", 1.01 * (saved - 1))
     with_host, without = plans(link=1e12)
     assert with_host.estimate.on_host_bytes == 0
     assert with_host.strategy == without.strategy

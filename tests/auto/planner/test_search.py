@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.auto.opt_lib.completion import complete
+from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.planner import dry_run, search
-from atorch.auto.planner.candidate import Feed, candidate
-from atorch.auto.planner.estimate import RESERVE
-from atorch.auto.planner.explore import MAX_RUNS, told
-from atorch.auto.planner.guard import Crew
-from atorch.auto.planner.measuring import measure
+from atorch.auto.planner.dry_run.dry_run_loop import MAX_RUNS, told
+from atorch.auto.planner.dry_run.fault_barrier import Crew
+from atorch.auto.planner.dry_run.step_timing import measure
+from atorch.auto.planner.dry_run.trial import Trial
+from atorch.auto.planner.dry_run.trial_context import Feed, candidate
+from atorch.auto.planner.estimate.ranking import Wanted, ranked
+from atorch.auto.planner.estimate.score import RESERVE
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.ranking import Wanted, ranked
-from atorch.auto.planner.trial import Trial
 from atorch.auto.strategy import Strategy
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
-from atorch.profiler.tensors import local_part, tensor_bytes
+from atorch.model.tensors import local_part, tensor_bytes
 from tests.auto.planner.jobs import SLOW, cluster, context, net, sabotage
 
 

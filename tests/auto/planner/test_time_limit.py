@@ -12,16 +12,16 @@ import pytest
 
 from atorch import auto_accelerate
 from atorch.auto import session
-from atorch.auto.plain_pass import PlainPass
 from atorch.auto.planner import planner
-from atorch.auto.planner.candidate import Feed
-from atorch.auto.planner.clock import Clock
-from atorch.auto.planner.guard import Crew, quick_collections
-from atorch.auto.planner.trial import Trial
+from atorch.auto.planner.dry_run.fault_barrier import Crew, quick_collections
+from atorch.auto.planner.dry_run.time_budget import Clock
+from atorch.auto.planner.dry_run.trial import Trial
+from atorch.auto.planner.dry_run.trial_context import Feed
+from atorch.auto.reference_step import PlainPass
 from atorch.auto.strategy import Strategy
 from tests.auto.planner.jobs import context
 from tests.auto.planner.test_search import find
-from tests.auto.test_attempt import found
+from tests.auto.test_rollback import found
 from tests.pool import Pool
 from tests.roads import job
 from tests.roads import net as by_road

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from atorch.auto.strategy import Strategy, codec
 from atorch.errors import StrategyError
-from atorch.strict_json import MAX_INTEGER
+from atorch.files.strict_json import MAX_INTEGER
 from tests.auto.strategy.toys import ToyAmp, ToyMesh, ToyShard
 
 pytestmark = pytest.mark.usefixtures("toys")

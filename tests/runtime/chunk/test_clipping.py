@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.clip import clip_grad_norm
+from atorch.runtime.gradients.clip import clip_grad_norm
 from tests.pool import Pool
 from tests.runtime.sharing import SEQ, VOCAB, make
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
-from atorch.blocks import repeated_blocks
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import StrategyError
+from atorch.model.structure import repeated_blocks
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import Operations
-from atorch.runtime.chunk.optimizer import ChunkOptimizer
-from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
+from atorch.runtime.memory.recompute import checkpoint_wrapper
 from tests.runtime.chunk.test_training import (
     CPU,
     FAMILIES,

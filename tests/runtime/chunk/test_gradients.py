@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from tests.pool import Pool
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.courses import Courses
-from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.schedule.schedule_cache import Courses
 from tests.pool import Pool
 from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, fresh, needed, train
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.errors import ArgumentError, CapabilityError, OutOfBudgetError
-from atorch.profiler.live_bytes import LiveBytes
-from atorch.runtime.chunk.layout import Item, pack
+from atorch.profiler.memory_tracker import LiveBytes
 from atorch.runtime.chunk.memory import ChunkMemory, Form, stand_in
-from atorch.runtime.chunk.tier import Tier
+from atorch.runtime.chunk.memory_ledger import Tier
+from atorch.runtime.chunk.schedule.layout import Item, pack
 from tests.runtime.chunk.stand_in import chunks_of
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.operations import Operations
-from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from tests.pool import Pool
 from tests.runtime.chunk.test_training import CPU, adam, fresh, needed, of_logits, tokens, train
 from tests.runtime.sharing import Awkward

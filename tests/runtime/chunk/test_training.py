@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from atorch.auto.opt_lib.chunk_trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.course import Pass
-from atorch.runtime.chunk.courses import Courses
 from atorch.runtime.chunk.operations import Operations
-from atorch.runtime.chunk.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.schedule.pass_schedule import Pass
+from atorch.runtime.chunk.schedule.schedule_cache import Courses
 from atorch.runtime.chunk.transfer import AtOnce, Transfer
 from benchmarks.paced_link import Paced
 from tests.runtime.sharing import SEQ, VOCAB, Awkward

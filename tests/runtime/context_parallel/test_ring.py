@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from atorch.cost.communication import of_copy
-from atorch.cost.splits import split_context
+from atorch.cost.comm.communication import of_copy
+from atorch.cost.parallelism import split_context
 from atorch.errors import ArgumentError
-from atorch.profiler.messages import Messages
+from atorch.profiler.comm_counter import Messages
 from atorch.runtime.context_parallel import Deal, ring_attention
 from tests.auto.opt_lib.splitting import BLOCK, on_mesh
 from tests.pool import Pool

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, exchange_attention, watching
 
 

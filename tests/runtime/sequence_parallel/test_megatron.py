@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from atorch.errors import StrategyError
-from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.sequence_parallel.megatron import gather_tokens, scatter_sum, split_between
-from atorch.runtime.sequence_parallel.share import Share
+from atorch.runtime.sequence_parallel.token_partition import Share
 from atorch.runtime.tensor_parallel import tensor_parallel
 from tests.pool import Pool
 from tests.runtime.sequence_parallel.training import Collectives, batch, loss_of, made

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atorch.errors import StrategyError
-from atorch.profiler.messages import Messages
+from atorch.profiler.comm_counter import Messages
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
-from atorch.runtime.tensor_parallel.recorded import apart, fresh, map_arguments, tensors_of
-from atorch.runtime.tensor_parallel.settled import Option, choose, counted, most_spared
-from atorch.runtime.tensor_parallel.watched import Watched
+from atorch.runtime.tensor_parallel.derive.block_sandbox import apart, fresh, map_arguments, tensors_of
+from atorch.runtime.tensor_parallel.derive.reference_forward import Watched
+from atorch.runtime.tensor_parallel.layout.layout_selection import Option, choose, counted, most_spared
 from tests.pool import Pool
 from tests.runtime.tensor_parallel.models import batch, make
 from tests.runtime.tensor_parallel.test_split import mesh_of

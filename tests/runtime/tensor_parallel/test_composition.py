@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from atorch.runtime.clip import clip_grads
-from atorch.runtime.recompute import checkpoint_wrapper
+from atorch.runtime.gradients.clip import clip_grads
+from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
 from tests.pool import Pool
 from tests.runtime.sharing import Block

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.profiler.messages import Messages
-from atorch.runtime.tensor_parallel.columns import Columns
+from atorch.profiler.comm_counter import Messages
 from atorch.runtime.tensor_parallel.vocabulary import SplitLogits, split_logits
+from atorch.runtime.tensor_parallel.vocabulary_shards import Columns
 from tests.pool import Pool
 
 ROWS, SEQ, WIDTH, CLASSES = 2, 5, 6, 11

@@ -14,8 +14,8 @@ from transformers.models.roberta.modeling_roberta import RobertaEncoder
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
+from atorch.smp.checkpointing.partial_states import PARTIAL
 from atorch.smp.nn.huggingface import bert, gpt2, gptj, gptneo, roberta
-from atorch.smp.partial_states import PARTIAL
 from tests.pool import Pool
 from tests.smp.job import begun
 

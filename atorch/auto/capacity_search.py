@@ -1,0 +1,129 @@
+"""The smallest cluster, largest batch or longest sequence that fits, found by asking for plans.
+
+Sizes are doubled until one changes the answer, then the step between the last two is halved, as far as an eighth of it:
+what lies between is neither likely to divide well nor worth the search. What fits at one size is taken to fit at every
+easier one, which is so but for sizes that nothing divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from atorch.cluster.spec import ClusterSpec
+from atorch.errors import NoFeasiblePlanError
+
+if TYPE_CHECKING:
+    from atorch.auto.planner.cluster_plan import ClusterPlan
+
+HALVINGS = 3
+
+Ask = Callable[[int], "ClusterPlan"]  # raises NoFeasiblePlanError
+Tell = Callable[[int, "ClusterPlan | None"], None]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The border: the last size that fits, and the plan for it."""
+
+    size: int
+    plan: ClusterPlan
+    tried: tuple[tuple[int, bool], ...]  # (size, whether it fits), as asked
+    is_bounded: bool = True  # False where all that was tried fits
+
+
+class _Questions:
+    """Asks for plans and remembers the outcome."""
+
+    def __init__(self, ask: Ask, tell: Tell) -> None:
+        self.tried: list[tuple[int, bool]] = []
+        self.refusal: NoFeasiblePlanError | None = None  # the last
+        self._ask, self._tell = ask, tell
+
+    def plan(self, size: int) -> ClusterPlan | None:
+        found: ClusterPlan | None = None
+        try:
+            found = self._ask(size)
+        except NoFeasiblePlanError as error:
+            self.refusal = error
+        self.tried.append((size, found is not None))
+        self._tell(size, found)
+        return found
+
+
+def largest(ask: Ask, first: int, limit: int, tell: Tell) -> Fit:
+    """The largest size up to `limit` that fits; `first` is where the search begins.
+
+    Raises:
+        NoFeasiblePlanError: not even 1 fits.
+    """
+    questions = _Questions(ask, tell)
+    size, plan = first, questions.plan(first)
+    while plan is None:
+        size //= 2
+        if size < 1:
+            assert questions.refusal is not None
+            raise questions.refusal
+        plan = questions.plan(size)
+    if size == first:
+        while 2 * size <= limit and (larger := questions.plan(2 * size)) is not None:
+            size, plan = 2 * size, larger
+        if 2 * size > limit:
+            return Fit(size, plan, tuple(questions.tried), is_bounded=False)
+    step = size // 2
+    for _ in range(HALVINGS):
+        if step >= 1 and (larger := questions.plan(size + step)) is not None:
+            size, plan = size + step, larger
+        step //= 2
+    return Fit(size, plan, tuple(questions.tried))
+
+
+def smallest_cluster(ask: Callable[[ClusterSpec], ClusterPlan], kind: ClusterSpec, limit: int, tell: Tell) -> Fit:
+    """The fewest devices of this kind that fit, up to `limit`: of one node at first, then whole nodes.
+
+    Raises:
+        NoFeasiblePlanError: not even `limit` devices fit.
+    """
+    questions = _Questions(lambda size: ask(sized(kind, size)), tell)
+    below = 0
+    for size in _ladder(kind.devices_per_node, limit):
+        plan = questions.plan(size)
+        if plan is not None:
+            return _fewer(questions, kind.devices_per_node, below, size, plan)
+        below = size
+    assert questions.refusal is not None
+    raise questions.refusal
+
+
+def sized(kind: ClusterSpec, devices: int) -> ClusterSpec:
+    each = kind.devices_per_node
+    if devices <= each:
+        return replace(kind, num_nodes=1, devices_per_node=devices)
+    return replace(kind, num_nodes=devices // each)
+
+
+def _ladder(per_node: int, limit: int) -> Iterator[int]:
+    size = 1
+    while size < per_node and size <= limit:
+        yield size
+        size *= 2
+    size = per_node
+    while size <= limit:
+        yield size
+        size *= 2
+
+
+def _fewer(questions: _Questions, per_node: int, below: int, size: int, plan: ClusterPlan) -> Fit:
+    """Whole nodes between the last that did not fit and the first that did."""
+    best, low, high = plan, below // per_node, size // per_node
+    for _ in range(HALVINGS):
+        middle = (low + high) // 2
+        if below < per_node or middle in (low, high):
+            break
+        found = questions.plan(middle * per_node)
+        if found is None:
+            low = middle
+        else:
+            best, high, size = found, middle, middle * per_node
+    return Fit(size, best, tuple(questions.tried))

@@ -1,0 +1,351 @@
+"""chunk: parameters, gradients and optimizer states in chunks that move between device and host, under a byte budget.
+
+Memory: at most the budget on the device, activations and workspace included; what is beyond it waits in host memory,
+optimizer states first (Fang et al. 2021, arXiv 2108.05818). Chunks are sharded over the processes that hold the same
+parameters, gathered before they are used and reduced after. Transfers: what waits is fetched for forward and for
+backward, gradients go back, and the host steps what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.compile import Compile
+from atorch.auto.opt_lib.micro_batch import MicroBatch
+from atorch.auto.opt_lib.offload import Offload
+from atorch.auto.opt_lib.shared.model_requirements import (
+    need_dense_gradients,
+    need_floating_parameters,
+    need_own_code,
+    need_own_storage,
+)
+from atorch.auto.opt_lib.shared.optimizer_compatibility import need_listed, need_no_closure, replicas, state_bytes
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.cost.parallelism import REPLICA_AXES, shard
+from atorch.distributed.collectives import largest
+from atorch.distributed.host_memory import is_simulated
+from atorch.distributed.mesh import Mesh
+from atorch.errors import ArgumentError, StrategyError
+from atorch.model.elementwise_optimizers import ELEMENTWISE
+from atorch.model.meta_device import unfilled
+from atorch.model.tensors import batch_size, tensors_of
+from atorch.runtime.chunk.chunked import chunk
+from atorch.runtime.chunk.compiled import outermost
+from atorch.runtime.chunk.memory import ChunkSet, stand_in
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.schedule.pass_schedule import Course, Pass
+from atorch.runtime.chunk.schedule.schedule_cache import Courses, Foresee
+from atorch.runtime.data.batch_split import take
+from atorch.runtime.loss.loss_value import LossFunc, value_of
+
+DEFAULT_FRACTION = 0.9
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+_REFUSED: Mapping[str, str] = {
+    "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
+    "pipeline_parallel": "a pass is foreseen of a whole model, not of a stage. Use tensor_parallel beside chunk, or "
+    "fsdp with cpu_offload beside pipeline_parallel",
+    "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp beside cross_entropy",
+}
+
+
+@method("chunk", phase=Phase.SHARD, slot="data_parallel")
+class Chunk(Method):
+    """Keep parameters, gradients and optimizer states within a budget of device memory."""
+
+    keeps_masters: ClassVar[bool] = True
+    keeps_on_host: ClassVar[bool] = True
+    needs_sample: ClassVar[bool] = True
+
+    budget_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes that a device may hold at any moment."""
+    budget_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The same as a fraction of the device's memory, less the workspaces of cuBLAS; None, and no bytes: 0.9."""
+    hybrid: bool = True
+    """Keep optimizer states for which the budget has room on the device, and step them there; off, the host holds and
+    steps them all."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Chunks that are fetched ahead of their use; 0 waits for each."""
+    disk: str | None = None
+    """A folder for what host memory has no room for; None: host memory has to do."""
+    step_in_backward: bool = False
+    """Step on the host while backward goes on, for loops in which nothing comes between backward and `optim.step()`:
+    no clipping, no accumulation, no loss scale. One process; the first step is a whole one."""
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if self.budget_bytes is not None and self.budget_fraction is not None:
+            raise ValueError("budget_bytes and budget_fraction are both given; give one of them")
+        return self
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The axis zero, over which the chunks are shared where the mesh has data, too."""
+        return ("zero",)
+
+    def unfit(self, cost: Cost) -> str | None:
+        by_chunks = any(each.loss_chunks > 1.0 for each in cost.segments)
+        beside = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1, "cross_entropy": by_chunks}
+        return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
+
+    def cost(self, cost: Cost) -> Cost:
+        """Shards as under fsdp, gradients copied into chunks of their own, and a budget beyond which states wait."""
+        low = cost.dtype != "float32"
+        axes, replicas = _axes(cost)
+        cost = shard(
+            cost,
+            axes=axes,
+            replicas=replicas,
+            itemsize=2.0 if low else cost.param_itemsize,
+            overlap=0.8 if self.prefetch else 0.0,
+            copies="nothing",
+        )
+        fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
+        budget = fraction * cost.device_bytes if self.budget_bytes is None else float(self.budget_bytes)
+        return cost.but(
+            budget_bytes=budget,
+            optim_offload=0.0 if self.hybrid else 1.0,
+            grads_persist=True,
+            fetches_ahead=self.prefetch > 0,
+            steps_in_backward=self.step_in_backward,
+            cast_traffic_bytes=cost.cast_traffic_bytes + 2.0 * cost.grad_itemsize,
+        )
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """With optimizer states where the budget has room, and without; a CPU's memory is the host's anyway."""
+        if cluster.device.type != "cpu":
+            yield cls()
+            yield cls(hybrid=False)
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """No closure; and where processes share the chunks, an optimizer of single elements."""
+        need_no_closure(ctx, self.name, "train with ddp, or without chunk")
+        if replicas(ctx) > 1:
+            need_listed(ctx, self.name, ELEMENTWISE)
+
+    def check(self, ctx: Context) -> None:
+        """Nothing beside it keeps parameters where they are; their gradients are dense, and all of them numbers."""
+        for other in ctx.strategy or ():
+            if other.name in _REFUSED:
+                raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
+            if isinstance(other, Compile) and other.mode in _WITH_GRAPHS:
+                raise StrategyError(
+                    f"compile's mode {other.mode!r} records where parameters are, and chunk moves them; leave mode "
+                    "out, or use 'max-autotune-no-cudagraphs'"
+                )
+        if self.step_in_backward and replicas(ctx) > 1:
+            raise StrategyError(
+                f"chunk's step_in_backward is for one process, and {replicas(ctx)} share the chunks; leave it out"
+            )
+        between = self._between(ctx) if self.step_in_backward else None
+        if between is not None:
+            raise StrategyError(
+                f"chunk's step_in_backward steps as gradients come, and {between}; leave one of them out"
+            )
+        need_own_code(ctx, self.name)
+        need_dense_gradients(ctx, self.name)
+        need_floating_parameters(ctx, self.name)
+        need_own_storage(ctx, self.name, torch.empty_like)
+
+    def apply(self, ctx: Context) -> Context:
+        """Put the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps on the chunks."""
+        self.check(ctx)
+        offload = None if ctx.strategy is None else ctx.strategy.get(Offload)
+        if offload is not None:
+            ctx = offload.move_activations(ctx)
+        (part,), mesh = ctx.parts, ctx.need_mesh()
+        axes, replicas = _axes(mesh)
+        everyone = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
+        budget = -largest([-self._budget(ctx)], everyone)[0]  # the smallest machine's
+        if ctx.sample_batch is None:
+            raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
+        ctx.give_memory(_place_in_chunk)
+        compiled = _compiled(ctx, part)
+        courses = Courses(_foresee(ctx, part, compiled), everyone)
+        courses.expect(ctx.sample_batch, tensors_of(ctx.sample_batch))
+        operations = chunk(
+            part,
+            courses.first(),
+            budget,
+            device=ctx.device,
+            dtype=ctx.compute_dtype,
+            values=ctx.unrounded,
+            group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
+            replicas=mesh.group(*replicas) if replicas else None,
+            compiled=compiled,
+            in_place=False if self._adds_up(ctx) else None,
+            state_bytes=state_bytes(ctx) if self.hybrid else None,
+            host_state_bytes=self._host_state_bytes(ctx),
+            prefetch=self.prefetch,
+        )
+        courses.begin(operations.residency.course)
+        operations.course_for = partial(courses.next, operations.course_of)
+        inner_prepare = ctx.prepare_input
+
+        def prepare_input(batch: Any, device: Any) -> Any:
+            courses.expect(batch, tensors_of(batch))
+            return inner_prepare(batch, device)
+
+        figures = _figures(operations.chunks, operations.residency.course)
+        ctx = replace(
+            ctx,
+            prepare_input=prepare_input,
+            write_value=partial(_write, operations.chunks),
+            learnt={**ctx.learnt, self.name: figures},
+        )
+        inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
+        if inner is None:
+            return ctx
+        return replace(
+            ctx,
+            make_optimizer=lambda groups: ChunkOptimizer(
+                inner,
+                groups,
+                operations.chunks,
+                loss_scale=ctx.loss_scale,
+                disk=disk,
+                early=operations.gradients if self.step_in_backward else None,
+            ),
+        )
+
+    def _between(self, ctx: Context) -> str | None:
+        """The method that does something with gradients after backward, and what; None where there is none."""
+        for other in ctx.strategy or ():
+            if isinstance(other, MicroBatch):
+                return f"{other} adds gradients of several passes up"
+            if getattr(other, "dtype", None) == "fp16" or getattr(other, "skip_if_nonfinite", False):
+                return f"{other} leaves out steps of which a gradient is not finite"
+        return None
+
+    def _adds_up(self, ctx: Context) -> bool:
+        """True if a step has several backward passes of the strategy's."""
+        return ctx.strategy is not None and ctx.strategy.get(MicroBatch) is not None
+
+    def _host_state_bytes(self, ctx: Context) -> float | None:
+        """Bytes of the optimizer's states in host memory for an element; None in a simulation, which takes none."""
+        if is_simulated(ctx.parts):
+            return None
+        return state_bytes(ctx) if self.disk is None else 0.0
+
+    def _budget(self, ctx: Context) -> int:
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
+        return int(fraction * ctx.cluster.device.memory_bytes) - kept_by_products(ctx.device)
+
+
+def kept_by_products(device: torch.device) -> int:
+    """Bytes that matrix products keep on a CUDA device for good, in forward and backward; no fake tensor shows them."""
+    if device.type != "cuda":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+        added = nn.functional.linear(weight, weight, weight[0])  # with a bias cuBLASLt multiplies, not cuBLAS
+        (added @ weight).sum().backward()  # on autograd's own thread, which has a workspace of its own
+        del weight, added
+    return torch.cuda.memory_allocated(device) - before
+
+
+def _axes(mesh: Cost | Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that share every chunk, and those that have copies of it: data, where there is a zero axis, too."""
+    if mesh.size("data") == 1 or mesh.size("zero") == 1:
+        return REPLICA_AXES, ()
+    return tuple(axis for axis in REPLICA_AXES if axis != "data"), ("data",)
+
+
+def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor without values until its chunk has them: a parameter has no memory, a buffer its own."""
+    if isinstance(tensor, nn.Parameter):
+        return stand_in(tensor.shape, tensor.dtype, device)
+    return unfilled(tensor, device)
+
+
+@torch.no_grad()
+def _write(chunks: ChunkSet, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a parameter have `value`, as wide as it comes, in its chunk; and what lies in none where it is."""
+    place = chunks.place(tensor)
+    if place is None:
+        tensor.copy_(value)
+    else:
+        memory, slot = place
+        memory.write(slot, value)
+
+
+def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:
+    """Figures of the first pass, for whoever reads the strategy."""
+    assert first.schedule is not None
+    sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
+    return {
+        "num_chunks": len(sizes),
+        "parameter_bytes": sum(sizes),
+        "peak_bytes": first.schedule.peak_bytes,
+        "fetched_bytes": first.schedule.fetched_bytes,
+    }
+
+
+def _compiled(ctx: Context, part: nn.Module) -> list[str]:
+    """Names of the modules that `compile` will compile, those within them left out.
+
+    Raises:
+        StrategyError: it will compile the whole model.
+    """
+    for each in ctx.strategy or ():
+        if isinstance(each, Compile):
+            return outermost(each.chosen(part))
+    return []
+
+
+def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Foresee:
+    """A function that foresees a pass on a batch of the loader, or on the largest of its micro-batches."""
+    loss = partial(_loss, ctx.call_model, ctx.loss_func)
+
+    def foresee(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> Pass:
+        prepared = ctx.prepare_input(batch, "cpu")
+        rows = _rows(ctx, batch_size(prepared))
+        if rows < batch_size(prepared):
+            prepared = take(prepared, 0, rows, batch_size(prepared))
+        return foreseen(
+            part,
+            prepared,
+            loss,
+            device_type=ctx.device.type,
+            dtype=ctx.compute_dtype,
+            compiled=compiled,
+            on_host=ctx.on_host,
+            for_real=for_real,
+            whole=whole,
+        )
+
+    return foresee
+
+
+def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.Module, batch: Any) -> Any:
+    output = call_model(model, batch)
+    if loss_func is not None:
+        return value_of(loss_func(batch, output))
+    return sum(tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad)
+
+
+def _rows(ctx: Context, rows: int) -> int:
+    """Rows of a micro-batch, where the batch is split."""
+    for each in ctx.strategy or ():
+        if isinstance(each, MicroBatch):
+            if isinstance(each.size, int):
+                return min(rows, each.size)
+            return rows if each.count is None else -(-rows // each.count)
+    return rows

@@ -1,0 +1,211 @@
+"""pipeline_parallel: each process has consecutive blocks of the model, and micro-batches pass through them.
+
+Memory: parameters, gradients and optimizer states / stages, the embedding and the head on the first and the last;
+activations of as many micro-batches as a stage has under way. Work: while the pipeline fills and drains, stages wait,
+(stages − 1) micro-batches long under 1F1B, less with several pieces a process (Narayanan et al. 2021, arXiv 2104.04473)
+or where gradients of weights wait for the gaps (Qi et al. 2023, arXiv 2401.10241). Communication: the activations
+between stages alone, so the axis belongs between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.parallel_mode import size_of
+from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
+from atorch.auto.strategy.method import Method, Phase, method
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost import Cost, ModelProfile
+from atorch.cost.comm.communication import boundary_bytes
+from atorch.cost.parallelism import accumulate, split_pipeline
+from atorch.errors import StrategyError
+
+PER_STAGE = 4
+"""Micro-batches for each stage at which waiting is small: Huang et al. 2018, arXiv 1811.06965, section 2.3."""
+
+
+@method("pipeline_parallel", phase=Phase.SPLIT)
+class PipelineParallel(Method):
+    """Split the model's blocks over the axis `pipeline`."""
+
+    needs_sample: ClassVar[bool] = True
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """The order in which a stage runs forward and backward of micro-batches."""
+    micro_batches: Annotated[int, Field(ge=1)] | None = None
+    """Parts of the batch of a step; None: those of micro_batch, without it the most that divide the batch, up to four a
+    stage."""
+    split_points: tuple[str, ...] = ()
+    """Names of the modules that begin a stage, but for the first; none: where the slowest takes the least time."""
+    interleave: Annotated[int, Field(ge=2)] | None = None
+    """interleaved: pieces of the model that each process has; None: 2."""
+    loss_weight: str = "auto"
+    """The rule for micro-batches' losses to make the batch's, as for micro_batch."""
+    backend: Literal["torch", "deepspeed"] = "torch"
+    """The schedules: torch.distributed.pipelining's, or DeepSpeed's 1F1B."""
+    ds_config: dict[str, Any] | None = None
+    """deepspeed: its own configuration, beside the sizes of batches and the ZeRO stage."""
+
+    @model_validator(mode="after")
+    def _hold(self) -> Self:
+        if self.interleave is not None and self.schedule != "interleaved":
+            raise ValueError(f"interleave is for the schedule interleaved; {self.schedule} has one piece a process")
+        if self.backend == "deepspeed" and self.schedule != "1f1b":
+            raise ValueError(f"the deepspeed backend has the schedule 1f1b alone; {self.schedule} is torch's")
+        if self.ds_config is not None and self.backend != "deepspeed":
+            raise ValueError(f"ds_config is for the deepspeed backend; this one is {self.backend}")
+        if len(set(self.split_points)) < len(self.split_points):
+            raise ValueError("split_points names a module twice; a module begins one stage")
+        return self
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the model that each process has."""
+        return (self.interleave or 2) if self.schedule == "interleaved" else 1
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return ("pipeline",)
+
+    def unmet(self, cluster: ClusterSpec) -> str | None:
+        if self.backend == "deepspeed":
+            from atorch.compat.deepspeed_zero import need_deepspeed
+
+            need_deepspeed()
+        return None
+
+    def unfit(self, cost: Cost) -> str | None:
+        """A piece has at least one block, and a micro-batch at least one sample."""
+        stages = cost.size("pipeline") * self.pieces
+        blocks = cost.num_distinct_blocks
+        if stages > blocks:
+            return f"a pipeline of {stages} pieces needs as many repeated blocks; the model has {blocks}"
+        if self.split_points and len(self.split_points) != stages - 1:
+            return f"split_points has {len(self.split_points)} modules; {stages} pieces begin at {stages - 1}"
+        if self.micro_batches is not None and cost.batch_size % self.micro_batches:
+            return f"{self.micro_batches} micro-batches do not divide the {cost.batch_size:g} samples of a process"
+        return uneven(cost.size("pipeline"), self.schedule, self.micro_batches or cost.batch_size)
+
+    def cost(self, cost: Cost) -> Cost:
+        """Stages and schedule; micro_batch, which comes later, sets another number of parts.
+
+        Torch keeps a place for all that a stage receives in a step, activations and gradients, of all micro-batches,
+        and until the weights' gradients of a zero-bubble schedule what it sends as well.
+        """
+        cost = split_pipeline(cost, schedule=self.schedule, interleave=self.pieces)
+        if cost.stages == 1 and self.micro_batches is None:
+            return cost
+        neighbours = min(2, cost.stages - 1) if self.backend == "torch" else 0
+        kept = neighbours * self.pieces * cost.num_micro_batches * boundary_bytes(cost)
+        kept *= 2.0 if self.schedule == "zero_bubble" else 1.0
+        cost = cost.but(bucket_bytes=cost.bucket_bytes + kept)
+        return accumulate(cost, self.micro_batches or self._most_parts(cost))
+
+    def _most_parts(self, cost: Cost) -> int:
+        """The most micro-batches that divide the batch and suit the schedule, up to four a stage."""
+        fitting = (
+            count
+            for count in range(1, PER_STAGE * cost.stages + 1)
+            if cost.batch_size % count == 0 and uneven(cost.stages, self.schedule, count) is None
+        )
+        return max(fitting, default=1)
+
+    def check_optimizer(self, ctx: Context) -> None:
+        """The optimizer of a stage's parameters computes what that of all of them does."""
+        if size_of(ctx, "pipeline") > 1:
+            need_same(ctx, self.name, "apart")
+
+    def check(self, ctx: Context) -> None:
+        """There is a loss to run the schedule in, blocks for the stages, and neighbours that suit it."""
+        if size_of(ctx, "pipeline") > 1:
+            from atorch.auto.opt_lib.pipeline_parallel.stages import check
+
+            if ctx.plain_pass is not None and ctx.plain_pass.communicates:
+                raise StrategyError(
+                    "the model or its loss calls collectives of torch.distributed, and under pipeline_parallel each "
+                    "process runs another part of them, so that some would wait for ever; use ddp, zero1 or fsdp"
+                )
+            check(ctx, self)
+
+    def check_at_work(self, ctx: Context) -> None:
+        """Check that its neighbours suit where it is cut: between modules, or by the graph where these do not tell."""
+        if size_of(ctx, "pipeline") > 1:
+            from atorch.auto.opt_lib.pipeline_parallel.stages import check_at_work
+
+            check_at_work(ctx, self)
+
+    def apply(self, ctx: Context) -> Context:
+        """Cut the model into stages, and let the loss function run the schedule.
+
+        Raises:
+            CapabilityError: deepspeed is to run it, and is not installed.
+            StrategyError: the model, the batch or the number of stages does not allow it; on every rank, with the
+                model as it was.
+        """
+        if ctx.need_mesh().size("pipeline") == 1:
+            return replace(ctx)
+        from atorch.auto.opt_lib.pipeline_parallel.stages import split
+
+        return split(ctx, self)
+
+    @classmethod
+    def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
+        """1F1B, two and four pieces a process, and zero-bubble; gpipe waits as long as 1F1B and holds more.
+
+        None where modules look across samples, of which they would see those of a micro-batch.
+        """
+        if cluster.world_size == 1 or profile.num_distinct_blocks < 2:
+            return
+        if any("BatchNorm" in name for name in profile.module_classes):
+            return
+        yield cls()
+        for pieces in (2, 4):
+            if 2 * pieces <= profile.num_distinct_blocks:
+                yield cls(schedule="interleaved", interleave=pieces)
+        yield cls(schedule="zero_bubble")
+
+
+def uneven(stages: int, schedule: str, micro_batches: float) -> str | None:
+    """Why so many micro-batches do not go with a schedule, or None: interleaving takes them in rounds of stages.
+
+    Torch's zero-bubble schedule makes as many rounds as there are whole times its stages, of equal size.
+    """
+    if schedule == "interleaved" and micro_batches % stages:
+        return f"interleaving takes micro-batches {stages} at a time, which does not divide {micro_batches:g}"
+    if schedule == "zero_bubble" and micro_batches % max(1, micro_batches // stages):
+        return f"zero_bubble takes {micro_batches // stages:g} equal rounds, which {micro_batches:g} do not make"
+    return None
+
+
+def against_pipeline(method: Any, stages: int, schedule: str) -> str | None:
+    """Why a method cannot be beside a pipeline of the schedule, or None."""
+    if stages == 1:
+        return None
+    if method.name == "micro_batch" and method.reduce == "each":
+        return (
+            'micro_batch was given reduce="each", and a pipeline reduces gradients with the last micro-batch; leave '
+            'reduce at "once"'
+        )
+    because = _against_zero_bubble(method) if schedule == "zero_bubble" else None
+    if because is None:
+        return None
+    return (
+        f"the schedule zero_bubble computes gradients of weights after backward, and {method} {because}; or take the "
+        "schedule 1f1b or interleaved"
+    )
+
+
+def _against_zero_bubble(method: Any) -> str | None:
+    if method.name in ("fsdp", "zero2"):
+        return "does not keep weights gathered until then: use ddp or zero1 instead"
+    if method.name == "compile":
+        return "computes both at once: leave it out"
+    if method.name == "checkpoint" and (method.selective or not method.no_reentrant):
+        return "lets backward run once: leave selective and no_reentrant at their defaults"
+    return None

@@ -1,0 +1,91 @@
+"""Cut points for pipeline_parallel where the user gave none: by traced time, within memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from atorch.auto.context import Context
+from atorch.auto.strategy import Phase, Strategy
+from atorch.cost import Cost
+from atorch.cost.pipeline_stages import in_flight
+from atorch.errors import StrategyError
+from atorch.logs import logger
+from atorch.profiler.capture.unit_costs import UnitCost, unit_costs
+from atorch.runtime.pipeline.capture.partition import partition
+
+if TYPE_CHECKING:
+    from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
+
+_FOLDED = (Phase.PRECISION, Phase.RECOMPUTE, Phase.SHARD)
+"""Phases whose methods change what a unit costs; what splits it has been done to the model that is traced."""
+
+
+def even_cut(
+    ctx: Context, method: PipelineParallel, model: nn.Module, called: Sequence[str], batch: Any, micro_batches: int
+) -> tuple[int, ...]:
+    """The first call of each stage, so that the slowest stage takes the least time, within a GPU's memory.
+
+    called: the units in the order of their calls. Tied units come together where that costs nothing. Where the estimate
+    fits no cut in memory, that is said, and time alone decides.
+    """
+    assert ctx.loss_func is not None
+    stages = ctx.need_mesh().size("pipeline") * method.pieces
+    fold = partial(_folded, ctx, micro_batches)
+    costs = unit_costs(model, batch, ctx.call_model, ctx.loss_func, ctx.cluster.device, fold=fold)
+    if [each.name for each in costs] != called:
+        logger.info("what units cost is not known as they are called; stages have even shares of the parameters")
+        sizes = [sum(each.numel() for each in model.get_submodule(name).parameters()) for name in called]
+        return partition([float(each) for each in sizes], stages, names=called)
+    seconds, tied = [each.seconds for each in costs], list(tied_calls(model, called))
+    if ctx.device.type == "cuda":
+        try:
+            return _within_memory(ctx, method, costs, micro_batches, tied)
+        except StrategyError as error:
+            logger.warning("%s; by the estimate, which need not be right: the pipeline is cut for time alone", error)
+    return partition(seconds, stages, tied=tied, names=called)
+
+
+def _within_memory(
+    ctx: Context,
+    method: PipelineParallel,
+    costs: Sequence[UnitCost],
+    micro_batches: int,
+    tied: Sequence[tuple[int, int]],
+) -> tuple[int, ...]:
+    size = ctx.need_mesh().size("pipeline")
+    piped = Cost(
+        segments=(), traced_batch=1.0, batch_size=1.0, num_micro_batches=float(micro_batches), stages=size,
+        interleave=method.pieces, schedule=method.schedule,
+    )  # fmt: skip
+    return partition(
+        [each.seconds for each in costs],
+        size * method.pieces,
+        [each.held_bytes for each in costs],
+        ctx.cluster.device.memory_bytes / method.pieces,
+        activations=[each.kept_bytes for each in costs],
+        in_flight=[in_flight(piped, index % size) for index in range(size * method.pieces)],
+        tied=tied,
+        names=[each.name for each in costs],
+    )
+
+
+def _folded(ctx: Context, micro_batches: int, cost: Cost) -> Cost:
+    """The cost of a unit under the strategy."""
+    cost = cost.but(axes=dict(ctx.need_mesh().slices))
+    for each in ctx.strategy or Strategy():
+        if each.phase in _FOLDED:
+            cost = each.cost(cost)
+    return cost.but(num_micro_batches=float(micro_batches))
+
+
+def tied_calls(model: nn.Module, called: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Pairs of calls whose units share a parameter."""
+    held = [{id(each) for each in model.get_submodule(name).parameters()} for name in called]
+    for one, other in combinations(range(len(called)), 2):
+        if not held[one].isdisjoint(held[other]):
+            yield one, other

@@ -1,0 +1,369 @@
+"""Applies pipeline_parallel to a model: cuts model and batch, and builds the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.parallel_mode import size_of
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, deepspeed, uneven
+from atorch.auto.opt_lib.pipeline_parallel.cut import even_cut
+from atorch.auto.opt_lib.shared.model_requirements import changes_modules
+from atorch.auto.strategy import Phase, Strategy
+from atorch.cost.kernels.gemm import peak_flops
+from atorch.distributed.collectives import nobody_else, together
+from atorch.distributed.mesh import BATCH_AXES
+from atorch.errors import ArgumentError, StrategyError
+from atorch.logs import logger
+from atorch.model.structure import repeated_blocks, units
+from atorch.model.structure_copy import copy_structure
+from atorch.runtime.data.batch_split import num_rows, take
+from atorch.runtime.loss.reduction import Rule, tolerance_of
+from atorch.runtime.memory.kv_cache import turn_off_caches
+from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
+from atorch.runtime.pipeline.capture.stage_capture import route_of
+from atorch.runtime.pipeline.capture.stage_dataflow import Route
+from atorch.runtime.pipeline.engine import Engine
+from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
+from atorch.runtime.pipeline.schedules import stages_of
+from atorch.runtime.pipeline.shape_oracle import Understudy
+from atorch.runtime.pipeline.shared_parameters import Ties
+from atorch.runtime.pipeline.stage import cut, held_for_loss, holders
+from atorch.units import format_bytes
+
+if TYPE_CHECKING:
+    from atorch.auto.opt_lib.micro_batch import MicroBatch
+    from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
+
+SEEN_ROWS = 3
+"""Rows of the sample batch on which the model's calls are watched."""
+FP8_ROUNDING = 2e-2  # a tensor's scale is of all its rows
+
+
+def split(ctx: Context, method: PipelineParallel) -> Context:
+    """The context with the stages of this process as its parts, and a schedule around model and loss function."""
+    mesh = ctx.need_mesh()
+    size, place = mesh.size("pipeline"), mesh.rank("pipeline")
+    together(lambda: check(ctx, method))
+    batches = Batches.of(ctx, method)
+    turn_off_caches(ctx.root)
+    (model,) = ctx.parts
+    try:
+        named, route, starts = together(lambda: _planned(ctx, method, model, batches))
+        together(lambda: _let_loss_read(method, model, held_for_loss(model, named, route, starts), route))
+    except BaseException:
+        uninstall(model)
+        raise
+    shared = holders(model, named, route, starts)
+    names = tuple(model.state_dict())
+    mine = stages_of(place, size, method.pieces)
+    understudy = understudy_of(ctx, model, named, route)
+    parts = cut(model, named, route, starts, mine, ctx.device)
+    together(lambda: _need_training(ctx, parts, mine))
+    group = mesh.group("pipeline")
+    tolerance = _rounding(ctx)
+
+    def finish(built: Built) -> Built:
+        if built.args["use_optim_backward"] or built.loss_func is None:
+            raise StrategyError("a pipeline needs loss.backward(); a backend with its own backward cannot take it")
+        replicas = mesh.group(*BATCH_AXES)
+        engine = Engine(built.parts, method.schedule, group, ctx.device, understudy(), replicas)
+        pipeline = Pipeline(engine, Ties(shared, built.parts, group, engine.places), names)
+        if method.backend == "deepspeed":
+            return deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
+        loss_func = PipelinedLoss(
+            pipeline,
+            built.loss_func,
+            batches.count,
+            batches.loss_weight,
+            tolerance,
+            replicas,
+            lambda rule: ctx.rank_weight(rule, built.dataloader),
+        )
+        sample = ctx.prepare_input(ctx.sample_batch, ctx.device)
+        loss_func.settle(sample, ctx.call_model(pipeline, sample))
+        return replace(built, model=pipeline, loss_func=loss_func, weighs_ranks=True)
+
+    return replace(ctx, parts=parts).with_finish(finish)
+
+
+def check(ctx: Context, method: PipelineParallel) -> None:
+    """Raise what `split` would, as far as that is known before the model is watched: see `Method.check`."""
+    for each in ctx.strategy or ():
+        reason = against_pipeline(each, size_of(ctx, "pipeline"), method.schedule)
+        if reason is not None:
+            raise StrategyError(reason)
+    Batches.of(ctx, method)
+    if method.backend == "deepspeed":
+        deepspeed.check(ctx, method)
+    if ctx.loss_func is None:
+        raise StrategyError("pipeline_parallel runs forward and backward inside loss_func; give auto_accelerate one")
+    stages = size_of(ctx, "pipeline") * method.pieces
+    for model in ctx.parts:
+        blocks = repeated_blocks(model)
+        if stages > len(blocks) > 1:
+            raise StrategyError(
+                f"a pipeline of {stages} stages needs as many repeated blocks, and {type(model).__name__} has "
+                f"{len(blocks)}; make the axis pipeline smaller" + (", or interleave less" if method.pieces > 1 else "")
+            )
+    points = method.split_points
+    if points and len(points) != stages - 1:
+        raise StrategyError(
+            f"split_points has {len(points)} modules, and {stages} stages begin at {stages - 1} besides the first"
+        )
+
+
+def check_at_work(ctx: Context, method: PipelineParallel) -> None:
+    """Raise what `split` would of a method that does not go with a graph, where modules do not tell where to cut.
+
+    Other modules in their place might tell it.
+    """
+    reason = against_graph(ctx.strategy)
+    if reason is None or method.split_points or ctx.sample_batch is None or changes_modules(ctx):
+        return
+    (model,) = ctx.parts
+    if _CALLS not in ctx.seen:
+        ctx.seen[_CALLS] = _calls(ctx, model)
+    calls = ctx.seen[_CALLS]
+    if isinstance(calls, str):
+        raise neither(calls, reason)
+    try:
+        _need_calls(calls, model, size_of(ctx, "pipeline") * method.pieces)
+    except StrategyError as because:
+        raise neither(because, reason) from because
+
+
+_CALLS = "pipeline_parallel: calls of modules between which the model can be cut"
+
+
+def _calls(ctx: Context, model: nn.Module) -> int | str:
+    """The number of calls, or the reason why it is not known."""
+    batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+    try:
+        return len(route_of(model, units(model), _few(batch), ctx.call_model, ctx.loss_func).calls)
+    except StrategyError as error:
+        return str(error)
+
+
+def _few(batch: Any) -> Any:
+    rows = num_rows(batch=batch)
+    return take(batch, 0, min(rows, SEEN_ROWS), rows)
+
+
+def _rounding(ctx: Context) -> float:
+    """The tolerance between the loss of a batch and that of its micro-batches."""
+    if ctx.strategy is not None and "fp8" in ctx.strategy.names():
+        return FP8_ROUNDING
+    return tolerance_of(ctx.compute_dtype)
+
+
+class Batches:
+    """The cut of a batch into micro-batches: as micro_batch says where it is in the strategy, else as the method."""
+
+    def __init__(self, method: PipelineParallel, other: MicroBatch | None, stages: int) -> None:
+        self._method, self._stages = method, stages
+        self._size: int | None = None
+        self._count = method.micro_batches
+        self.loss_weight: Rule = method.loss_weight
+        if other is not None:
+            self._size = other.size if isinstance(other.size, int) else None
+            self._count = None if self._size is not None else other.count or self._count
+            self.loss_weight = other.loss_weight if other.loss_weight != "auto" else self.loss_weight
+
+    @classmethod
+    def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
+        other: Any = next((each for each in ctx.strategy or () if each.name == "micro_batch"), None)
+        batches = cls(method, other, size_of(ctx, "pipeline"))
+        batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
+        return batches
+
+    def check(self, rows: int) -> None:
+        """Check that batches of so many rows are cut as was asked for; raises StrategyError."""
+        asked = self._count if self._size is None else f"micro-batches of {self._size} rows"
+        if asked is not None and self.count(rows) != (self._count if self._size is None else rows / self._size):
+            what = f"{asked} micro-batches" if self._size is None else asked
+            raise StrategyError(
+                f"{what} do not divide the {rows} rows that a process gets, or not as the schedule "
+                f"{self._method.schedule} takes them; choose a divisor"
+            )
+
+    def count(self, rows: int) -> int:
+        """The number of micro-batches that `rows` rows make: as asked for, or the next below that divides them."""
+        most = self._count or (rows // self._size if self._size else 4 * self._stages)
+        fitting = (n for n in range(1, min(most, rows) + 1) if rows % n == 0 and self._suits(n))
+        return max(fitting, default=1)
+
+    def _suits(self, count: int) -> bool:
+        schedule = self._method.schedule
+        if schedule == "interleaved" and count < self._stages:
+            return True
+        return uneven(self._stages, schedule, count) is None
+
+
+def _planned(
+    ctx: Context,
+    method: PipelineParallel,
+    model: nn.Module,
+    batches: Batches,
+) -> tuple[Mapping[str, nn.Module], Route, tuple[int, ...]]:
+    """The units of the model, their calls, and where the stages begin. A model that is cut by its graph is changed."""
+    if ctx.sample_batch is None:
+        raise ArgumentError("pipeline_parallel watches the model at work; give a dataset, or a sample_batch")
+    stages = ctx.need_mesh().size("pipeline") * method.pieces
+    if ctx.make_loader is not None:
+        batches.check(rows_of_a_process(ctx))
+    batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+    rows = num_rows(batch=batch)
+    few = _few(batch)
+    named = units(model)
+    try:
+        route = route_of(model, named, few, ctx.call_model, ctx.loss_func)
+        _need_calls(len(route.calls), model, stages)
+    except StrategyError as error:
+        if method.split_points:
+            raise
+        return cut_by_graph(ctx, method, model, few, stages, error)
+    if method.split_points:
+        return named, route, _given(route, method.split_points)
+    called = [call.unit for call in route.calls]
+    return named, route, even_cut(ctx, method, model, called, batch, batches.count(rows))
+
+
+def _let_loss_read(method: PipelineParallel, model: nn.Module, names: Sequence[str], route: Route) -> None:
+    """Tell what the last stage holds for the loss function, which sees this process's first piece of the model.
+
+    Raises:
+        StrategyError: the last stage is another piece, or steps by DeepSpeed's engine.
+    """
+    if method.pieces == 1 and method.backend == "torch":
+        if names:
+            logger.warning(
+                "the loss function reads parameters of other stages, such as %s: the last stage holds them too, with "
+                "gradients and optimizer states, %s of parameters. The optimizer's weight_decay costs nothing",
+                names[0],
+                format_bytes(sum(each.numel() * each.element_size() for each in map(model.get_parameter, names))),
+            )  # fmt: skip
+    elif route.read_by_loss:
+        raise StrategyError(
+            f"the loss function reads {min(route.read_by_loss)} of the model itself, of which it sees one piece where "
+            f"{method} runs it; take the schedule 1f1b and the backend torch, return what is to be computed of "
+            "parameters from the model's forward, or leave it to the optimizer's weight_decay"
+        )
+
+
+def _need_calls(num_calls: int, model: nn.Module, stages: int) -> None:
+    """Raise where a model does not call enough of its modules to be cut between them."""
+    if num_calls < stages:
+        raise StrategyError(
+            f"a pipeline of {stages} stages is cut between as many calls of modules with parameters, and "
+            f"{type(model).__name__} has {num_calls}; make the axis pipeline smaller"
+        )
+
+
+def _given(route: Route, points: tuple[str, ...]) -> tuple[int, ...]:
+    """Stages that begin where the user says."""
+    starts = (0, *(route.beginning(name) for name in points))
+    if list(starts) != sorted(set(starts)):
+        raise StrategyError(
+            f"split_points has {', '.join(points)}, which are called in another order, or nothing before the first; "
+            "name modules in the order in which the model calls them"
+        )
+    return starts
+
+
+def rows_of_a_process(ctx: Context) -> int:
+    mesh = ctx.need_mesh()
+    assert ctx.make_loader is not None
+    loader = ctx.make_loader(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES))
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return int(size or num_rows(batch=ctx.sample_batch))
+
+
+def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, ...]) -> None:
+    """Check that an optimizer has something to do on every process."""
+    trains = any(each.requires_grad for part in parts for each in part.parameters())
+    if ctx.make_optimizer is not None and not trains:
+        raise StrategyError(
+            f"stage {mine[0]} has no trainable parameter, and its optimizer nothing to do; choose other split_points"
+        )
+
+
+def understudy_of(
+    ctx: Context, model: nn.Module, units: Iterable[str], route: Route
+) -> Callable[[], Understudy | None]:
+    """Copies a model that is going to be cut; what it returns gives the understudy, once the stages are built.
+
+    None where other processes are there. To the copy is done what the strategy does to stages.
+    """
+    if not nobody_else():
+        return lambda: None
+    whole = copy_structure(model, torch.empty_like)
+    named = {name: whole.get_submodule(name) for name in units}
+    (part,) = cut(whole, named, route, (0,), (0,), ctx.device)
+
+    def ready() -> Understudy:
+        job = replace(ctx, root=part, parts=(part,))
+        for each in ctx.strategy or Strategy():
+            if each.phase > Phase.SPLIT:
+                job = each.apply(job)
+        return Understudy(job.parts[0])
+
+    return ready
+
+
+_BY_MODULES = (Phase.TENSOR, Phase.RECOMPUTE, Phase.COMPILE)
+"""Phases whose methods act where modules are called; a graph calls none."""
+
+
+def cut_by_graph(
+    ctx: Context, method: PipelineParallel, model: nn.Module, batch: Any, stages: int, because: StrategyError
+) -> tuple[dict[str, nn.Module], Route, tuple[int, ...]]:
+    """Lets `model` run by its graph, in place: the segments by name, their calls, and where stages begin.
+
+    because: why modules do not tell where to cut.
+
+    Raises:
+        StrategyError: its graph cannot be had or cut either, with both reasons; the model is as it was.
+    """
+    reason = against_graph(ctx.strategy)
+    if reason is not None:
+        raise neither(because, reason) from because
+    try:
+        named = install(model, _exported(ctx, method, model, stages), stages)
+        route = route_of(model, named, batch, ctx.call_model, ctx.loss_func)
+    except StrategyError as error:
+        uninstall(model)
+        raise neither(because, error) from error
+    logger.info("the pipeline is cut by the graph that torch.export gives, as modules do not tell where: %s", because)
+    return named, route, tuple(range(stages))
+
+
+def against_graph(strategy: Strategy | None) -> str | None:
+    """Why a method of the strategy cannot be beside a pipeline that is cut by its graph, or None."""
+    for each in strategy or ():
+        if each.phase in _BY_MODULES or each.name in ("amp_native", "fsdp", "zero2", "offload", "chunk"):
+            return f"{each.name} acts where modules are called, which a graph does not do; leave it out"
+    return None
+
+
+def neither(because: object, reason: object) -> StrategyError:
+    """The error of a model that can be cut neither by its modules, because of one thing, nor by its graph."""
+    return StrategyError(f"{because}. Nor can the model be cut by its graph: {reason}")
+
+
+def _exported(ctx: Context, method: PipelineParallel, model: nn.Module, stages: int) -> Exported:
+    mode, device = FakeTensorMode(allow_non_fake_inputs=True), ctx.cluster.device
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=ctx.device)
+
+    source = copy_structure(model, fake)
+    reached = peak_flops(device, "float32"), device.memory_bandwidth * device.efficiency.traffic
+    return Exported(source, mode, stages, Speeds(*reached))

@@ -1,0 +1,121 @@
+"""Checks, before anything is applied, that the user's optimizer computes the same under each method.
+
+A method that gives each process a part of the parameters names the split. The optimizer is tried on small parameters
+like the model's (`runtime/optimizer_probe.py`), so that one which nobody has listed is judged by what it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from atorch.auto.context import Context
+from atorch.auto.opt_lib.parallel_mode import size_of
+from atorch.cost.parallelism import REPLICA_AXES
+from atorch.distributed import world
+from atorch.distributed.collectives import everyone, nobody_else, together
+from atorch.errors import StrategyError
+from atorch.logs import logger
+from atorch.profiler.trace import optimizer_state_per_param
+from atorch.runtime.optimizer.fused_step import fused_by_default
+from atorch.runtime.optimizer.shardability_probe import Split, difference, made_small, needs_closure, small
+
+_WHAT: Mapping[Split, str] = {
+    "apart": "gives each process the optimizer of some of the parameters",
+    "rows": "gives each process some rows of the parameters",
+    "columns": "gives each process some columns of the parameters",
+    "flat": "gives each process some elements of the parameters",
+    "sharded": "spreads each parameter over the processes",
+}
+
+
+def replicas(ctx: Context) -> int:
+    return size_of(ctx, *REPLICA_AXES)
+
+
+def state_bytes(ctx: Context) -> float:
+    """Bytes of the optimizer's states for an element, which are in fp32."""
+    return 0.0 if ctx.make_optimizer is None else 4.0 * optimizer_state_per_param(ctx.make_optimizer)
+
+
+def need_same(ctx: Context, name: str, *splits: Split) -> None:
+    """Raise where the optimizer computes something else under one of the splits that method `name` makes.
+
+    Raises:
+        StrategyError: with what the optimizer's step depends on; on all processes.
+    """
+    make_optimizer = ctx.make_optimizer
+    if make_optimizer is None or nobody_else():
+        return
+
+    def work() -> None:
+        few = small(ctx.make_param_groups(ctx.parts))
+        if "sharded" in splits:
+            world.ensure_group(ctx.device.type)
+        for split in splits:
+            why = difference(make_optimizer, few, split, everyone())
+            if why is not None:
+                kind = type(made_small(make_optimizer, few)).__name__
+                raise StrategyError(
+                    f"{name} {_WHAT[split]}, which {kind} does not bear: {why}. Use an optimizer that "
+                    "steps every element by its own gradient (AdamW, SGD, …), or ddp, which keeps everything whole"
+                )
+
+    together(work)
+
+
+def need_listed(ctx: Context, name: str, kinds: Sequence[type[Optimizer]]) -> None:
+    """Raise where the optimizer is none of `kinds`, on parts of whose states method `name` can work.
+
+    Raises:
+        StrategyError: for any other class, also one that inherits.
+    """
+    if ctx.make_optimizer is None or nobody_else():
+        return
+    optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
+    if optimizer is not None and type(optimizer) not in kinds:
+        known = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise StrategyError(
+            f"{name} was given {type(optimizer).__name__} for parameters that {replicas(ctx)} processes share, "
+            f"and it is not known to work on parts of them; use one of {known}, or a single process"
+        )
+
+
+def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or under autocast in bf16") -> None:
+    """Raise where the optimizer steps by a closure, whose gradients method `name` would not see.
+
+    instead: what would do without another optimizer.
+
+    Raises:
+        StrategyError: always for such an optimizer.
+    """
+    if ctx.make_optimizer is None or nobody_else():
+        return
+    optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
+    if optimizer is not None and needs_closure(optimizer):
+        raise StrategyError(
+            f"{name} works on gradients between backward and the optimizer's step, and {type(optimizer).__name__} "
+            f"makes its own in a closure while it steps; {instead}, or take an optimizer that needs no closure"
+        )
+
+
+def kernel_notes(ctx: Context) -> Iterator[str]:
+    """The kernel that the optimizer will step by, where the user did not choose it."""
+    if ctx.make_optimizer is not None:
+        yield from _kernel(made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts)))
+
+
+def tell_kernel(optimizer: Any) -> None:
+    """Log the kernel that an optimizer steps by, where the user did not choose it."""
+    for told in _kernel(optimizer):
+        logger.info("%s", told)
+
+
+def _kernel(optimizer: Any) -> Iterator[str]:
+    if (name := fused_by_default(optimizer)) is not None:
+        yield (
+            f"{name} steps by torch's fused kernel, which rounds otherwise than its loop over parameters; "
+            "optim_args={'fused': False} keeps the loop, and {'foreach': True} torch's lists"
+        )

@@ -1,0 +1,98 @@
+"""A model at work on a few samples, for methods that watch it before they change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from atorch.auto.context import Context
+from atorch.errors import ArgumentError
+from atorch.logs import logger
+from atorch.model.tensors import batch_size, map_tensors, tensors_of
+from atorch.runtime.data.batch_split import take
+
+# No usual numbers of processes, heads or layers' units, so that sizes tell.
+SAMPLES = 3
+TOKENS = 11
+
+# What models raise that do not take so few tokens.
+_TOO_SHORT = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError, ZeroDivisionError)
+
+
+def on_samples(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
+    """A function that calls a model on the first samples of `ctx.sample_batch`, on the device where the model is.
+
+    On the whole batch where the model does not take those, as its first call tells: a graph's edges name its nodes.
+
+    Raises:
+        ArgumentError: there is no batch for the method `name`.
+    """
+    return _on_least(ctx, name, [_few_samples, _whole])
+
+
+def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
+    """As `on_samples`, with a few tokens of each sequence where the model takes so few.
+
+    Raises:
+        ArgumentError: there is no batch for the method `name`.
+    """
+    return _on_least(ctx, name, [lambda batch: with_few_tokens(_few_samples(batch)), _few_samples, _whole])
+
+
+def _on_least(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Callable[[nn.Module], Any]:
+    if ctx.sample_batch is None:
+        raise ArgumentError(f"{name} watches the model at work before it splits it; give a dataset, or a sample_batch")
+
+    def run(model: nn.Module) -> Any:
+        batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+        while True:
+            try:
+                output = ctx.call_model(model, parts[0](batch))
+            except _TOO_SHORT as error:
+                if len(parts) == 1:
+                    raise
+                logger.info("%s watches more of the batch, since of a part of it: %s", name, error)
+                del parts[0]
+            else:
+                del parts[1:]
+                return output
+
+    return run
+
+
+def with_few_tokens(batch: Any) -> Any:
+    """The batch with `TOKENS` neighbours of each sequence, the first or the last, whichever has more of different ones.
+
+    Sequences are whole numbers, (samples, tokens); every other dim that is as long as one is taken for the same, as in
+    masks and labels. One end of a sequence may be padding.
+    """
+    sequences: dict[int, list[Tensor]] = {}
+    for tensor in tensors_of(batch):
+        if tensor.dim() == 2 and tensor.shape[1] > TOKENS and not (tensor.is_floating_point() or tensor.is_complex()):
+            sequences.setdefault(tensor.shape[1], []).append(tensor)
+    starts = {
+        length: max((0, length - TOKENS), key=lambda start: sum(_num_different(each, start) for each in tensors))
+        for length, tensors in sequences.items()
+    }
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] in starts:
+                tensor = tensor.narrow(dim, starts[tensor.shape[dim]], TOKENS)
+        return tensor
+
+    return map_tensors(cut, batch)
+
+
+def _num_different(tokens: Tensor, start: int) -> int:
+    return int(tokens.narrow(1, start, TOKENS).unique().numel())
+
+
+def _few_samples(batch: Any) -> Any:
+    return take(batch, 0, SAMPLES, batch_size(batch))
+
+
+def _whole(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,138 @@
+"""zero1 and zero2 through FairScale and DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.parallel_mode import size_of
+from atorch.auto.strategy.method import Method
+from atorch.compat.deepspeed_zero import need_deepspeed, with_deepspeed
+from atorch.compat.fairscale_zero import need_fairscale, shard_gradients, shard_states
+from atorch.distributed import world
+from atorch.distributed.mesh import AXES
+from atorch.errors import StrategyError
+
+
+def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
+    """`config` with the flags that name a backend, such as `use_ds_zero`, as `backend`."""
+    if not isinstance(config, Mapping):
+        return config
+    chosen = {flag: flags[flag] for flag in flags if config.get(flag)}
+    rest = {knob: value for knob, value in config.items() if knob not in flags}
+    for flag, backend in chosen.items():
+        if rest.setdefault("backend", backend) != backend:
+            raise StrategyError(f"{name} was given {flag}, which means {backend}, beside {rest['backend']}; give one")
+    return rest
+
+
+def in_pipeline(strategy: Iterable[Method] | None) -> bool:
+    """True if DeepSpeed runs a pipeline of the strategy, and so does its share of the other methods too."""
+    return any(
+        each.name == "pipeline_parallel" and getattr(each, "backend", "") == "deepspeed" for each in strategy or ()
+    )
+
+
+def need(backend: str) -> None:
+    """Raise CapabilityError where the backend's package is missing."""
+    if backend == "fairscale":
+        need_fairscale()
+    elif backend == "deepspeed":
+        need_deepspeed()
+
+
+def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
+    """The optimizer's states spread by OSS."""
+    inner = ctx.make_optimizer
+    if inner is None:
+        return ctx
+    return replace(ctx, make_optimizer=lambda groups: shard_states(groups, inner, group))
+
+
+def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Context:
+    """States spread by OSS, gradients by ShardedDataParallel, which needs the OSS to wrap the model."""
+    inner = _needed_optimizer(ctx, name)
+    ctx.give_memory()
+    for part in ctx.parts:
+        part.to(ctx.device)
+    made: list[Optimizer] = []
+
+    def make(groups: Any) -> Optimizer:
+        made.append(shard_states(groups, inner, group))
+        return made[-1]
+
+    def finish(built: Built) -> Built:
+        return replace(built, model=shard_gradients(built.model, made.pop(), group))
+
+    return replace(ctx, make_optimizer=make).with_finish(finish)
+
+
+def check(ctx: Context, name: str, backend: str) -> None:
+    """Raise StrategyError where the backend cannot take the job, as far as names, knobs and the mesh tell."""
+    if backend == "fairscale" and name == "zero2":
+        _needed_optimizer(ctx, name)
+    if backend != "deepspeed" or in_pipeline(ctx.strategy):
+        return
+    _suits_deepspeed(ctx, name)
+    _needed_optimizer(ctx, name)
+    for each in ctx.strategy or ():
+        low = getattr(each, "dtype", None)
+        scales = low == "fp16" or getattr(each, "skip_if_nonfinite", False)
+        if scales or (each.name == "half" and low is not None):
+            raise StrategyError(
+                f"{name} with the deepspeed backend keeps the fp32 weights and steps itself, so it goes with fp32 or "
+                "amp_native bf16; leave out half, fp16 and skip_if_nonfinite, or use the default backend"
+            )
+
+
+def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
+    """Model and optimizer under a DeepSpeed engine once both are built; `args` tells the loop what that asks of it."""
+    inner = _needed_optimizer(ctx, name)
+    world.ensure_group(ctx.device.type)
+    made: list[Optimizer] = []
+
+    def make(groups: Any) -> Optimizer:
+        made.append(inner(groups))
+        return made[-1]
+
+    def finish(built: Built) -> Built:
+        optimizer = made.pop()
+        if built.optim is not optimizer:
+            raise StrategyError(
+                f"{name} with the deepspeed backend was given an optimizer that {type(built.optim).__name__} has "
+                "wrapped; DeepSpeed must have the optimizer itself. Leave out fp16 and skip_if_nonfinite"
+            )
+        model, optim = with_deepspeed(built.model, optimizer, stage)
+        return replace(built, model=model, optim=optim)
+
+    args = {**ctx.args, "use_optim_backward": True, "requires_set_gradient_accumulation_boundary": True}
+    return replace(ctx, make_optimizer=make, args=args).with_finish(finish)
+
+
+def _needed_optimizer(ctx: Context, name: str) -> Any:
+    if ctx.make_optimizer is None:
+        raise StrategyError(f"{name} with this backend shares out gradients by optimizer; give optim_func, or use fsdp")
+    return ctx.make_optimizer
+
+
+def _suits_deepspeed(ctx: Context, name: str) -> None:
+    sizes = {axis: size_of(ctx, axis) for axis in AXES}
+    if math.prod(sizes.values()) != sizes["data"] * sizes["zero"]:
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        raise StrategyError(
+            f"{name} with the deepspeed backend shares over all {ctx.world.size} processes, but parallel_mode has "
+            f"{axes}; use the default backend beside tensor or pipeline"
+        )
+    low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
+    if low or ctx.compute_dtype == torch.float16:
+        raise StrategyError(
+            f"{name} with the deepspeed backend keeps the fp32 weights itself, so it goes with fp32 or amp_native "
+            "bf16; leave out half and fp16, or use the default backend"
+        )

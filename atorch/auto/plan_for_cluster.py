@@ -1,0 +1,302 @@
+"""Plans for clusters that are not here: a model is traced without memory, compositions scored, the best simulated.
+
+Nothing is sent, measured or trained. A model may be given as a function that makes it: it is then made on the meta
+device, where 405 billion parameters take no room, and for real only where it cannot be made or traced there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from atorch.auto.arguments import meant, positioned
+from atorch.auto.context import Context
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
+from atorch.auto.simulated_candidates import Allowance, Doing, simulated
+from atorch.auto.strategy import Exactness, Strategy
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost import ModelProfile
+from atorch.cost.memory import RESERVE
+from atorch.distributed.world import World
+from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, shown
+from atorch.logs import logger
+from atorch.model.tensors import tensor_bytes
+from atorch.profiler.trace import OfLength, trace
+from atorch.units import format_bytes
+
+if TYPE_CHECKING:
+    from atorch.auto.planner.cluster_plan import ClusterPlan
+
+Ask = Callable[[float], "ClusterPlan"]
+"""The plan where such a share of a device's memory is kept free."""
+
+MakeModel = Callable[[], nn.Module]
+MAX_SIMULATED = 32
+VERIFIED = 3  # of the best, unless another number is asked for; then
+PLANNING_S = 20.0  # is what a search with them may take
+FEW_BYTES = 2**30  # and this a copy that has values
+ASKED_AGAIN = 3  # times at most, for what fits by simulation as well
+LESS = 0.95  # of what was estimated, where what fits by simulation need not be as far below
+_OPTIONS = (
+    "global_batch", "excluded", "included", "fixed", "precision", "host_memory", "objective", "reserve", "verify"
+)  # fmt: skip
+_JOB = ("loss_func", "optim_func", "optim_args", "optim_param_func", "prepare_input", "model_input_format")
+ROOM = 0.25  # of the memory that is free, what a model that must be made for real may take
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The subject of a plan: a model in numbers, and the job that it was traced in where it can be simulated."""
+
+    profile: ModelProfile
+    ctx: Context | None = None
+    batch: Any = None
+
+
+def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
+    """The plan of `plan` for a cluster.
+
+    Raises:
+        ArgumentError: an argument that there is not, or that does not hold.
+    """
+    wanted = {**keywords, **positioned(given, ("sample_batch",), keywords)}
+    sample_batch = wanted.pop("sample_batch", None)
+    options = {name: wanted.pop(name) for name in _OPTIONS if name in wanted}
+    for name in wanted:
+        if name not in _JOB:
+            known = meant(name, (*_OPTIONS, *_JOB, "sample_batch"))
+            raise ArgumentError(f"plan for a cluster has no argument {name!r}; {known}")
+    spec = cluster_of(cluster)
+    return plan_for(subject_of(model, sample_batch, spec, **wanted), spec, **options)
+
+
+def subject_of(
+    model: nn.Module | MakeModel | ModelProfile, sample_batch: Any, cluster: ClusterSpec, **job: Any
+) -> Subject:
+    """The model in numbers, by tracing it on `sample_batch`.
+
+    Args:
+        model: a module, a function that makes one, or a profile, which needs no tracing and no `sample_batch`.
+        job: arguments of `make_context` beside the model, and `of_length`, as `trace` takes it.
+
+    Raises:
+        ArgumentError: the model cannot be traced, or an argument does not hold.
+    """
+    if isinstance(model, ModelProfile):
+        if job or sample_batch is not None:
+            raise ArgumentError(f"{', '.join(job) or 'sample_batch'} is given with a profile, which was traced before")
+        return Subject(model)
+    if sample_batch is None:
+        raise ArgumentError("a plan for a cluster traces the model, which needs a sample_batch; give one")
+    if isinstance(sample_batch, (DataLoader, Dataset)):
+        raise ArgumentError(
+            f"sample_batch is a {type(sample_batch).__name__}; give one batch of it, as next(iter(loader)), in which "
+            "the model takes what prepare_input makes of it"
+        )
+    if isinstance(model, nn.Module):
+        return _traced(model, sample_batch, cluster, job)
+    if not callable(model):
+        raise ArgumentError(f"model is {shown(model)}; give a torch.nn.Module or a function that makes one")
+    return _of_maker(model, sample_batch, cluster, job)
+
+
+def plan_for(
+    subject: Subject,
+    cluster: ClusterSpec,
+    *,
+    global_batch: int | None = None,
+    excluded: Iterable[str] | None = None,
+    included: Iterable[str] | None = None,
+    fixed: Any = None,
+    precision: Exactness = "half",
+    host_memory: bool | None = None,
+    objective: str = "step_time",
+    reserve: float = RESERVE,
+    verify: int | None = None,
+    doing: Doing = nullcontext,
+    advise: bool = True,
+) -> ClusterPlan:
+    """The best composition for the cluster by estimate, and the best `verify` of the ranking simulated.
+
+    A choice that does not fit by its simulation is given up for one that is estimated to need less memory.
+
+    Args:
+        global_batch: samples of a step on all devices together; None for the traced batch on every device.
+        fixed: what `Strategy.of` takes: every composition has these methods, and what else is best beside them.
+        precision, host_memory: see `answer`.
+        reserve: share of a device's memory that nothing may use.
+        verify: None: the best 3, as far as that takes little memory, and with the search not more than half a minute.
+        doing: is entered with what takes time, while it does.
+        advise: see `answer`.
+
+    Raises:
+        NoFeasiblePlanError: nothing fits; the nearest miss is named, with what would make it fit.
+        ArgumentError, StrategyError: an argument does not hold.
+    """
+    batch = subject.profile.batch_size * cluster.world_size if global_batch is None else global_batch
+    _check(batch, reserve, verify)
+    until = time.monotonic() + PLANNING_S
+    from atorch.auto.planner.cluster_search import answer
+
+    def ask(reserve: float) -> ClusterPlan:
+        with doing("searching for the best strategy"):
+            found = answer(
+                subject.profile,
+                cluster,
+                global_batch=batch,
+                excluded=excluded,
+                included=included,
+                fixed=None if fixed is None else Strategy.of(fixed),
+                precision=precision,
+                host_memory=host_memory,
+                objective=objective,
+                reserve=reserve,
+                advise=advise,
+                count=True,
+            )
+        of_optimizer = () if subject.ctx is None else kernel_notes(subject.ctx)
+        return replace(found, notes=(*_kernel_notes(subject.profile), *of_optimizer, *found.notes))
+
+    def verified(plan: ClusterPlan) -> ClusterPlan:
+        if verify is None:
+            return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)
+        return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing)
+
+    return _fitting(ask(reserve), ask, verified) if verify != 0 else ask(reserve)
+
+
+def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
+    """The cluster that a description, a file or a ClusterSpec means.
+
+    Raises:
+        ArgumentError: there is none of that name, or a figure does not hold.
+    """
+    if isinstance(source, ClusterSpec):
+        return source
+    if not isinstance(source, (str, PathLike)):
+        raise ArgumentError(
+            f"cluster is {shown(source)}; give a description such as '8x8xH100-80GB', a file's path or a ClusterSpec"
+        )
+    return ClusterSpec.load(source if isinstance(source, str) else str(source))
+
+
+def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
+    """The model that is made, on the meta device unless something in it asks for values."""
+    try:
+        with torch.device("meta"):
+            made = _module(make())
+    except RuntimeError as error:  # torch's, of values that a meta tensor has not
+        logger.info("the model is made for real, it cannot be made on the meta device: %s", error)
+        return _traced(_module(make()), sample_batch, cluster, job)
+    try:
+        return _traced(made, sample_batch, cluster, job)
+    except ArgumentError as error:
+        size, room = sum(map(tensor_bytes, made.parameters())), psutil.virtual_memory().available
+        if size > _room():
+            raise ArgumentError(
+                f"{error}; made for real it would take {format_bytes(size)} of {format_bytes(room)}"
+            ) from error
+        logger.info("the model is made for real: %s", error)
+        return _traced(_module(make()), sample_batch, cluster, job)
+
+
+def _room() -> float:
+    return ROOM * float(psutil.virtual_memory().available)
+
+
+def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowance, doing: Doing) -> ClusterPlan:
+    """The plan with the first of its ranking simulated."""
+    chosen = {each.strategy.methods: each.estimate for each in plan.ranking[:count]}
+    candidates = [(Strategy(methods), estimate.peak_bytes) for methods, estimate in chosen.items()]
+    found = simulated(subject, candidates, plan.cluster.world_size, plan.global_batch, allowance, doing)
+    for outcome, estimate in zip(found, chosen.values(), strict=True):
+        if "why_not" not in outcome:
+            outcome["needed_bytes"] = outcome["peak_bytes"] + estimate.reserve_bytes
+            outcome["fits"] = outcome["needed_bytes"] <= plan.usable_bytes
+    return replace(plan, simulated=found)
+
+
+def _fitting(plan: ClusterPlan, ask: Ask, verified: Callable[[ClusterPlan], ClusterPlan]) -> ClusterPlan:
+    """The plan, simulated; while its choice does not fit, one for less memory, with a note of what was given up."""
+    usable, plan, given_up = plan.usable_bytes, verified(plan), tuple[str, ...]()
+    for left in reversed(range(ASKED_AGAIN + 1)):
+        if plan.simulated[0].get("fits", True):
+            break
+        needed, estimated = plan.simulated[0]["needed_bytes"], plan.estimate.needed_bytes
+        told = (
+            f"{plan.strategy}, simulated, needs {format_bytes(needed)} of the {format_bytes(usable)} that are usable, "
+            f"{needed / estimated - 1:.0%} more than estimated"
+        )
+        rooms = (usable * estimated / needed, LESS * estimated) if left else ()
+        other = _asked(ask, plan.memory_bytes, rooms)
+        if other is None:
+            return replace(plan, notes=(*plan.notes, f"{told}; nothing was found that fits"))
+        given_up += (f"{told}; what is chosen in its place is estimated to need less",)
+        plan = verified(replace(other, usable_bytes=usable, notes=(*given_up, *other.notes)))
+    return plan
+
+
+def _asked(ask: Ask, memory_bytes: float, rooms: Iterable[float]) -> ClusterPlan | None:
+    """The plan in the first of several rooms in which something fits."""
+    for room in rooms:
+        try:
+            return ask(1 - room / memory_bytes)
+        except (NoFeasiblePlanError, StrategyError):
+            continue
+    return None
+
+
+def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
+    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    arguments = {name: value for name, value in job.items() if name != "of_length"}
+    ctx = make_context(model, **arguments, world=alone, cluster=cluster)
+    batch = ctx.prepare_input(sample_batch, alone.device)
+    counts = ctx.num_counts(batch)
+    of_length: OfLength | None = job.get("of_length")
+    if of_length is not None:
+        length, make = of_length
+        of_length = length, lambda size: ctx.prepare_input(make(size), alone.device)
+    profile = trace(
+        model,
+        batch,
+        ctx.call_model,
+        ctx.loss_func,
+        ctx.make_optimizer,
+        device_type=cluster.device.type,
+        capability=cluster.device.capability,
+        num_counts=counts,
+        of_length=of_length,
+    )
+    return Subject(profile, ctx, batch)
+
+
+def _kernel_notes(profile: ModelProfile) -> tuple[str, ...]:
+    if not profile.kernels:
+        return ()
+    packages = ", ".join(profile.kernels)
+    return (f"the figures are those of fused kernels; training without {packages} is much slower: install them",)
+
+
+def _module(made: object) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(f"the model's function returned {shown(made)}; it returns a torch.nn.Module")
+    return made
+
+
+def _check(global_batch: object, reserve: object, verify: object) -> None:
+    if not isinstance(global_batch, int) or global_batch < 1:
+        raise ArgumentError(f"global_batch is {shown(global_batch)}; it is the samples of a step, at least 1")
+    if not isinstance(reserve, (int, float)) or not 0 <= reserve < 1:
+        raise ArgumentError(f"reserve is {shown(reserve)}; it is the share of a device's memory to keep free, as 0.08")
+    if verify is not None and (not isinstance(verify, int) or not 0 <= verify <= MAX_SIMULATED):
+        raise ArgumentError(f"verify is {shown(verify)}; it is how many are simulated, from 0 to {MAX_SIMULATED}")

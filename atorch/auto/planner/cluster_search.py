@@ -1,0 +1,349 @@
+"""The best composition for a model on a cluster that need not be here, by arithmetic alone, and why.
+
+The best under the estimate is found, or how far from it the answer may be is told (`best_first`); what is nearer to it
+than the estimate is right is shown beside it, with what other choices would have done, and what binds the others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any, Literal, get_args
+
+from atorch.auto.planner.cluster_plan import ClusterPlan, Ranked
+from atorch.auto.planner.estimate.candidate_table import Columns
+from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.estimate.tie_breaking import EQUAL, is_simpler
+from atorch.auto.planner.estimate.uncertainty import Doubt
+from atorch.auto.planner.explain.counterfactuals import Room, counterfactuals
+from atorch.auto.planner.explain.fit_suggestions import Job, remedies
+from atorch.auto.planner.plan import Estimate, Rejected
+from atorch.auto.planner.search.best_first import Found, best_first, uncollected
+from atorch.auto.planner.search.feasible_count import num_legal
+from atorch.auto.planner.search.space import MESH, Space, names_in, plannable
+from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost import Cost, ModelProfile, StepTimes, plain_cost
+from atorch.cost.memory import RESERVE
+from atorch.distributed.mesh import AXES
+from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
+from atorch.units import format_bytes
+
+Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+MOST = 50_000  # compositions that are scored without proof that the best is among them
+EXAMPLES = 3  # of what each constraint rejects
+WORTH = 0.2  # of a step, what waiting on the host must save: so wrong may estimates of it be, which no run was held to
+
+
+@uncollected()
+def answer(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    *,
+    global_batch: int,
+    excluded: Iterable[str] | None = None,
+    included: Iterable[str] | None = None,
+    fixed: Strategy | None = None,
+    precision: Exactness = "half",
+    host_memory: bool | None = None,
+    reserve: float = RESERVE,
+    objective: str = "step_time",
+    keep: int = 20,
+    prove: bool = False,
+    advise: bool = True,
+    count: bool = False,
+) -> ClusterPlan:
+    """The best composition for a model, a cluster and a batch.
+
+    Args:
+        global_batch: samples of a step, of all devices together.
+        excluded, included, fixed: see `space.plannable`.
+        precision: the least exact numbers that methods may train in which are neither included nor fixed: "fp32",
+            "autocast", "half" (16 bits, with fp32 masters) or "fp8".
+        host_memory: whether something may wait in host memory; None: where nothing fits without.
+        reserve: share of a device's memory that nothing may use.
+        objective: "step_time" and "throughput" take the fastest step, which at a given batch is the same; "cost" the
+            least device-seconds a step, on all of the cluster or a part of it; "fewest_devices" the smallest part that
+            fits, and the fastest there.
+        keep: compositions in the ranking.
+        prove: search until the best under the estimate is proven, however long it takes; else the search ends with
+            50,000 compositions, and `gap` says what one that was not scored might save.
+        advise: where nothing fits, look for the nearest miss and for what would make it fit.
+        count: tell how many legal compositions the choice was made from, too; takes a while beside a small search.
+
+    Raises:
+        ArgumentError: an objective that there is not.
+        NoFeasiblePlanError: nothing fits; the nearest miss is named, with what would make it fit.
+        StrategyError: nothing legal is left, or an argument does not hold.
+    """
+    if objective not in OBJECTIVES:
+        raise ArgumentError(f"objective is {objective!r}; {near_miss(objective, OBJECTIVES)}")
+    if precision not in EXACTNESS:
+        raise ArgumentError(f"precision is {precision!r}; {near_miss(str(precision), EXACTNESS)}")
+    if host_memory not in (None, True, False):
+        raise ArgumentError(
+            f"host_memory is {host_memory!r}; it is True, False, or None for where nothing fits without"
+        )
+    began = time.monotonic()
+    listed = None if included is None or isinstance(included, str) else tuple(included)
+    job = Job(profile, cluster, global_batch, names_in(excluded, "excluded"), precision, bool(host_memory))
+    question = _Question(job, included if listed is None else listed, fixed, reserve)
+    question, space, found = _searched(
+        question, host_memory, objective, breadth=keep, most=math.inf if prove else MOST, nearest=advise
+    )
+    rows = found.columns.fastest(keep)
+    if not rows and not advise:
+        raise NoFeasiblePlanError(f"nothing fits on {question.job.cluster.world_size} × {cluster.device.name}")
+    if not rows:
+        raise _nothing_fits(question, space, found)
+    plan = _plan(question, space, found, rows, objective, began)
+    return replace(plan, num_legal=num_legal(space, question.start)) if count else plan
+
+
+@dataclass(frozen=True)
+class _Question:
+    job: Job
+    included: Iterable[str] | None
+    fixed: Strategy | None
+    reserve: float
+
+    def fits(self) -> bool:
+        try:
+            return bool(self.found(self.space(), nearest=False, most=1).columns.fits.any())
+        except StrategyError:
+            return False
+
+    @property
+    def start(self) -> Cost:
+        device = self.job.cluster.device
+        return plain_cost(self.job.profile, self.job.global_batch, device.memory_bytes)
+
+    @property
+    def room(self) -> Room:
+        cluster = self.job.cluster
+        return Room(usable_bytes(cluster, self.reserve), usable_host_bytes(cluster, self.reserve))
+
+    def space(self) -> Space:
+        return plannable(
+            self.job.profile,
+            self.job.cluster,
+            excluded=self.job.excluded,
+            included=self.included,
+            fixed=self.fixed,
+            precision=self.job.precision,
+            host_memory=self.job.host_memory,
+        )
+
+    def found(
+        self, space: Space, *, breadth: int = 1, most: float = MOST, limit_s: float = math.inf, nearest: bool = True
+    ) -> Found:
+        return best_first(
+            space,
+            self.start,
+            self.job.cluster,
+            device_bytes=self.room.device_bytes,
+            host_bytes=self.room.host_bytes,
+            breadth=breadth,
+            most=most,
+            limit_s=limit_s,
+            nearest=nearest,
+            times=self.times,
+        )
+
+    @cached_property
+    def times(self) -> StepTimes:
+        return StepTimes(self.job.cluster)
+
+    @cached_property
+    def doubt(self) -> Doubt:
+        return Doubt(self.start, self.job.cluster, self.times)
+
+    def estimate(self, methods: tuple[Method, ...]) -> Estimate:
+        estimate = estimate_of(Strategy(methods).cost(self.start), self.job.cluster, self.times)
+        return self.doubt.with_band(methods, estimate)
+
+    def ranked(self, methods: tuple[Method, ...], chance: float | None = None) -> Ranked:
+        return Ranked(Strategy(methods), self.estimate(methods), chance)
+
+
+_Search = tuple[_Question, Space, Found]
+
+
+def _searched(question: _Question, host_memory: bool | None, objective: str, **wanted: Any) -> _Search:
+    """Search, in a space with host memory where nothing fits without, or it is allowed and saves enough."""
+    plain = _without_host(question, objective, wanted) if host_memory is None else None
+    if plain is not None:
+        return plain
+    question = replace(question, job=replace(question.job, host_memory=host_memory is not False))
+    if objective in _MEASURES:
+        question = replace(question, job=_best_part(question, _MEASURES[objective]))
+    if host_memory:
+        plain = _without_host(question, "", wanted)
+    limit_s = math.inf if plain is None else plain[2].least_s / (1 + WORTH)
+    space = question.space()
+    found = question.found(space, limit_s=limit_s, **wanted)
+    return plain if plain is not None and not found.columns.fits.any() else (question, space, found)
+
+
+def _without_host(question: _Question, objective: str, wanted: Mapping[str, Any]) -> _Search | None:
+    try:
+        plain = _searched(question, False, objective, **{**wanted, "nearest": False})
+    except StrategyError:
+        return None
+    return plain if plain[2].columns.fits.any() else None
+
+
+def _plan(
+    question: _Question, space: Space, found: Found, rows: Sequence[int], objective: str, began: float
+) -> ClusterPlan:
+    columns, room, cluster = found.columns, question.room, question.job.cluster
+    doubt = question.doubt
+    first = doubt.chosen(columns)
+    chosen, note = columns.methods[first], doubt.note(columns, first)
+    best = question.ranked(chosen)
+
+    def beside(row: int) -> Ranked:
+        return question.ranked(columns.methods[row], doubt.chance(columns, row, first))
+
+    ranking = (best, *(beside(row) for row in rows if row != first))
+    near_ties = tuple(beside(row) for row in doubt.ties(columns, first))
+    decisive = doubt.decisive(columns, first)
+    neighbours = counterfactuals(space, chosen, question.start, room, columns, question.times)
+    return ClusterPlan(
+        strategy=best.strategy,
+        estimate=best.estimate,
+        measured=None,
+        rejected=tuple(_rejected(question, space, columns, first)),
+        num_compositions=len(columns),
+        num_dry_runs=0,
+        memory_bytes=cluster.device.memory_bytes,
+        cluster=cluster,
+        global_batch=question.job.global_batch,
+        objective=objective,
+        usable_bytes=room.device_bytes,
+        ranking=ranking,
+        near_ties=near_ties,
+        decisive=decisive,
+        notes=() if note is None else (note,),
+        counterfactuals=neighbours,
+        counts_by_axis=_counts(columns, space),
+        candidates=columns,
+        gap=found.gap,
+        num_unopened={"slower": found.num_slow, "memory": found.num_large},
+        seconds=time.monotonic() - began,
+    )
+
+
+def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) -> Iterator[Rejected]:
+    """The fastest that each constraint rejects; the fastest with each method that the chosen one lacks; the unmet."""
+    why, shown = columns.why(), Counter[str]()
+    lacking = {each.name for each in columns.methods[chosen]}
+    for row in columns.step_s.argsort(kind="stable").tolist():
+        names = {each.name for each in columns.methods[row]}
+        if why[row] and shown[why[row]] < EXAMPLES:
+            shown[why[row]] += 1
+            estimate = question.estimate(columns.methods[row])
+            reason = question.room.short(estimate) or why[row]
+            strategy = Strategy(columns.methods[row])
+            yield Rejected(strategy=strategy, why="memory", reason=reason, estimate=estimate)
+        elif not why[row] and row != chosen and not names <= lacking:
+            lacking |= names
+            ratio = columns.step_s[row] / columns.step_s[chosen] - 1
+            estimate = question.estimate(columns.methods[row])
+            strategy = Strategy(columns.methods[row])
+            told = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
+            less = "less simple" if is_simpler(columns, chosen, row) else "known less well"
+            reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{told} and {less}"
+            yield Rejected(strategy=strategy, why="slower", reason=reason, estimate=estimate)
+    for method, reason in space.unmet:
+        yield Rejected(strategy=Strategy((method,)), why="hardware", reason=reason)
+
+
+def _counts(columns: Columns, space: Space) -> dict[str, dict[str, int]]:
+    """Numbers of scored compositions by size of each axis, and by method or none in each slot."""
+    sets = Counter(map(id, chain.from_iterable(columns.methods)))
+    held = {id(each): each for each in chain.from_iterable(columns.methods)}
+    counts: dict[str, Counter[str]] = {axis: Counter() for axis in AXES}
+    for key, number in sets.items():
+        method = held[key]
+        if method.slot == MESH:
+            sizes = dict(method.slices) if hasattr(method, "slices") else {}
+            for axis in AXES:
+                counts[axis][str(sizes.get(axis, 1))] += number
+        else:
+            counts.setdefault(method.slot, Counter())[str(method)] += number
+    for name, values in counts.items():
+        missing = len(columns) - sum(values.values())
+        if missing:
+            values["1" if name in AXES else "none"] += missing
+    return {name: dict(sorted(values.items(), key=_by_size)) for name, values in counts.items()}
+
+
+def _by_size(item: tuple[str, int]) -> tuple[int, str]:
+    return (int(item[0]) if item[0].isdigit() else -1, item[0])
+
+
+_MEASURES: Mapping[str, Callable[[float, int], float]] = {
+    "cost": lambda step_s, devices: step_s * devices,
+    "fewest_devices": lambda step_s, devices: devices,
+}
+
+
+def _best_part(question: _Question, measure: Callable[[float, int], float]) -> Job:
+    """The job on the part of the cluster with the least of a measure of (seconds of a step, devices)."""
+    least, best = float("inf"), question.job
+    for part in _parts(question.job.cluster):
+        job = replace(question.job, cluster=part)
+        if measure(0.0, part.world_size) >= least:
+            break
+        try:
+            asked = replace(question, job=job)
+            columns = asked.found(asked.space(), nearest=False).columns
+        except StrategyError:
+            continue
+        rows = columns.fastest(1)
+        if rows and measure(columns.step_s[rows[0]], part.world_size) < least:
+            least, best = measure(columns.step_s[rows[0]], part.world_size), job
+    return best
+
+
+def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
+    """Powers of two of a node's devices, then of nodes, then all."""
+    size = 1
+    while size < cluster.devices_per_node:
+        yield replace(cluster, num_nodes=1, devices_per_node=size)
+        size *= 2
+    size = 1
+    while size < cluster.num_nodes:
+        yield replace(cluster, num_nodes=size)
+        size *= 2
+    yield cluster
+
+
+def _nothing_fits(question: _Question, space: Space, found: Found) -> StrategyError | NoFeasiblePlanError:
+    """The nearest miss, and what would help."""
+    columns = found.columns
+    if not len(columns):
+        reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))
+        return StrategyError(f"no legal composition is left: {reasons or 'exclude fewer methods'}")
+    row = int(columns.short_bytes.argmin())
+    strategy, estimate = Strategy(columns.methods[row]), question.estimate(columns.methods[row])
+
+    helps = remedies(question.job, lambda job: replace(question, job=job).fits())
+    advice = f"What would make it fit: {'; or '.join(helps)}" if helps else "Use a smaller model, or larger devices"
+    rejected = Rejected(
+        strategy=strategy, why="memory", reason=question.room.short(estimate) or columns.why()[row], estimate=estimate
+    )
+    cluster, batch = question.job.cluster, question.job.global_batch
+    usable = format_bytes(question.room.device_bytes)
+    return NoFeasiblePlanError(
+        f"nothing fits on {cluster.world_size} × {cluster.device.name} with {usable} usable each and a global batch of "
+        f"{batch}. The nearest miss, {strategy}, {rejected.reason}. {advice}",
+        [rejected.to_json_data() | {"short_bytes": float(columns.short_bytes[row]), "remedies": list(helps)}],
+    )

@@ -1,0 +1,329 @@
+"""Dry runs: which to do, and what is chosen by what they found."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from atorch.auto.planner.dry_run.calibration import Observation, Past
+from atorch.auto.planner.dry_run.fault_barrier import Crew
+from atorch.auto.planner.dry_run.paired_benchmark import (
+    MIN_TURNS,
+    SURE,
+    TIE,
+    Verdict,
+    in_turns,
+    num_turns,
+    seconds_needed,
+)
+from atorch.auto.planner.dry_run.start_times import FIRST_STEPS, Starts
+from atorch.auto.planner.dry_run.step_timing import Failure, OnTrial, Runs, failure_of, measure
+from atorch.auto.planner.dry_run.surrogate_model import Guide, tokens_of
+from atorch.auto.planner.dry_run.time_budget import Clock
+from atorch.auto.planner.dry_run.trial_order import simplest
+from atorch.auto.planner.estimate.score import Scored, usable_bytes
+from atorch.auto.planner.plan import Measurement, Rejected, Why
+from atorch.auto.strategy import Strategy
+from atorch.cluster.spec import ClusterSpec
+from atorch.units import format_seconds
+
+MAX_RUNS = 16
+MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
+STEPS, LEAST = 5, 2  # of a dry run once it started, about and at least
+TRAINING_S = 1200.0  # how long training lasts at least, and at least an epoch: what pays for runs
+TRAINING_LIMITS = 30.0  # and at least so many times the limit that the user gives to the search
+PATIENCE, DEAR = 12, 1.0  # after so many failures of all, one more costs as much as training: surer ones are next
+MAX_CONTENDERS = 4
+NEAR: Mapping[str, float] = {"cpu": 0.35}  # of a step: what came this close to the best is compared with it
+QUIET = 0.03  # the same where machines are less noisy
+SAVING = ("checkpoint", "chunk", "cross_entropy", "micro_batch", "offload")  # memory, for time
+ROOM = 0.8  # of a device's usable memory: what needs no more fits with room
+
+
+@dataclass(frozen=True)
+class Progress:
+    done: int
+    total: int  # at most
+    strategy: str
+    step_s: float | None  # None where it failed
+    best_s: float | None
+    left_s: float  # expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The subject of a search, alike on all ranks."""
+
+    cluster: ClusterSpec
+    crew: Crew
+    candidates: Sequence[Scored]  # the fastest by estimate first
+    clock: Clock
+    starts: Starts
+    epoch: Callable[[], int | None] = lambda: None  # its steps, once they are known
+    given: Strategy | None = None  # whose knobs are searched
+    past: Past = Past()
+
+
+@dataclass
+class Explorer:
+    """Runs candidates on all ranks. Every rank holds the same state; rank 0's clock and choices count."""
+
+    job: Job
+    progress: Callable[[Progress], None] | None = None  # on rank 0
+    measured: dict[int, Measurement] = field(default_factory=dict)
+    failures: dict[int, Rejected] = field(default_factory=dict)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)  # of those that were measured in turns, on the first
+    num_runs: int = 0
+    _starts_seen: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        job = self.job
+        self._candidates, self._clock, self._crew = job.candidates, job.clock, job.crew
+        device = job.cluster.device
+        self._guide = Guide(job.candidates, job.past, device.type, device.memory_bytes)
+        self.baseline = simplest(job.candidates, job.given)[0]  # what a careful user would have written
+        self._kinds = [job.starts.kind(each.strategy) for each in job.candidates]
+        self._saves = np.array([any(name in SAVING for name in each.strategy.names()) for each in job.candidates])
+
+    def explore(self, runs: Runs) -> None:
+        """Run what is worth most, until nothing is worth its time, or time is up; then compare what came near."""
+        while self.num_runs < MAX_RUNS:
+            index = self._crew.hear(self.next_run())
+            if index is None:
+                break
+            refusal = runs.refusal(self._candidates[index].strategy)
+            if refusal is None:
+                self._run(runs, index)
+            else:
+                self.reject(index, Failure("refused", refusal))
+        self._compare(runs)
+
+    def next_run(self) -> int | None:
+        """The run that is worth most, in seconds that it saves in training less those that it takes; None for none."""
+        if len(self.failures) == len(self._candidates):
+            return None
+        choice, training_s = self.choice(), self._training_s()
+        starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions()[0])
+        self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
+        in_time = starts_s + LEAST * steps_s <= self._clock.left
+        if choice not in self.measured and in_time[choice]:
+            return choice  # what others are held to; its start is needed anyway
+        again = self._starts_s(["warm" if kind == "compile" else kind for kind in self._kinds])
+        gains = self._guide.gains(choice, again / training_s)
+        saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - starts_s - STEPS * steps_s, 0.0)
+        for taken in (self._taken(), self._alive()):
+            if (worth := np.where(taken, saved_s, 0.0)).max() > 0:
+                return int(worth.argmax())
+        return None
+
+    def _training_s(self) -> float:
+        """Seconds of training that are ahead."""
+        limit = self._clock.limit or 0.0
+        epoch_s = math.exp(self._guide.predictions()[0][self._alive()].min()) * (self.job.epoch() or 0)
+        return max(TRAINING_S, epoch_s, 0.0 if math.isinf(limit) else TRAINING_LIMITS * limit)
+
+    def _starts_s(self, kinds: Sequence[str]) -> npt.NDArray[np.float64]:
+        """Seconds until first steps are done, as far as is known."""
+        seconds = {kind: self.job.starts.of_kind(kind) for kind in set(kinds)}
+        return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions()[0])
+
+    def _alive(self) -> npt.NDArray[np.bool_]:
+        alive = np.ones(len(self._candidates), dtype=bool)
+        alive[list(self.failures)] = False
+        return alive
+
+    def _taken(self) -> npt.NDArray[np.bool_]:
+        """Candidates to run and choose: of what saves memory, where others fit with room, only the faster ones."""
+        taken = self._alive()
+        limit = ROOM * usable_bytes(self.job.cluster)
+        held = np.array([each.estimate.needed_bytes for each in self._candidates])
+        roomy = np.flatnonzero(taken & ~self._saves & (held <= limit) & (self._guide.runs() > 0.5))
+        if len(roomy):
+            mean, _ = self._guide.predictions()
+            ran = np.isin(np.arange(len(taken)), list(self.measured))
+            taken &= ~self._saves | ran | (mean < mean[roomy].min() - TIE)
+        return taken
+
+    def choice(self) -> int:
+        """The candidate of the least expected cost, start and steps; of those as good, the simplest."""
+        taken = self._taken()
+        failed = 0 if self.measured else sum(each.why == "failed" for each in self.failures.values())
+        charge = self._starts_s(self._kinds) / self._training_s() + (failed >= PATIENCE) * DEAR
+        expected = np.where(taken, self._guide.expected(charge), np.inf)
+        best = int(expected.argmin())
+        if best not in self.measured:
+            margin = np.full(len(taken), TIE)
+            # Where something that ran is faster than plain training is expected to be, that is what to fall back on.
+            if all(expected[self.baseline] < expected[index] for index in self.measured):
+                margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
+            tied = np.flatnonzero(expected <= expected[best] + margin).tolist()
+        else:
+            tied = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
+        return min(tied, key=lambda i: (i != self.baseline, len(self._candidates[i].strategy), expected[i]))
+
+    def _margin(self, best: int, index: int) -> float:
+        """Of logarithms: how much slower than the best a measurement may be that cannot be told from it."""
+        both = best in self.verdicts and index in self.verdicts
+        noise = self.verdicts[best].noise if both else math.sqrt(2) * self._guide.prior.noise
+        return TIE + SURE * noise if index == self.baseline else max(TIE, noise)
+
+    def step_s(self, index: int, deviations: float = 0.0) -> float:
+        """Seconds of a composition's step: measured, or as expected, so many standard deviations above."""
+        mean, deviation = self._guide.predictions()
+        known = self.measured.get(index)
+        return math.exp(mean[index] + deviations * deviation[index]) if known is None else known.step_s
+
+    def observations(self, search: str) -> list[Observation]:
+        found = []
+        for index, each in self.measured.items():
+            kind, ratio = self._starts_seen[index]
+            found.append(
+                Observation(
+                    job=self.job.past.job,
+                    search=search,
+                    methods=tokens_of(self._candidates[index].strategy),
+                    estimate_s=max(self._candidates[index].estimate.step_s, 1e-12),
+                    step_s=each.step_s,
+                    start_kind=kind,
+                    start_ratio=ratio,
+                )
+            )
+        return found
+
+    def why_not(self, index: int, chosen: int) -> Rejected:
+        """Why a composition that fits was not taken; what it takes is told as a share of what the chosen one takes."""
+        candidate, measured = self._candidates[index], self.measured.get(index)
+        chosen_s = self.step_s(chosen)
+        ratio = self.step_s(index) / chosen_s
+        if measured is not None:
+            tied = "" if ratio > 1 + TIE else ", and no simpler" if ratio > 1 - TIE else ", not surely faster"
+            return rejected(candidate, "slower", told(ratio) + tied, measured)
+        # The estimate as corrected by what was measured, so that it can be compared with the chosen one's time.
+        corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
+        return rejected(corrected, "not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
+
+    def _why_not_run(self, index: int, ratio: float) -> str:
+        start_s = self._start_s(index)
+        if ratio > 1:
+            return ""
+        if not self._taken()[index]:
+            return ", but not surely, and what saves memory is not needed"
+        if start_s > self._clock.left:
+            return f", but starting it takes about {format_seconds(start_s)}, and there was no time left"
+        return f", but not surely enough for its start of about {format_seconds(start_s)}"
+
+    def _run(self, runs: Runs, index: int) -> None:
+        """One dry run, on all ranks; what it found goes to `measured` or `failures`."""
+        strategy, share_s = self._candidates[index].strategy, float(self._crew.hear(self._clock.left))
+        trial = runs.trial(strategy, share_s)
+        self.num_runs += 1
+        outcome = measure(trial, share_s, self._best_s())
+        trial.close()
+        if isinstance(outcome, Measurement):
+            self.measured[index] = outcome
+            self._guide.tell(index, outcome.step_s)
+            self._starts_seen[index] = self.job.starts.saw(strategy, trial.startup_s, outcome.step_s)
+            self._kinds[index] = self.job.starts.kind(strategy)
+        else:
+            self.reject(index, outcome)
+        if self.progress is not None:
+            step_s = outcome.step_s if isinstance(outcome, Measurement) else None
+            left_s = max(0.0, min(trial.elapsed_s * (MAX_RUNS - self.num_runs), self._clock.left))
+            self.progress(Progress(self.num_runs, MAX_RUNS, str(strategy), step_s, self._best_s(), left_s))
+
+    def reject(self, index: int, failure: Failure) -> None:
+        """Something does not run, or was refused or given up."""
+        self.measured.pop(index, None)
+        self.failures[index] = rejected(self._candidates[index], failure.why, failure.reason)
+        if failure.why == "failed":
+            self._guide.tell_failed(index, of_memory="memory" in failure.reason.lower())
+
+    def _compare(self, runs: Runs) -> None:
+        """Measure in turns what came near the choice, where telling them apart is worth the time that it takes."""
+        finalists = self._crew.hear(self._finalists())
+        if len(finalists) < 2:
+            return
+        times = self._in_turns(runs, finalists)
+        first = finalists[0]
+        if len(times.get(first, ())) < MIN_TURNS:
+            return
+        base_s = statistics.median(times[first])
+        drift = base_s / self.measured[first].step_s
+        for index, each in self.measured.items():  # all as of the time of the comparison
+            self.measured[index] = replace(each, step_s=each.step_s * drift)
+        for index in times:
+            turns = min(len(times[index]), len(times[first]))
+            if turns >= MIN_TURNS:
+                verdict = self.verdicts[index] = Verdict.of(times[index][:turns], times[first][:turns])
+                self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
+        for index, each in self.measured.items():
+            self._guide.tell(index, each.step_s)
+
+    def _finalists(self) -> list[int]:
+        """The choice and what came near it, the baseline first, for which there is room and time, where that pays."""
+        if not self.measured or self.choice() not in self.measured:
+            return []
+        near_s = (self._best_s() or 0.0) * (1 + NEAR.get(self.job.cluster.device.type, QUIET))
+        fastest = sorted(self.measured, key=lambda index: self.measured[index].step_s)
+        near = [index for index in fastest if self.measured[index].step_s < near_s]
+        near.sort(key=lambda index: index != self.baseline)
+        room, chosen = usable_bytes(self.job.cluster), list[int]()
+        for index in near[:MAX_CONTENDERS]:
+            if self._held(index) <= room and self._compare_s([*chosen, index]) <= self._clock.left:
+                room -= self._held(index)
+                chosen.append(index)
+        gain = self._guide.prior.noise / math.sqrt(math.pi)  # by the better of two that could not be told apart
+        return chosen if gain * self._training_s() >= self._compare_s(chosen) else []
+
+    def _in_turns(self, runs: Runs, finalists: Sequence[int]) -> dict[int, list[float]]:
+        """Seconds of each by turn, all alive together."""
+        trials: dict[int, OnTrial] = {}
+
+        def failed(index: int) -> None:
+            self.reject(index, failure_of(trials[index]))
+
+        def goes_on(seconds: float) -> bool:
+            return bool(self._crew.hear(seconds < self._clock.left))
+
+        try:
+            for index in finalists:
+                trials[index] = runs.trial(self._candidates[index].strategy, math.inf)
+                if not trials[index].start():
+                    failed(index)
+                    trials.pop(index).close()
+            turns = num_turns(min((self.measured[i].step_s for i in finalists if i in self.measured), default=1.0))
+            return in_turns(trials, turns, goes_on, failed, finalists[0])
+        finally:
+            for trial in trials.values():
+                trial.close()
+
+    def _compare_s(self, indices: Sequence[int]) -> float:
+        return seconds_needed([self._start_s(i) for i in indices], [self.measured[i].step_s for i in indices])
+
+    def _held(self, index: int) -> float:
+        return max(self.measured[index].peak_bytes, self._candidates[index].estimate.peak_bytes)
+
+    def _best_s(self) -> float | None:
+        return min((each.step_s for each in self.measured.values()), default=None)
+
+    def _start_s(self, index: int) -> float:
+        """Seconds until its first step is done, as far as is known."""
+        return float(self._starts_s(self._kinds)[index])
+
+
+def told(ratio: float) -> str:
+    """A step time over the chosen one's, in words."""
+    if ratio >= 2:
+        return f"{ratio:.1f}× as slow"
+    if abs(ratio - 1) < 0.005:
+        return "as fast"
+    return f"{ratio - 1:.0%} slower" if ratio > 1 else f"{1 - ratio:.0%} faster"
+
+
+def rejected(candidate: Scored, why: Why, reason: str, measured: Measurement | None = None) -> Rejected:
+    return Rejected(strategy=candidate.strategy, why=why, reason=reason, estimate=candidate.estimate, measured=measured)

@@ -1,0 +1,1 @@
+"""Estimates of compositions by arithmetic: their scores, their uncertainty, and the ranking that follows."""

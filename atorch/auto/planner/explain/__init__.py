@@ -1,0 +1,1 @@
+"""Explanations of a plan: its neighbours, and changes that would make a job fit."""

@@ -1,0 +1,205 @@
+"""Neighbours of the chosen composition, one choice apart, each with what it loses and why.
+
+A neighbour has another method in one slot, or none, or a mesh of which one axis has another size; another axis then
+makes up for it, and methods that split over an axis come and go with it. Where a neighbour's micro-batches do not
+divide its batch, those that do and are fastest are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from atorch.auto.planner.cluster_plan import Counterfactual
+from atorch.auto.planner.estimate.candidate_table import Columns
+from atorch.auto.planner.estimate.score import estimate_of, needs
+from atorch.auto.planner.plan import Estimate
+from atorch.auto.planner.search.space import MESH, Level, Node, Space
+from atorch.auto.strategy import Method
+from atorch.cost import Cost, StepTimes, peak_memory
+from atorch.units import format_bytes, format_seconds
+
+STEP = "micro_batch"  # the slot that makes up for what no longer divides
+BESIDE = 2  # sizes of each axis that are looked at, on either side
+
+Methods = tuple[Method, ...]
+
+
+@dataclass(frozen=True)
+class Room:
+    device_bytes: float
+    host_bytes: float
+
+    def short(self, estimate: Estimate) -> str | None:
+        if estimate.needed_bytes > self.device_bytes:
+            return needs(estimate, self.device_bytes)
+        if estimate.on_host_bytes > self.host_bytes:
+            held, short = estimate.on_host_bytes, estimate.on_host_bytes - self.host_bytes
+            return f"is {format_bytes(short)} short of the {format_bytes(held)} of host memory that a device needs"
+        return None
+
+
+def counterfactuals(
+    space: Space, chosen: Methods, start: Cost, room: Room, columns: Columns, times: StepTimes
+) -> tuple[Counterfactual, ...]:
+    """The neighbours, the fastest first, then those that do not fit; each kind of change once.
+
+    Those that are not among `columns` yet are added.
+    """
+    look = _Look(space, chosen, start, room, columns, set(columns.methods), times)
+    base = look.estimated(chosen)
+    assert base is not None, "the chosen composition is legal"
+    found: dict[tuple[str, str], tuple[bool, Estimate]] = {}
+    for what, change, methods in look.neighbours():
+        estimate = look.estimated(methods)
+        if estimate is None:
+            continue
+        entry = (room.short(estimate) is not None, estimate)
+        if (what, change) not in found or _order(entry) < _order(found[what, change]):
+            found[what, change] = entry
+    told = sorted(found.items(), key=lambda item: _order(item[1]))
+    return tuple(_told(what, change, base, estimate, room) for (what, change), (_, estimate) in told)
+
+
+def _order(entry: tuple[bool, Estimate]) -> tuple[bool, float]:
+    is_short, estimate = entry
+    return is_short, estimate.needed_bytes if is_short else estimate.step_s
+
+
+def _told(what: str, change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:
+    short = room.short(estimate)
+    if short is not None:
+        return Counterfactual(what=what, change=change, ratio=None, reason=short)
+    ratio = estimate.step_s / base.step_s
+    return Counterfactual(what=what, change=change, ratio=ratio, reason=_why(base, estimate))
+
+
+def _why(base: Estimate, estimate: Estimate) -> str:
+    """The category of time that changes most in the direction of the whole."""
+    grown = {name: estimate.time.get(name, 0.0) - base.time.get(name, 0.0) for name in {**base.time, **estimate.time}}
+    is_slower = estimate.step_s >= base.step_s
+    name = (max if is_slower else min)(sorted(grown), key=lambda each: grown[each])
+    if abs(grown[name]) < 1e-3 * base.step_s:
+        return f"the same work, and {format_bytes(estimate.peak_bytes)} instead of {format_bytes(base.peak_bytes)}"
+    verb = "grows" if is_slower else "shrinks"
+    return f"{_NAMES.get(name, name)} {verb} by {format_seconds(abs(grown[name]))}"
+
+
+_NAMES: Mapping[str, str] = {
+    "matmul": "time in matrix products",
+    "traffic": "time in memory traffic",
+    "launch": "time in launches",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "the optimizer's step",
+    "exposed_comm": "exposed communication",
+    "offload": "waiting for host memory",
+    "extra": "other time",
+}
+
+
+@dataclass(frozen=True)
+class _Look:
+    space: Space
+    chosen: Methods
+    start: Cost
+    room: Room
+    columns: Columns
+    known: set[Methods]
+    times: StepTimes
+
+    def neighbours(self) -> Iterator[tuple[str, str, Methods]]:
+        """`(what, change, methods)` of all; several of one change where it can be made up for in several ways."""
+        for level in self.space.levels:
+            if level.kind.slot == MESH:
+                yield from self._meshes(level)
+            else:
+                yield from self._others(level)
+
+    def estimated(self, methods: Methods) -> Estimate | None:
+        """The estimate of a composition, its micro-batches changed where they no longer divide; None: not legal."""
+        node = self.space.follow(methods, self.start)
+        if node is not None:
+            return self._scored(node)
+        mesh, cut = _in_slot(self.chosen, MESH), _in_slot(self.chosen, STEP)
+        if _in_slot(methods, MESH) == mesh and _in_slot(methods, STEP) != cut:
+            return None  # the cut is what was changed
+        estimates = [self._scored(each) for each in self._recut(methods)]
+        return min(estimates, key=lambda each: _order((self.room.short(each) is not None, each)), default=None)
+
+    def _scored(self, node: Node) -> Estimate:
+        estimate = estimate_of(node.cost, self.times.cluster, self.times)
+        if node.methods not in self.known:
+            self.known.add(node.methods)
+            self.columns.add(node.methods, estimate.step_s, peak_memory(node.cost))
+        return estimate
+
+    def _recut(self, methods: Methods) -> Iterator[Node]:
+        kept = tuple(each for each in methods if each.slot != STEP)
+        for level in self.space.levels:
+            if level.kind.slot == STEP:
+                for cut in (kept, *((*kept, choice.method) for choice in level.choices)):
+                    node = self.space.follow(cut, self.start)
+                    if node is not None:
+                        yield node
+
+    def _others(self, level: Level) -> Iterator[tuple[str, str, Methods]]:
+        """Another setting of this level's method instead of what is in its slot, or nothing there."""
+        held = _in_slot(self.chosen, level.kind.slot)
+        rest = tuple(each for each in self.chosen if each is not held)
+        for choice in level.choices:
+            if choice.method != held:
+                yield choice.method.name, _named(choice.method, held), (*rest, choice.method)
+        if held is not None and type(held) is level.kind:
+            yield held.name, f"without {held}", rest
+
+    def _meshes(self, level: Level) -> Iterator[tuple[str, str, Methods]]:
+        """Sizes of each axis next to the chosen one, one other axis making up for it."""
+        held = _in_slot(self.chosen, MESH)
+        if held is None:
+            return
+        rest = tuple(each for each in self.chosen if each is not held)
+        mine = _sizes(held, self.start)
+        meshes = [(choice.method, _sizes(choice.method, self.start)) for choice in level.choices]
+        for axis in sorted({name for _, sizes in meshes for name in sizes} - {"data"}):  # which makes up for the others
+            size = mine.get(axis, 1)
+            alike = [
+                (mesh, sizes)
+                for mesh, sizes in meshes
+                if sizes.get(axis, 1) != size and len(_apart(sizes, mine)) <= 2 and axis in _apart(sizes, mine)
+            ]
+            known = sorted({sizes.get(axis, 1) for _, sizes in alike})
+            near = [each for each in known if each < size][-BESIDE:] + [each for each in known if each > size][:BESIDE]
+            for mesh, sizes in alike:
+                if sizes.get(axis, 1) in near:
+                    yield axis, f"{axis} {sizes.get(axis, 1)}", (mesh, *self._adapted(rest, sizes))
+
+    def _adapted(self, rest: Methods, sizes: Mapping[str, int]) -> Methods:
+        """The other methods for a mesh: without those that have no axis left, with one for each axis that is new."""
+        large = {name for name, size in sizes.items() if size > 1}
+        kept = [each for each in rest if not each.splits or each.needs_replicas or not large.isdisjoint(each.splits)]
+        names = {each.name for each in kept}
+        kept = [each for each in kept if names.issuperset(each.needs)]
+        split = {axis for each in kept for axis in each.splits} | {"data"}
+        for level in self.space.levels:
+            for choice in level.choices:
+                is_new = choice.splits & large - split and level.kind.slot not in {each.slot for each in kept}
+                if is_new and choice.splits <= large:
+                    kept.append(choice.method)
+                    split |= choice.splits
+        return tuple(kept)
+
+
+def _in_slot(methods: Methods, slot: str) -> Method | None:
+    return next((each for each in methods if each.slot == slot), None)
+
+
+def _named(method: Method, held: Method | None) -> str:
+    return f"with {method}" if held is None else f"{method} instead of {held}"
+
+
+def _sizes(mesh: Method, start: Cost) -> Mapping[str, int]:
+    return mesh.cost(start).axes
+
+
+def _apart(one: Mapping[str, int], other: Mapping[str, int]) -> Sequence[str]:
+    return [name for name in {**one, **other} if one.get(name, 1) != other.get(name, 1)]

@@ -1,0 +1,109 @@
+"""Models of many equal blocks at fewer of them, and what was counted there carried to the full depth.
+
+What a step holds at one moment (when the gradient reaches the second block, say) is linear in the number of blocks;
+the peak is not, because its moment moves with depth. So moments are extended one by one and their maximum is taken
+afterwards. The first and the last block of a run have neighbours that others do not have, and what is fetched ahead or
+freed late reaches one block further: so two blocks at each end are followed from 3 repeats to 4, the fewest in which
+all are there, and those between lie on a line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from atorch.profiler.memory_tracker import ACTIVATIONS, Moment
+
+SHORT, LONG = 3, 4
+
+Sent = Mapping[tuple[str, tuple[str, ...]], tuple[float, float]]  # (kind, axes) → (calls, bytes)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Bytes held and sent in one step."""
+
+    moments: tuple[Moment, ...]
+    sent: Sent
+    sent_each: Sent = field(default_factory=dict)
+    """From the start of the last but one forward pass to that of the last."""
+
+    def with_more(self, micro_batches: int) -> Observed:
+        """The step with so many micro-batches more, each of which sends what lay between the last two starts.
+
+        What a stage receives has a place for every micro-batch, from the first step on: torch's PipelineStage.
+        """
+        sent, received = dict(self.sent), 0.0
+        for key, (calls, size) in self.sent_each.items():
+            known, before = sent[key]
+            sent[key] = known + micro_batches * calls, before + micro_batches * size
+            received += micro_batches * size if key == ("receive", ("pipeline",)) else 0.0
+        moments = tuple(
+            replace(each, memory={**each.memory, ACTIVATIONS: each.memory.get(ACTIVATIONS, 0.0) + received})
+            for each in self.moments
+        )
+        return replace(self, moments=moments, sent=sent)
+
+
+class UnlikeError(Exception):
+    """Two depths whose moments do not correspond, so that nothing follows for a third."""
+
+
+def extend(short: Observed, long: Observed, repeats: int) -> Observed:
+    """The step of a model of `repeats` blocks, from what was seen at SHORT and at LONG of them.
+
+    Raises:
+        UnlikeError: the two do not go through the same moments, or do not send the same kinds of messages.
+    """
+    steps = repeats - LONG
+    moments: list[Moment] = []
+    for few, many in zip(*map(_same_runs, (short, long), (long, short)), strict=True):
+        if few[0].index is None:
+            moments.append(Moment(few[0].name, None, _line(few[0].memory, many[0].memory, steps)))
+        elif (len(few), len(many)) == (SHORT, LONG):
+            moments += _run(few, many, repeats)
+        else:
+            raise UnlikeError(f"{few[0].name} has {len(few)} moments in {SHORT} blocks and {len(many)} in {LONG}")
+    if short.sent.keys() != long.sent.keys():
+        raise UnlikeError(f"messages are {sorted(short.sent)} in {SHORT} blocks and {sorted(long.sent)} in {LONG}")
+    sent = {
+        key: (calls + (calls - short.sent[key][0]) * steps, size + (size - short.sent[key][1]) * steps)
+        for key, (calls, size) in long.sent.items()
+    }
+    return Observed(tuple(moments), sent)
+
+
+def _same_runs(seen: Observed, other: Observed) -> list[list[Moment]]:
+    """Moments of one name that follow one another over the blocks, as one run; others alone."""
+    runs, others = _runs(seen), _runs(other)
+    if [run[0].name for run in runs] != [run[0].name for run in others]:
+        raise UnlikeError(f"a step goes through {len(runs)} kinds of moments at one depth and {len(others)} at another")
+    return runs
+
+
+def _runs(seen: Observed) -> list[list[Moment]]:
+    keyed = itertools.groupby(
+        enumerate(seen.moments), lambda pair: (pair[1].name, None if pair[1].index is not None else pair[0])
+    )
+    return [[moment for _, moment in group] for _, group in keyed]
+
+
+def _run(few: Sequence[Moment], many: Sequence[Moment], repeats: int) -> list[Moment]:
+    """The moments of all blocks, in the order in which the step comes to them."""
+    ends = {place: _line(few[place].memory, many[place].memory, repeats - LONG) for place in (0, 1, -2, -1)}
+    memories = [ends[0], ends[1]]
+    for place in range(2, repeats - 2):
+        memories.append(_line(ends[1], ends[-2], (place - 1) / (repeats - 3) - 1))
+    memories += [ends[-2], ends[-1]]
+    rises = few[0].index == 0
+    indices = range(repeats) if rises else range(repeats - 1, -1, -1)
+    return [Moment(few[0].name, index, memory) for index, memory in zip(indices, memories, strict=True)]
+
+
+def _line(one: Mapping[str, float], two: Mapping[str, float], steps: float) -> dict[str, float]:
+    """`two` and `steps` times what it is more than `one`, by category."""
+    return {
+        name: two.get(name, 0.0) + (two.get(name, 0.0) - one.get(name, 0.0)) * steps
+        for name in dict.fromkeys((*one, *two))
+    }

@@ -1,0 +1,134 @@
+"""The best of a plan simulated: methods applied for real to fake tensors on a fake world of the cluster's size.
+
+Simulation counts what the estimate computes. It needs a model that was traced and methods that can be applied; where it
+cannot be, or takes more of this machine than a plan may, the reason stands in its place.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from atorch.auto.strategy import Strategy
+from atorch.cost import ModelProfile
+from atorch.errors import AtorchError
+from atorch.logs import logger
+from atorch.units import format_bytes
+
+if TYPE_CHECKING:
+    from atorch.auto.plan_for_cluster import Subject
+    from atorch.auto.planner.simulate.simulation import Simulated
+
+Doing = Callable[[str], AbstractContextManager[Any]]  # what is being done, said while it is
+COPIES = 3  # parameters, their gradients, and what they are tried against
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Limits of simulations on this machine."""
+
+    until: float = math.inf  # of `time.monotonic`
+    real_bytes: float = math.inf  # of the copy with values that methods watch at work
+
+    def why_not(self, profile: ModelProfile, strategy: Strategy) -> str | None:
+        if time.monotonic() > self.until:
+            return self.out_of_time
+        watching = [each.name for each in strategy if each.needs_sample]
+        size = _watched_bytes(profile)
+        if not watching or size <= self.real_bytes:
+            return None
+        return (
+            f"{', '.join(watching)} would watch a few real blocks of the model at work, which takes "
+            f"{format_bytes(size)} here; {format_bytes(self.real_bytes)} is what a plan may take"
+        )
+
+    @property
+    def out_of_time(self) -> str:
+        """The reason against what takes too long."""
+        return "there was no time left for it; give verify (--verify N) to take as long as it needs"
+
+
+def simulated(
+    subject: Subject,
+    candidates: Iterable[tuple[Strategy, float]],
+    world_size: int,
+    global_batch: int,
+    allowance: Allowance | None = None,
+    doing: Doing = nullcontext,
+) -> tuple[dict[str, Any], ...]:
+    """Results of simulating each `(strategy, estimated bytes)`, or why it was not, as plain JSON data."""
+    allowance, outcomes = allowance or Allowance(), list[dict[str, Any]]()
+    for strategy, estimated in candidates:
+        why_not = _why_not(subject, strategy, allowance)
+        if why_not is None:
+            with doing(f"simulating {strategy}"):
+                outcome = _outcome(subject, strategy, world_size, global_batch, allowance)
+        else:
+            outcome = {"why_not": why_not}
+        outcomes.append({"strategy": [str(each) for each in strategy], "estimated_bytes": estimated, **outcome})
+    return tuple(outcomes)
+
+
+def _why_not(subject: Subject, strategy: Strategy, allowance: Allowance) -> str | None:
+    if subject.ctx is None:
+        return "there is no model, only its shape"
+    if "chunk" in strategy.names():  # of which simulation has more to say
+        return None
+    return allowance.why_not(subject.profile, strategy)
+
+
+def _outcome(
+    subject: Subject, strategy: Strategy, world_size: int, global_batch: int, allowance: Allowance
+) -> dict[str, Any]:
+    from atorch.auto.planner.simulate.simulated_pipeline import ranks_of_stages
+    from atorch.auto.planner.simulate.simulation import simulate
+
+    assert subject.ctx is not None, "there is a model"
+    began = time.monotonic()
+    try:
+        stages = {
+            place: simulate(
+                subject.ctx,
+                strategy,
+                subject.batch,
+                world_size=world_size,
+                global_batch=global_batch,
+                rank=rank,
+                until=allowance.until,
+            )
+            for place, rank in ranks_of_stages(strategy, world_size).items()
+        }
+    except Exception as error:  # a model may fail on fakes in any way, and the plan stands without
+        if time.monotonic() > allowance.until:
+            return {"why_not": allowance.out_of_time}
+        if isinstance(error, AtorchError):
+            return {"why_not": str(error)}
+        logger.info("%s cannot be simulated", strategy, exc_info=error)
+        return {"why_not": f"the model does not run on fake tensors ({type(error).__name__}: {error})"}
+    return {**_fullest(stages), "seconds": time.monotonic() - began}
+
+
+def _watched_bytes(profile: ModelProfile) -> float:
+    """Bytes of methods that watch the model at work: a copy with a few of its blocks, in its own dtype."""
+    from atorch.auto.planner.simulate.depth_extrapolation import LONG
+
+    few = sum(min(each.count, LONG if each.is_block else each.count) * each.num_params for each in profile.segments)
+    return COPIES * few * profile.param_bytes / max(1, profile.num_params)
+
+
+def _fullest(stages: Mapping[int, Simulated]) -> dict[str, Any]:
+    """The stage that holds most, by its place in the pipeline, and what each of them holds."""
+    place = max(stages, key=lambda each: stages[each].peak_bytes)
+    found = stages[place].to_json_data()
+    if len(stages) > 1:
+        found["stages"] = [{"stage": each, "peak_bytes": held.peak_bytes} for each, held in stages.items()]
+        found["notes"] = [f"on stage {place}, the fullest of {_listed(stages)}", *found["notes"]]
+    return found
+
+
+def _listed(stages: Mapping[int, Simulated]) -> str:
+    return ", ".join(f"{place} ({format_bytes(held.peak_bytes)})" for place, held in stages.items())

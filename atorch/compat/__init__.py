@@ -1,0 +1,1 @@
+"""Other libraries' engines and arguments: DeepSpeed, FairScale and FSDP1."""

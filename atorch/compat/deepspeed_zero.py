@@ -1,0 +1,116 @@
+"""DeepSpeed's ZeRO stages 1 and 2. DeepSpeed owns the backward pass: it reduces, partitions and un-shards around it.
+
+Needs the package deepspeed. It spreads over all processes of the job, keeps fp32 copies itself, and gives the
+optimizer flat pieces of parameters, which suits element-wise ones (SGD, Adam) alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atorch.errors import CapabilityError
+from atorch.model.wrapper import Wrapper
+from atorch.runtime.gradients.clip import ClipsItself
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+
+
+def need_deepspeed() -> None:
+    """Raise CapabilityError, which names the extra, where deepspeed is missing."""
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise CapabilityError(
+            "deepspeed is not installed; install atorch[deepspeed], or leave the backend to torch"
+        ) from error
+
+
+class DeepSpeedModel(ClipsItself, Wrapper):
+    """A module that runs through a DeepSpeed engine and speaks the user's names."""
+
+    def __init__(self, module: nn.Module, engine: Any) -> None:
+        super().__init__()
+        self.module = module
+        object.__setattr__(self, "engine", engine)  # not a submodule: it holds the module a second time
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> DeepSpeedModel:
+        """Training or evaluation, also for the engine, which reduces in training alone."""
+        super().train(mode)
+        self.engine.train(mode)
+        return self
+
+    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients where they are, in DeepSpeed's partitions; call it once they are reduced.
+
+        Raises:
+            ValueError: a norm other than the 2-norm, which is the one that DeepSpeed has.
+        """
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type is {norm_type}; under the deepspeed backend it must be 2")
+        optimizer = self.engine.optimizer
+        norm: Tensor = torch.as_tensor(optimizer.scaled_global_norm())
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradients in optimizer.averaged_gradients.values():
+            if gradients:
+                torch._foreach_mul_([g for g in gradients if g is not None], factor)
+        return norm
+
+
+class DeepSpeedOptimizer(WrappedOptimizer):
+    """DeepSpeed's optimizer. Its `backward(loss)` takes the place of `loss.backward()`."""
+
+    def __init__(self, inner: Optimizer, engine: Any) -> None:
+        super().__init__(inner)
+        self._engine = engine
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass; gradients are reduced where this is an accumulation boundary."""
+        self._engine.backward(loss)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming backward pass is the last one before a step (True until it is said)."""
+        self._engine.set_gradient_accumulation_boundary(is_boundary)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step, where this is an accumulation boundary.
+
+        Raises:
+            ArgumentError: a closure was given.
+        """
+        self._refuse(closure)
+        self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: DeepSpeed drops gradients once it has stepped, and before that they are being accumulated."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's partition of the state, in DeepSpeed's own form."""
+        state: dict[str, Any] = self._engine.optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this process's partition, as `state_dict` gave it."""
+        self._engine.optimizer.load_state_dict([state_dict])
+        self._share()
+
+
+def with_deepspeed(module: nn.Module, optimizer: Optimizer, stage: Literal[1, 2]) -> tuple[nn.Module, Optimizer]:
+    """The module and the optimizer under a DeepSpeed engine of ZeRO stage 1 or 2."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed's own bookkeeping; nothing is computed from it
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # off; left out, DeepSpeed clips to 1
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 62,
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    return DeepSpeedModel(module, engine), DeepSpeedOptimizer(optimizer, engine)

@@ -1,0 +1,1 @@
+"""Files read and written safely: paths, strict JSON, configurations, and weights."""

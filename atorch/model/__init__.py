@@ -1,0 +1,1 @@
+"""A model as an object: its structure, copies of it, its state, and replacements in place."""

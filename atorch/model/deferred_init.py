@@ -1,0 +1,305 @@
+"""Values of a model that was made on the meta device, given to whatever a strategy has made of its parameters.
+
+    initial = InitialValues(model, param_init_fn)  # while the model is whole
+    ...                                            # it is sharded and split, and given memory
+    for names, value in initial.drawn(device):     # one parameter after the other, whole
+        ...
+
+What each module's function writes is watched once on the meta device, where that costs nothing. So it is known before
+anything is changed what nobody fills, and a parameter is whole from the first function that touches it to the last. The
+numbers are those that `model.apply(param_init_fn)` draws on the whole model: they depend neither on the strategy nor on
+the number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from atorch.distributed.collectives import from_rank_zero
+from atorch.distributed.rng import RandomState, preserved_rng
+from atorch.errors import ArgumentError, AtorchError
+from atorch.model.copy import UNCOPYABLE, duplicate, lazy_clone
+from atorch.model.meta_device import first_names, has_meta, is_meta, is_unfilled, like, own_tensors, put, unfilled
+
+Fill = Callable[[nn.Module], Any]
+"""Writes values to a module's parameters and buffers."""
+
+ADVICE = (
+    "Give auto_accelerate a param_init_fn that fills a module's own parameters and buffers, make buffers on a real "
+    "device, or give empty_init=True and load a checkpoint before the first step"
+)
+
+
+class _Step(NamedTuple):
+    """A module, what fills it, and the ids of the tensors that this touches."""
+
+    name: str
+    fill: Callable[[], Any]
+    touched: frozenset[int]
+
+
+class InitialValues:
+    """Values for the parameters and buffers of `model` that are on the meta device.
+
+    Args:
+        fill: called with each module that has such tensors in it, and with those above that it can be called with;
+            children first. None: the `reset_parameters` of each module that has such tensors itself.
+        advice: what to do where nothing writes to some, which ends the error.
+
+    Raises:
+        ArgumentError: nothing writes to some of them, or a module holds one as an ordinary attribute.
+    """
+
+    def __init__(self, model: nn.Module, fill: Fill | None = None, advice: str = ADVICE) -> None:
+        self._fill, self._advice = fill, advice
+        _refuse_attributes(model)
+        try:
+            self._model = duplicate(model, convert=lambda each: each if is_meta(each) else lazy_clone(each))
+        except UNCOPYABLE as error:
+            raise ArgumentError(
+                f"{type(model).__name__} is on the meta device and cannot be copied ({error}), so that its values "
+                "cannot be made one by one; give it on a real device"
+            ) from error
+        self._places = _places(self._model)  # by the id of the meta tensor, which they keep alive
+        self._steps = self._watched()
+
+    @torch.no_grad()
+    def drawn(self, device: torch.device) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Each tensor's names and its value on `device`, whole, once it is final; drawn as rank 0 would.
+
+        All processes call this together. Afterwards their generators stand where drawing has brought them, if they
+        stood as rank 0's did before; else where they were.
+
+        Raises:
+            ArgumentError: a function has left numbers unwritten.
+        """
+        before = RandomState.now(device)
+        first: RandomState = from_rank_zero(before)
+        is_same = first.is_same(before)
+        first.restore(device)
+        last = {each: number for number, step in enumerate(self._steps) for each in step.touched}
+        try:
+            for number, step in enumerate(self._steps):
+                for each in step.touched:
+                    self._places[each].give(device)
+                with _NaNs():
+                    step.fill()
+                for each in step.touched:
+                    if last[each] == number:
+                        yield self._places[each].taken(step.name)
+        finally:
+            for place in self._places.values():  # they may be drawn again, after a candidate that failed
+                place.put(place.meta)
+            if not is_same:
+                before.restore(device)
+
+    def _watched(self) -> list[_Step]:
+        """Steps with the tensors they touch; raises for those that nothing writes to."""
+        steps, written = [], set[int]()
+        ids = {place.storage: each for each, place in self._places.items()}
+        with preserved_rng(), torch.no_grad():
+            for name, module in _children_first(self._model):
+                fill = self._function_of(module)
+                if fill is not None:
+                    touched, wrote = self._watch(module, fill, ids)
+                    written |= wrote
+                    if touched:
+                        steps.append(_Step(name, fill, frozenset(touched)))
+        missing = [place.names[0] for each, place in self._places.items() if each not in written]
+        if missing:
+            owner = type(self._model.get_submodule(missing[0].rpartition(".")[0])).__name__
+            why = f"{owner} has no reset_parameters" if self._fill is None else "param_init_fn does not write it"
+            raise ArgumentError(
+                f"{first_names(missing)} on the meta device would get no values: of {missing[0]}, {why}. {self._advice}"
+            )
+        return steps
+
+    def _function_of(self, module: nn.Module) -> Callable[[], Any] | None:
+        if self._fill is not None:
+            return partial(self._fill, module) if has_meta([module]) else None
+        if not any(map(is_meta, own_tensors([module]))):
+            return None
+        for name in ("reset_parameters", "_reset_parameters"):  # the second is nn.MultiheadAttention's
+            own = getattr(module, name, None)
+            if callable(own):
+                return own  # type: ignore[no-any-return]
+        return None
+
+    def _watch(self, module: nn.Module, fill: Callable[[], Any], ids: Mapping[int, int]) -> tuple[set[int], set[int]]:
+        """The ids of tensors that a function reads or writes, and of those it writes."""
+        seen = _Seen(ids)
+        below = set(map(id, own_tensors(module.modules()))) & self._places.keys()
+        try:
+            with seen:
+                fill()
+        except Exception:  # of any kind, in the user's function
+            if not any(map(is_meta, own_tensors([module]))):
+                return set(), set()  # it is not meant for modules that are made of others
+            # It asks for values, which are not there: then it has all that its module has.
+            return below, below
+        for each in below:
+            if self._places[each].is_replaced:  # by to_empty, which FSDP1 asks of such a function
+                seen.touched.add(each)
+                seen.written.add(each)
+                self._places[each].put(self._places[each].meta)
+        return seen.touched, seen.written
+
+
+class _Place:
+    """The place of a meta tensor in the model: under several names where it is tied."""
+
+    def __init__(self, meta: Tensor) -> None:
+        self.meta, self.storage = meta, meta.untyped_storage()._cdata
+        self.names: list[str] = []
+        self._holders: list[tuple[dict[str, Tensor | None], str]] = []
+
+    def add(self, name: str, held: dict[str, Tensor | None], own_name: str) -> None:
+        self.names.append(name)
+        self._holders.append((held, own_name))
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if a holder has another tensor."""
+        return any(held[name] is not self.meta for held, name in self._holders)
+
+    def put(self, tensor: Tensor) -> None:
+        for held, name in self._holders:
+            held[name] = tensor
+
+    def give(self, device: torch.device) -> None:
+        """Memory, of numbers that nobody takes for values."""
+        if not self.is_replaced:
+            self.put(like(self.meta, unfilled(self.meta, device)))
+
+    def taken(self, filled_by: str) -> tuple[tuple[str, ...], Tensor]:
+        """The names and the value, which the model does not hold any more."""
+        tensors = [held[name] for held, name in self._holders]
+        value = next((each for each in reversed(tensors) if each is not None), self.meta).detach()
+        self.put(self.meta)
+        if bool(value.isnan().any()):  # whole numbers have none
+            raise ArgumentError(
+                f"{self.names[0]} was on the meta device, and filling {filled_by or 'the model'} has left numbers "
+                "unwritten, or NaN; let param_init_fn or reset_parameters write all of it"
+            )
+        return tuple(self.names), value
+
+
+class _Seen(TorchDispatchMode):
+    """Notes which of the tensors with these storages are read and written."""
+
+    def __init__(self, ids: Mapping[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ids = ids
+        self.touched: set[int] = set()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for argument in func._schema.arguments:
+            for leaf in tree_leaves(given.get(argument.name)):
+                each = self._ids.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+                if each is not None:
+                    self.touched.add(each)
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        self.written.add(each)
+        return func(*args, **kwargs)
+
+
+class _NaNs(TorchDispatchMode):
+    """Inside, memory that is asked for is NaN until it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_empty = "empty" in func._overloadpacket.__name__ and isinstance(made, Tensor) and not made.is_meta
+        return made.fill_(torch.nan) if is_empty and made.is_floating_point() else made
+
+
+def give_values(
+    initial: InitialValues,
+    parts: Iterable[nn.Module],
+    device: torch.device,
+    part_of: Callable[[tuple[str, ...], Tensor], Tensor] = lambda names, value: value,
+    write: Callable[[Tensor, Tensor], None] | None = None,
+) -> None:
+    """Let `parts`, what has become of the model on this process, have the values. All processes call it together.
+
+    Args:
+        part_of: of a tensor with these names, what this process holds before it is shared out by any DTensor.
+        write: puts such a part into a parameter or buffer; None: `put`.
+
+    Raises:
+        AtorchError: a parameter has got no value.
+    """
+    held = [{**dict(each.named_parameters(remove_duplicate=False)), **_buffers(each)} for each in parts]
+    done: set[int] = set()
+    for names, value in initial.drawn(device):
+        part = part_of(names, value)
+        for tensors in held:
+            for target in {id(tensors[name]): tensors[name] for name in names if name in tensors}.values():
+                (write or put)(target, part)
+                done.add(id(target))
+    for name, each in (pair for tensors in held for pair in tensors.items()):
+        if id(each) not in done and is_unfilled(each):
+            raise AtorchError(
+                f"{name} was on the meta device and has got no value: a method of the strategy has made it of another "
+                "parameter; give the model on a real device, and report this"
+            )
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers(remove_duplicate=False))
+
+
+def _places(model: nn.Module) -> dict[int, _Place]:
+    found: dict[int, _Place] = {}
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and is_meta(tensor):
+                    place = found.setdefault(id(tensor), _Place(tensor))
+                    place.add(f"{path}.{name}" if path else name, held, name)
+    return found
+
+
+def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in the order in which `nn.Module.apply` comes to them, each once."""
+    names = {module: name for name, module in model.named_modules()}
+    seen = set[nn.Module]()
+
+    def below(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                yield from below(child)
+            yield module
+
+    for module in below(model):
+        yield names[module], module
+
+
+def _refuse_attributes(model: nn.Module) -> None:
+    """Raise for tensors on the meta device that are held elsewhere than among a module's parameters and buffers."""
+    known = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers") or (isinstance(module, nn.RNNBase) and name == "_flat_weights"):
+                continue
+            found = next((each for each in tree_leaves(value) if isinstance(each, Tensor) and is_meta(each)), None)
+            if found is not None:
+                other = known.get(id(found))
+                what = "that is no parameter and no buffer" if other is None else f"which is {other} by another road"
+                raise ArgumentError(
+                    f"{f'{path}.{name}' if path else name} of {type(model).__name__} is a tensor on the meta device "
+                    f"{what}, and would not be given values; give the model on a real device, or make it a buffer"
+                )

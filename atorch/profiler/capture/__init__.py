@@ -1,0 +1,1 @@
+"""Capture of a model at work: its operations, segments and equal blocks."""

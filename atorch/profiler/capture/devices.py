@@ -1,0 +1,152 @@
+"""Stand-ins for the operations of another device, where these change what is kept for backward.
+
+On CPUs, attention with dropout or with a learned bias writes its scores out, and dropout keeps a mask as large as its
+input; on GPUs attention is one kernel in either case, and a mask is a byte an element. GPUs write scores out where none
+of their kernels takes a call: with keys that heads share, in fp32, before Ampere, and with a mask on all but Hopper and
+data-center Blackwell; and with a mask of which rows do not lie in a row.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from atorch.model.tensors import map_tensors
+
+_IN_FP32 = (
+    *("softmax", "softmin", "log_softmax", "layer_norm", "group_norm", "norm", "softplus", "cross_entropy", "nll_loss"),
+    *("binary_cross_entropy_with_logits", "kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "exp", "log", "log1p"),
+    *("pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "sum", "prod", "cumsum", "cumprod"),
+)
+"""Operations that autocast runs in fp32 on GPUs, most of them not on CPUs: https://docs.pytorch.org/docs/stable/amp.html"""
+
+_NARROW = (torch.float16, torch.bfloat16)
+_AMPERE = (8, 0)  # compute capability
+_CUDNN_FIRST = (9, 10)  # of Hopper and Blackwell, the only ones where PyTorch asks cuDNN before it writes scores
+_WIDEST = 256  # features of a head
+
+
+def as_on(device_type: str, capability: tuple[int, int] | None = None) -> AbstractContextManager[Any]:
+    """Operations on tensors of the CPU are traced as they would be on a device of this type.
+
+    capability: of a CUDA device, which decides what kernels it has; None: an A100's.
+    """
+    return _AsOnGpu(capability or _AMPERE) if device_type == "cuda" else nullcontext()
+
+
+class _AsOnGpu(TorchFunctionMode):
+    """Chooses the operations that CUDA devices have for dropout and attention."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        super().__init__()
+        self._capability = capability
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FP32:
+            args, kwargs = map_tensors(_widened, (args, kwargs))
+        if func is functional.scaled_dot_product_attention:
+            return _attention(self._capability, *args, **kwargs)
+        if func is functional.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _NARROW else tensor
+
+
+def _attention(
+    capability: tuple[int, int],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """One kernel that writes no scores, where the GPU has one that takes the call."""
+    if query.dim() != 4:  # no kernel takes these, nor do those of CPUs
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    is_grouped = enable_gqa and query.shape[1] != key.shape[1]
+    if not _has_kernel(capability, query, key, value, attn_mask, dtype in _NARROW, is_grouped):
+        return _written_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, dtype)
+    mask = attn_mask if attn_mask is None else attn_mask.detach()
+    if query.shape[-1] != value.shape[-1] and isinstance(query, FakeTensor):  # no kernel of CPUs takes them
+        return _efficient(query, key, value, mask, is_causal, scale, dtype)
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _has_kernel(
+    capability: tuple[int, int], query: Any, key: Any, value: Any, mask: Any, is_narrow: bool, is_grouped: bool
+) -> bool:
+    """True if PyTorch 2.11 finds a fused kernel: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+
+    An H200 was asked by `torch._fused_sdp_choice` (benchmarks/measured/h200.json, `attention_kernels`).
+    """
+    if (mask is not None and mask.stride(-1) != 1) or (not is_grouped and query.shape[1] != key.shape[1]):
+        return False
+    head, of_value = int(query.shape[-1]), int(value.shape[-1])
+    flash = is_narrow and capability >= _AMPERE and mask is None and head == of_value <= _WIDEST
+    is_aligned = head % 8 == of_value % 8 == 0 and max(head, of_value) <= _WIDEST
+    is_constant = mask is None or not mask.requires_grad
+    cudnn = is_narrow and capability[0] in _CUDNN_FIRST and is_constant and is_aligned
+    multiple = 8 if is_narrow else 4 if capability >= _AMPERE else 1
+    efficient = not is_grouped and head % multiple == of_value % multiple == 0
+    return flash or cudnn or efficient
+
+
+def _efficient(
+    query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None, dtype: torch.dtype
+) -> Any:
+    query, key, value = (each.to(dtype) for each in (query, key, value))
+    bias = None if mask is None else _additive(mask, dtype).to(dtype).expand(*query.shape[:-1], key.shape[-2])
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    return attend(query, key, value, bias, True, is_causal=is_causal, scale=scale)[0]
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+def _written_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    dtype: torch.dtype,
+) -> Any:
+    """The formula, 16 bits in fp32, as torch computes it on a GPU where no kernel takes the call."""
+    with torch.autocast("cpu", enabled=False):
+        times, factor = query.shape[-3] // key.shape[-3], (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+        query, key, value = (_widened(each.to(dtype)) for each in (query, key, value))
+        if times > 1:
+            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        scores = (query * factor) @ (key * factor).transpose(-2, -1)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        weights = torch.softmax(scores if mask is None else scores + _additive(mask, scores.dtype), -1)
+        return (_dropout(weights, dropout_p) @ value).to(dtype)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0.0 or inplace:
+        return functional.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]

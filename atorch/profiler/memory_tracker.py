@@ -1,0 +1,203 @@
+"""Counts the bytes that tensors really hold while code runs, by category, with the most between two marks.
+
+Every operation passes a dispatch mode, which notes the storages of its results; a weak reference tells when one is
+freed. So real and fake tensors are counted alike, and nothing needs a device. What the counting cannot see is what a
+kernel takes and frees inside one operation. Storages that are resized in place, as FSDP2's gathered parameters are, are
+looked at before and after each operation, once they were found.
+
+The category of a result follows from when it was made: inside backward, what is computed with gradients recorded is a
+recomputed activation and the rest is working memory; elsewhere it is what `born` says. `label` says what is known
+better: parameters, gradients, optimizer states. What is ELSEWHERE, on processes that are only played, does not count.
+What is on the HOST is told apart: what was labelled so stays there, and so does what is computed of it alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch.distributed.tensor_components import dense_parts
+from atorch.model.tensors import tensors_of
+
+HOST = "host"
+PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS = "parameters", "gradients", "optimizer", "masters"
+BUFFERS, ACTIVATIONS, COMMUNICATION, OTHER = "buffers", "activations", "communication", "other"
+ELSEWHERE = "elsewhere"
+_SENDING = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most bytes, by category, between the mark before and this one."""
+
+    name: str
+    index: int | None  # of the block, where one is meant
+    memory: Mapping[str, float]
+
+    @property
+    def total_bytes(self) -> float:
+        """All categories together but what is on the host."""
+        return sum(size for name, size in self.memory.items() if name != HOST)
+
+
+class _Held:
+    __slots__ = ("label", "num_bytes", "storage")
+
+    def __init__(self, storage: weakref.ref[torch.UntypedStorage], num_bytes: int, label: str) -> None:
+        self.storage, self.num_bytes, self.label = storage, num_bytes, label
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of all tensors that were made inside, or given to `label`, and still live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moments: list[Moment] = []
+        self.now: dict[str, float] = {}
+        self._total = self._most = self._most_on_host = 0.0
+        self._at_most: dict[str, float] = {}
+        self._born = ACTIVATIONS
+        self._held: dict[int, _Held] = {}
+        self._resized: dict[int, _Held] = {}
+
+    @contextmanager
+    def born(self, label: str) -> Iterator[None]:
+        """Inside, label what is made outside of backward with this category."""
+        before, self._born = self._born, label
+        try:
+            yield
+        finally:
+            self._born = before
+
+    def label(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+        """These tensors have this category from now on."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                held = self._held.get(id(storage))
+                if held is None:
+                    self._hold(storage, label)
+                elif held.label not in (label, HOST):
+                    self._count(held.label, -held.num_bytes)
+                    held.label = label
+                    self._count(label, held.num_bytes)
+        self._see()
+
+    def mark(self, name: str, index: int | None = None) -> None:
+        """End a moment: it was the time since the last mark."""
+        self._look()
+        on_host = {HOST: self._most_on_host} if self._most_on_host else {}
+        self.moments.append(Moment(name, index, {**self._at_most, **on_host}))
+        self._most_on_host = self.now.get(HOST, 0.0)
+        self._restart()
+
+    def forget(self) -> None:
+        """Begin anew: no moment is over yet. Storages that were resized without a sign are found here."""
+        self._find_resized()
+        self.moments, self._most_on_host = [], self.now.get(HOST, 0.0)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._most, self._at_most = self._total, {name: size for name, size in self.now.items() if size}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if any(hasattr(each, "__tensor_flatten__") and not issubclass(each, FakeTensor) for each in types):
+            return NotImplemented  # a DTensor and the like: what it does to its parts comes here
+        self._look()
+        if func.namespace in _SENDING:
+            self._find_resized()
+            self._label_sent(args)
+        out = func(*args, **(kwargs or {}))
+        label = COMMUNICATION if func.namespace in _SENDING else self._category()
+        if self._are_on_host((args, kwargs)):
+            label = HOST
+        for tensor in tensors_of(out):
+            for storage in _storages(tensor):
+                if id(storage) not in self._held:
+                    self._hold(storage, label)
+        self._look()
+        return out
+
+    def _category(self) -> str:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return OTHER if in_backward and not torch.is_grad_enabled() else (ACTIVATIONS if in_backward else self._born)
+
+    def _are_on_host(self, inputs: Any) -> bool:
+        """True if an operation's inputs are on the host, but for numbers, which are anywhere."""
+        storages = [storage for each in tensors_of(inputs) if each.dim() for storage in _storages(each)]
+        held = (self._held.get(id(storage)) for storage in storages)
+        return bool(storages) and all(each is not None and each.label == HOST for each in held)
+
+    def _label_sent(self, args: Any) -> None:
+        """Working memory that is sent is a buffer for that."""
+        held = (self._held.get(id(storage)) for tensor in tensors_of(args) for storage in _storages(tensor))
+        for each in held:
+            if each is not None and each.label == OTHER:
+                self._count(OTHER, -each.num_bytes)
+                each.label = COMMUNICATION
+                self._count(COMMUNICATION, each.num_bytes)
+
+    def _hold(self, storage: torch.UntypedStorage, label: str) -> None:
+        key, num_bytes = id(storage), storage.nbytes()
+        self._held[key] = _Held(weakref.ref(storage, self._freed(key)), num_bytes, label)
+        self._count(label, num_bytes)
+
+    def _freed(self, key: int) -> Callable[[Any], None]:
+        def free(_: Any) -> None:
+            held = self._held.pop(key)
+            self._resized.pop(key, None)
+            self._count(held.label, -held.num_bytes)
+
+        return free
+
+    def _find_resized(self) -> None:
+        for key, held in list(self._held.items()):
+            storage = held.storage()
+            if storage is not None and storage.nbytes() != held.num_bytes:
+                self._resized[key] = held
+                self._count(held.label, -held.num_bytes)
+                held.label = COMMUNICATION
+                self._count(held.label, held.num_bytes)
+        self._look()
+
+    def _look(self) -> None:
+        """Take note of what was resized, and of the most."""
+        for held in self._resized.values():
+            storage = held.storage()
+            if storage is not None and storage.nbytes() != held.num_bytes:
+                self._count(held.label, storage.nbytes() - held.num_bytes)
+                held.num_bytes = storage.nbytes()
+        self._see()
+
+    def _see(self) -> None:
+        if self._total > self._most:
+            self._restart()
+
+    def _count(self, label: str, num_bytes: float) -> None:
+        if label == ELSEWHERE:
+            return
+        self.now[label] = self.now.get(label, 0.0) + num_bytes
+        if label != HOST:
+            self._total += num_bytes
+        self._most_on_host = max(self._most_on_host, self.now.get(HOST, 0.0))
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor, of the parts of one that is made of others, and of a sparse one's entries."""
+    if tensor.layout is not torch.strided:
+        for part in dense_parts(tensor):
+            yield from _storages(part)
+    elif hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "fake_device"):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # a DTensor also names its mesh
+                yield from _storages(part)
+    elif hasattr(tensor, "fake_device") or not tensor.is_meta:  # to ask a fake for its device runs an operation
+        yield tensor.untyped_storage()

@@ -1,0 +1,1 @@
+"""Optimizers over chunks: slices to step, their states, and steps within backward."""

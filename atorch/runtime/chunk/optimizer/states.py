@@ -1,0 +1,86 @@
+"""Storage of an optimizer's states: flat, as the chunks are, in memory or in files.
+
+torch's optimizers make a state when they first step on a parameter. It is moved then, once, into a flat tensor for the
+chunk and the kind of state, of which the optimizer keeps a view; so a parameter's state is whole again where the
+parameter is, although it was stepped in pieces. Files are mapped into memory: the kernel writes pages out and
+brings them back. They have no name, so that they are gone with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atorch.errors import OutOfBudgetError
+from atorch.runtime.chunk.memory import ChunkMemory
+from atorch.runtime.chunk.optimizer.optimizer_slices import Piece
+from atorch.units import format_bytes
+
+
+class FlatStates:
+    """The states of all chunks. disk: a folder for those of chunks on the host; None for memory."""
+
+    def __init__(self, disk: Path | None = None) -> None:
+        self._disk = disk
+        self._flats: dict[tuple[int, str], Tensor] = {}
+        self._settled: dict[Piece, dict[str, Tensor]] = {}  # what of each piece's states is in place
+
+    @torch.no_grad()
+    def settle(self, pieces: Iterable[Piece], state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Move into place what the optimizer, or the user, has made for `pieces` since the last time."""
+        for piece in pieces:
+            mine, settled = state.get(piece.view, {}), self._settled.setdefault(piece, {})
+            for key, value in mine.items():
+                if value is not settled.get(key) and is_cut(value, piece):
+                    mine[key] = settled[key] = piece.of(self._flat(piece.chunk, key, value))
+                    mine[key].copy_(value)
+
+    def __contains__(self, piece: Piece) -> bool:
+        return piece in self._settled
+
+    def forget(self) -> None:
+        """The optimizer has other states now, wherever they are."""
+        self._settled.clear()
+
+    def joined(self, piece: Piece, key: str) -> Tensor | None:
+        """This process's part of the state of the piece's whole parameter, as `ChunkMemory.part` gives it."""
+        return piece.chunk.part(self._flats[piece.chunk.spec.index, key], piece.slot)
+
+    def _flat(self, chunk: ChunkMemory, key: str, like: Tensor) -> Tensor:
+        place = (chunk.spec.index, key)
+        if place not in self._flats:
+            numel, why = len(chunk.master), f"{key} of chunk {chunk.spec.index}"
+            if self._disk is not None and chunk.device.type == "cpu":
+                self._flats[place] = _in_file(self._disk, numel, like.dtype, why)
+            else:
+                chunk.tier.take(numel * like.element_size(), why)
+                self._flats[place] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return self._flats[place]
+
+
+def is_cut(value: Any, piece: Piece) -> bool:
+    """True if a state has an element for each one of a 1-D piece; a number of steps has not."""
+    return piece.form is None and isinstance(value, Tensor) and value.shape == piece.view.shape
+
+
+def _in_file(folder: Path, numel: int, dtype: torch.dtype, why: str) -> Tensor:
+    num_bytes = numel * dtype.itemsize
+    descriptor, name = tempfile.mkstemp(prefix="atorch-", dir=folder)
+    try:
+        # Claimed at once: where a disk is full later, the process that writes to a mapped page is killed.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return torch.from_file(name, shared=True, size=numel, dtype=dtype)
+    except OSError as error:
+        raise OutOfBudgetError(
+            f"{why} takes {format_bytes(num_bytes)} in {folder}: {error.strerror}; make room there, or give another "
+            "folder"
+        ) from error
+    finally:
+        os.close(descriptor)
+        os.unlink(name)

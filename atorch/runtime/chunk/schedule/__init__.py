@@ -1,0 +1,1 @@
+"""Schedules of chunks: their layout, the passes that are foreseen, and transfers under a byte budget."""

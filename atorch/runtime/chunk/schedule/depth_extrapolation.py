@@ -1,0 +1,189 @@
+"""The pass of a model of many blocks that are alike, from passes of the same model with fewer of them.
+
+With each period of blocks more, forward and backward have a stretch of events more, which is the one beside it with
+other names; and the bytes at each instant grow evenly. So two depths give the growth, and a third has to confirm it.
+What is the most during an operation is taken at the end, since the instant at which it is moves with depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from atorch.runtime.chunk.schedule.pass_schedule import Access, Pass
+
+WARM, ENDS = 2, 2
+"""Periods that may differ from those between: of the first and of the last blocks."""
+FEWEST = WARM + 1 + ENDS
+"""Periods that the least deep model needs."""
+
+Rename = Callable[[str, int], str]
+_Numbers = np.ndarray[Any, Any]
+_Origin = tuple[int, int]
+
+
+class Event(NamedTuple):
+    """An operation, or a gradient that comes."""
+
+    operation: str | None
+    """None for a gradient."""
+    names: frozenset[str]
+    num_bytes: _Numbers
+    """Of everything but parameters, at each instant from this operation to the next one; none for a gradient."""
+
+
+def events_of(found: Pass, instants: Sequence[Sequence[int]]) -> list[Event]:
+    """A pass as events in their order.
+
+    Args:
+        found: the pass.
+        instants: of each of its operations, the bytes beside parameters at each instant until the next one.
+    """
+    none = np.empty(0, dtype=np.int64)
+    events: list[Event] = []
+    coming = list(reversed(found.gradients))
+    for index in range(len(found.accesses) + 1):
+        while coming and coming[-1][0] == index:
+            events.append(Event(None, frozenset((coming.pop()[1],)), none))
+        if index < len(found.accesses):
+            operation, names, _ = found.accesses[index]
+            events.append(Event(operation, names, np.array(instants[index], dtype=np.int64)))
+    return events
+
+
+def deeper(passes: Sequence[Sequence[Event]], rename: Rename, periods: int) -> Pass | None:
+    """The pass of a model with so many periods more than the first of three; None where it does not follow from them.
+
+    Args:
+        passes: of models each of which has one period of blocks more than the one before.
+        rename: gives the name that a parameter's like has so many periods later; one outside of the blocks that
+            repeat has the same.
+        periods: that the model has more than the first.
+    """
+    first, second, third = passes
+    for parts in _possible_parts(first, second, rename):
+        if all(parts.make(first, each, more, rename) for more, each in ((1, second), (2, third))):
+            growth = _growth(parts, first, second, third)
+            return None if growth is None else _assembled(parts, first, growth, rename, periods)
+    return None
+
+
+class _Parts(NamedTuple):
+    """The extension of the first pass to a deeper model: by stretches that are inserted at two places."""
+
+    forward_at: int
+    forward: int
+    """Events of a stretch; it is like those right before the place."""
+    backward_at: int
+    backward: int
+    """The same; it is like those right behind the place."""
+
+    def origins(self, length: int, more: int) -> Iterator[_Origin]:
+        """The origin of each event of a pass with `more` periods more: its place in the first, and periods later.
+
+        length: of the first pass.
+        """
+        for place in range(self.forward_at):
+            yield place, 0
+        for later in range(1, more + 1):
+            for place in range(self.forward_at - self.forward, self.forward_at):
+                yield place, later
+        for place in range(self.forward_at, self.backward_at):
+            yield place, more
+        for later in range(more, 0, -1):
+            for place in range(self.backward_at, self.backward_at + self.backward):
+                yield place, later
+        for place in range(self.backward_at, length):
+            yield place, 0
+
+    def make(self, first: Sequence[Event], other: Sequence[Event], more: int, rename: Rename) -> bool:
+        """True if `other` is the first pass with `more` periods more, bytes apart."""
+        if len(other) != len(first) + more * (self.forward + self.backward):
+            return False
+        origins = self.origins(len(first), more)
+        return all(
+            event.operation == first[place].operation and event.names == _renamed(first[place].names, later, rename)
+            for event, (place, later) in zip(other, origins, strict=True)
+        )
+
+
+def _possible_parts(first: Sequence[Event], second: Sequence[Event], rename: Rename) -> Iterator[_Parts]:
+    """Ways to cut the first pass, with what the last `ENDS` periods do between the two places."""
+    added = len(second) - len(first)
+    begin = _num_equal(first, second)
+    end = min(_num_equal(first[::-1], second[::-1]), len(first) - begin)
+    if added <= 0 or begin + end == 0:
+        return
+    after = first[begin] if begin + end < len(first) else None
+    for forward in range(added + 1):
+        backward = added - forward
+        forward_at, backward_at = begin - ENDS * forward, len(first) - end + ENDS * backward
+        if forward_at < forward or backward_at + backward > len(first):
+            continue
+        if after is None or second[begin + forward].names == _renamed(after.names, 1, rename):
+            yield _Parts(forward_at, forward, backward_at, backward)
+
+
+def _num_equal(one: Sequence[Event], other: Sequence[Event]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a[:2] != b[:2]), min(len(one), len(other)))
+
+
+def _renamed(names: frozenset[str], later: int, rename: Rename) -> frozenset[str]:
+    return frozenset([rename(name, later) for name in names]) if later else names
+
+
+def _growth(
+    parts: _Parts, first: Sequence[Event], second: Sequence[Event], third: Sequence[Event]
+) -> dict[int, tuple[_Numbers, _Numbers]] | None:
+    """The growth of each event's bytes with each period that the model has more, and with each that it comes later.
+
+    None where they do not grow evenly.
+    """
+    passes = [
+        {origin: event.num_bytes for origin, event in zip(parts.origins(len(first), more), each, strict=True)}
+        for more, each in enumerate((first, second, third))
+    ]
+    growth: dict[int, tuple[_Numbers, _Numbers]] = {}
+    for place, event in enumerate(first):
+        is_between = parts.forward_at <= place < parts.backward_at  # those are as much later as the model has more
+        known = [found[place, more if is_between else 0] for more, found in enumerate(passes)]
+        if {len(each) for each in known} != {len(event.num_bytes)}:
+            return None
+        growth[place] = known[1] - known[0], np.zeros_like(event.num_bytes)
+        if (place, 1) in passes[1] and not is_between:
+            if len(passes[1][place, 1]) != len(event.num_bytes):
+                return None
+            growth[place] = growth[place][0], passes[1][place, 1] - known[1]
+    for (place, later), num_bytes in passes[2].items():
+        by_more, by_later = growth[place]
+        if not np.array_equal(num_bytes, first[place].num_bytes + 2 * by_more + later * by_later):
+            return None
+    return growth
+
+
+def _assembled(
+    parts: _Parts,
+    first: Sequence[Event],
+    growth: dict[int, tuple[_Numbers, _Numbers]],
+    rename: Rename,
+    periods: int,
+) -> Pass:
+    laters = np.arange(periods + 1, dtype=np.int64)[:, None]
+    most: list[list[int]] = []
+    for place, event in enumerate(first):
+        by_more, by_later = growth[place]
+        now = event.num_bytes + periods * by_more
+        rows = (now + laters * by_later) if by_later.any() else now[None]
+        most.append(rows.max(axis=1).tolist() if event.operation is not None else [])
+    accesses: list[Access] = []
+    gradients: list[tuple[int, str]] = []
+    for place, later in parts.origins(len(first), periods):
+        operation, names = first[place].operation, _renamed(first[place].names, later, rename)
+        if operation is None:
+            gradients += [(len(accesses), name) for name in names]
+        else:
+            accesses.append(Access(operation, names, most[place][min(later, len(most[place]) - 1)]))
+    return Pass(accesses, gradients)

@@ -1,0 +1,86 @@
+"""Ring attention in the place of a block's `scaled_dot_product_attention`.
+
+A block's call brings a rank's part of queries, keys and values, and the whole mask, which every rank has: models make
+masks before their blocks. So any mask is honoured that lies within the sequences and is not learnt; pieces of it in
+which nothing may be seen are skipped, as a causal one leaves them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atorch.errors import ArgumentError
+from atorch.runtime.context_parallel.load_balancing import Deal, Schedule, schedule
+from atorch.runtime.context_parallel.ring import Ring, attend_around, checked, plan_of
+from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts
+
+
+class _Last(NamedTuple):
+    mask: weakref.ref[Tensor]
+    seen: tuple[int, tuple[int, int]]  # in which version, for which lengths
+    meetings: Schedule
+
+
+class RingExchange:
+    """The exchange over the ranks of a group, each of which has the tokens that `Deal` gives it."""
+
+    def __init__(self, group: dist.ProcessGroup, *, load_balance: bool) -> None:
+        self._ring, self._deal = Ring(group), Deal(group.size(), load_balance)
+        self._last: _Last | None = None
+
+    def unfit(self, call: AttentionCall) -> str | None:
+        """Why a call that has all tokens cannot go around a ring, or None."""
+        query, key = call.query, call.key
+        if query.dim() not in (3, 4):
+            return f"its queries have {query.dim()} dims; a ring takes (batch, heads, tokens, width)"
+        if query.dim() == 4 and query.shape[1] % key.shape[1]:
+            return f"its {query.shape[1]} heads of queries are not shared out evenly over {key.shape[1]} of keys"
+        for what, tensor in (("queries", query), ("keys", key)):
+            if tensor.shape[-2] % self._deal.num_pieces:
+                return f"its {tensor.shape[-2]} {what} cannot be cut into {self._deal.num_pieces} equal pieces"
+        try:
+            checked(query, key, call.attn_mask, call.is_causal, 1)
+        except ArgumentError as error:
+            return str(error)
+        return None
+
+    def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
+        """This rank's rows; nothing is left to `attend`."""
+        query, key, value, mask = _as_autocast(call)
+        if query.dim() == 3:
+            query, key, value = query[None], key[None], value[None]
+        mask = checked(query, key, mask, call.is_causal, self._ring.size)
+        meetings = self._meetings(query.shape[-2], key.shape[-2], mask, call.is_causal)
+        out = attend_around(query, key, value, plan_of(self._ring, meetings, query, mask, call.scale, call.dropout_p))
+        return out if call.query.dim() == 4 else out[0]
+
+    def _meetings(self, num_queries: int, num_keys: int, mask: Tensor | None, is_causal: bool) -> Schedule:
+        """The schedule; of a mask that all blocks are given, values are looked at once."""
+        lengths = num_queries, num_keys
+        if mask is None:
+            return schedule(self._deal, self._ring.rank, *lengths, is_causal=is_causal)
+        last = self._last
+        if last is None or last.mask() is not mask or last.seen != (mask._version, lengths):
+            found = schedule(self._deal, self._ring.rank, *lengths, mask)
+            last = self._last = _Last(weakref.ref(mask), (mask._version, lengths), found)
+        return last.meetings
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingExchange:
+        return self  # a copy of the model lives on the same processes
+
+
+def _as_autocast(call: AttentionCall) -> list[Any]:
+    """Queries, keys, values and mask in the dtype that autocast would call the operation with."""
+    device = call.query.device.type
+    to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return [
+        each if to is None or each is None or each.dtype not in _CAST else each.to(to)
+        for each in (call.query, call.key, call.value, call.attn_mask)
+    ]

@@ -1,0 +1,1 @@
+"""Data of each process: loaders, streams, and batches in pieces."""

@@ -1,0 +1,386 @@
+"""The data of each process: a global batch is split evenly over the ranks that see different samples.
+
+`batch_size` is the global batch (strong scaling), so the same arguments give the same training on any number of
+processes: rank r of n takes every n-th sample of each global batch. A stream that can be divided before it is read is
+(`sharded_stream`): each rank then has batches of its own part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from atorch.distributed.rng import preserved_rng
+from atorch.errors import ArgumentError, near_miss, shown
+from atorch.runtime.data.sharded_stream import in_step, part_of
+
+LARGE = 2**24  # samples of a dataset whose indices torch's samplers would list, at 36 bytes each on every rank
+AT_ONCE = 2**16  # indices that are drawn, or computed, at once
+_LOADER_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
+
+
+class Loader(DataLoader[Any]):
+    """A DataLoader with `set_epoch`, which reshuffles whatever sampler draws its indices."""
+
+    was_read = False
+    """True once somebody began to."""
+    is_part = False
+    """True if it reads a part of a stream, which may end before others' do."""
+    group: dist.ProcessGroup | None = None
+    """Processes that stop together with this one; all of them must iterate."""
+
+    def __iter__(self) -> Any:
+        self.was_read = True
+        batches = super().__iter__()
+        return batches if self.group is None else in_step(batches, self.group)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of epoch `epoch`: the same on every run, another one each epoch."""
+        drawers: tuple[Any, ...] = (self.sampler, self.batch_sampler, self.dataset)
+        for drawer in drawers:
+            if hasattr(drawer, "set_epoch"):
+                drawer.set_epoch(epoch)
+
+
+class LargeSampler(DistributedSampler[Any]):
+    """DistributedSampler for datasets whose indices are too many to list: the order is computed, not stored."""
+
+    def __iter__(self) -> Iterator[int]:
+        num_all: int = len(self.dataset)  # type: ignore[arg-type]
+        order = Permutation(num_all, self.seed + self.epoch) if self.shuffle else None
+        for start in range(0, self.num_samples, AT_ONCE):
+            turns = np.arange(start, min(start + AT_ONCE, self.num_samples), dtype=np.int64)
+            places = (self.rank + self.num_replicas * turns) % num_all  # a rest starts again from the first
+            yield from (places if order is None else order(places)).tolist()
+
+
+class Permutation:
+    """A random order of `num` numbers, of which any part can be computed alone.
+
+    A Feistel network over the next even power of two, applied again where it leads out of the range (Black and Rogaway
+    2002, "Ciphers with Arbitrary Finite Domains"). Its rounds hash with the end of splitmix64 (Steele et al. 2014).
+    """
+
+    ROUNDS = 6
+
+    def __init__(self, num: int, seed: int) -> None:
+        self._num, self._half = num, np.uint64(max(1, -(-(num - 1).bit_length() // 2)))
+        self._keys = np.random.SeedSequence(seed).generate_state(self.ROUNDS, np.uint64)
+
+    def __call__(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The numbers at each of `places`."""
+        found = self._through(places.astype(np.uint64))
+        while len(outside := np.flatnonzero(found >= self._num)):
+            found[outside] = self._through(found[outside])
+        return found.astype(np.int64)
+
+    def _through(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        mask = (np.uint64(1) << self._half) - np.uint64(1)
+        left, right = numbers >> self._half, numbers & mask
+        for key in self._keys:
+            left, right = right, left ^ (_hashed(right ^ key) & mask)
+        return (left << self._half) | right
+
+
+def _hashed(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    hashed: np.ndarray[Any, Any] = numbers ^ (numbers >> np.uint64(31))
+    return hashed
+
+
+class RankSampler(Sampler[Any]):
+    """Rank `rank`'s share of what another sampler draws: every `size`-th index, the same number on each rank.
+
+    The inner sampler's random numbers are drawn from `seed + epoch`, so that all ranks see one order. A rest that does
+    not fill all ranks starts again from the first indices, as DistributedSampler does, or with `drop_last` is left out.
+    """
+
+    def __init__(self, sampler: Sampler[Any], rank: int, size: int, seed: int, drop_last: bool = False) -> None:
+        self.sampler, self.rank, self.size, self.seed, self.epoch = sampler, rank, size, seed, 0
+        self.drop_last = drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        first: list[Any] = []
+        indices = itertools.chain.from_iterable(_drawn(self.sampler, self.seed + self.epoch))
+        while group := list(itertools.islice(indices, self.size)):
+            first = first or group
+            if len(group) < self.size and self.drop_last:
+                return
+            yield (group + list(itertools.islice(itertools.cycle(first), self.size - len(group))))[self.rank]
+
+    def __len__(self) -> int:
+        num: int = len(self.sampler)  # type: ignore[arg-type]
+        return num // self.size if self.drop_last else -(-num // self.size)
+
+
+class RankBatches(Sampler[list[Any]]):
+    """Rank `rank`'s share of each global batch that a user's batch sampler draws."""
+
+    def __init__(self, batches: Sampler[list[Any]], rank: int, size: int, seed: int) -> None:
+        self.batches, self.rank, self.size, self.seed, self.epoch = batches, rank, size, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if hasattr(self.batches, "set_epoch"):
+            self.batches.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batches in _drawn(self.batches, self.seed + self.epoch):
+            for batch in batches:  # all of them first: an uneven last one should not end an epoch's work
+                if len(batch) % self.size:
+                    raise ArgumentError(_uneven(len(batch), self.size, "a batch of batch_sampler"))
+            for batch in batches:
+                yield batch[self.rank :: self.size]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
+    """The draws of `sampler`, from random numbers of Python, numpy or torch that are the same on every rank.
+
+    Many at once where it says how much that is; one that does not may have no end, and is drawn from as it is used.
+    """
+    at_once = AT_ONCE if _is_sized(sampler) else 1024
+    state, draws = None, iter(())
+    while True:
+        with preserved_rng():
+            if state is None:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.manual_seed(seed)
+                draws = iter(sampler)
+            else:
+                random.setstate(state[0])
+                np.random.set_state(state[1])
+                torch.set_rng_state(state[2])
+            chunk = list(itertools.islice(draws, at_once))
+            state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        if not chunk:
+            return
+        yield chunk
+
+
+def _is_sized(sampler: Sampler[Any]) -> bool:
+    """True if a sampler has a length; torch's BatchSampler has one if the sampler inside has."""
+    try:
+        len(sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+class RankStream(IterableDataset[Any]):
+    """Rank `rank`'s share of a stream: of every `size` samples, the one at its place; an uneven rest is left out."""
+
+    def __init__(self, stream: IterableDataset[Any], rank: int, size: int) -> None:
+        self.stream, self.rank, self.size = stream, rank, size
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.stream)
+        while len(group := list(itertools.islice(samples, self.size))) == self.size:
+            yield group[self.rank]
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    arguments: Mapping[str, Any],
+    rank: int,
+    size: int,
+    *,
+    sampler_cls: Callable[..., Sampler[Any]] | None = None,
+    seed: int = 0,
+    device_type: str = "cpu",
+) -> Loader:
+    """This rank's loader over its share of `dataset`.
+
+    Args:
+        arguments: DataLoader's own, where `batch_size` is the global batch; without one each rank draws one sample
+            at a time. None says that the dataset's samples are whole batches, which one process alone can take.
+            Never changed.
+        rank, size: this process's place among the ranks that see different samples.
+        sampler_cls: a class with DistributedSampler's interface, used instead of it.
+
+    Raises:
+        ArgumentError: an unknown argument, a batch that does not divide by `size`, a sampler that contradicts other
+            arguments, or a dataset without a full batch.
+    """
+    arguments = dict(arguments)
+    for name in arguments:
+        if name not in _LOADER_ARGUMENTS:
+            meant = "give it as dataset" if name == "dataset" else near_miss(str(name), _LOADER_ARGUMENTS)
+            raise ArgumentError(f"dataloader_args has {name!r}, which is no setting of a DataLoader; {meant}")
+    for name in ("shuffle", "drop_last", "persistent_workers"):
+        if not isinstance(arguments.get(name) or False, int):
+            raise ArgumentError(f"dataloader_args has {name} {arguments[name]!r}; it is True or False")
+    _check_order(dataset, arguments, sampler_cls)
+    arguments.setdefault("pin_memory", device_type == "cuda")
+    if arguments.get("batch_sampler") is not None:
+        batches = arguments["batch_sampler"]
+        arguments["batch_sampler"] = batches if size == 1 else RankBatches(batches, rank, size, seed)
+        return _made(dataset, arguments)
+    arguments["batch_size"] = _local_batch(arguments.get("batch_size", size), size)
+    if isinstance(dataset, IterableDataset):
+        return _of_stream(dataset, arguments, rank, size)
+    _need_a_batch(dataset, arguments, size)
+    arguments["sampler"] = _sampler(dataset, arguments, rank, size, sampler_cls, seed)
+    arguments.pop("shuffle", None)
+    return _made(dataset, arguments)
+
+
+def _of_stream(stream: IterableDataset[Any], arguments: dict[str, Any], rank: int, size: int) -> Loader:
+    part = None if size == 1 else part_of(stream, rank, size)
+    if part is None:
+        return _made(stream if size == 1 else RankStream(stream, rank, size), arguments)
+    made = _made(part, {**arguments, "drop_last": True})  # ranks' last batches would have different sizes
+    made.is_part = True
+    return made
+
+
+def _made(dataset: Dataset[Any], arguments: Mapping[str, Any]) -> Loader:
+    for name in ("collate_fn", "worker_init_fn"):
+        if arguments.get(name) is not None and not callable(arguments[name]):
+            raise ArgumentError(f"dataloader_args has {name} {shown(arguments[name])}, which cannot be called")
+    try:
+        return Loader(dataset, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"no DataLoader can be made with these dataloader_args: {error}") from error
+
+
+def shares_out(loader: object, rows: int) -> bool:
+    """True if a batch of so many rows comes of a loader of `make_loader` that gives every rank as many in each step."""
+    if not isinstance(loader, Loader) or not loader.was_read:
+        return False
+    if isinstance(loader.batch_sampler, RankBatches):
+        return True
+    streams = loader.is_part or isinstance(loader.dataset, RankStream)
+    shares = streams or isinstance(loader.sampler, (DistributedSampler, RankSampler))
+    return shares and rows == loader.batch_size  # what a collate_fn packs has other rows
+
+
+def _check_order(dataset: Any, arguments: Mapping[str, Any], sampler_cls: object) -> None:
+    """One thing decides the order of the samples."""
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ArgumentError(
+            f"dataset is a {type(dataset).__name__}; it needs __getitem__ and __len__, or to be an IterableDataset"
+        )
+    deciding = [name for name in ("sampler", "batch_sampler") if arguments.get(name) is not None]
+    if sampler_cls is not None and (deciding or is_stream):
+        other = deciding[0] if deciding else "an IterableDataset"
+        raise ArgumentError(f"distributed_sampler_cls is given beside {other}, and both decide the order; give one")
+    if deciding and arguments.get("shuffle"):
+        raise ArgumentError(
+            f"dataloader_args has both {deciding[0]} and shuffle; the sampler decides the order, leave shuffle out"
+        )
+
+
+def _local_batch(batch_size: Any, size: int) -> int | None:
+    if batch_size is None:
+        if size > 1:
+            raise ArgumentError(
+                "dataloader_args has batch_size None, so that the dataset's samples are whole batches, which cannot "
+                f"be split over {size} data-parallel processes; let the loader make batches of batch_size samples"
+            )
+        return None
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ArgumentError(
+            f"dataloader_args has batch_size {batch_size!r}; it is the number of samples of a global batch"
+        )
+    if batch_size % size:
+        raise ArgumentError(_uneven(batch_size, size, "batch_size"))
+    return batch_size // size
+
+
+def _uneven(num: int, size: int, what: str) -> str:
+    near = sorted({num // size * size, -(-num // size) * size} - {0})
+    fewer = ", or fewer processes" if num < size else ""
+    return (
+        f"{what} is {num}, the global batch, which does not divide over {size} data-parallel processes; "
+        f"use {' or '.join(map(str, near))}{fewer}"
+    )
+
+
+def _need_a_batch(dataset: Dataset[Any], arguments: Mapping[str, Any], size: int) -> None:
+    num_samples = len(dataset)  # type: ignore[arg-type]
+    needed = (arguments["batch_size"] or 1) * size if arguments.get("drop_last") else 1
+    if num_samples < needed:
+        raise ArgumentError(
+            f"the dataset has {num_samples} samples and the global batch is {needed}"
+            f"{' with drop_last' if arguments.get('drop_last') else ''}, so the loader would be empty; "
+            "use a smaller batch_size or more data"
+        )
+
+
+def _sampler(
+    dataset: Dataset[Any],
+    arguments: Mapping[str, Any],
+    rank: int,
+    size: int,
+    sampler_cls: Callable[..., Sampler[Any]] | None,
+    seed: int,
+) -> Sampler[Any]:
+    given, drop_last = arguments.get("sampler"), bool(arguments.get("drop_last"))
+    if given is None:
+        shuffle = bool(arguments.get("shuffle"))
+        if sampler_cls is not None:
+            made = sampler_cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)
+            if not hasattr(made, "__iter__"):
+                raise ArgumentError(f"distributed_sampler_cls returned {shown(made)}; it returns a sampler of indices")
+            return made
+        # Padded to fill all ranks, samples that no full batch takes might make one more.
+        kind = LargeSampler if len(dataset) > LARGE else DistributedSampler  # type: ignore[arg-type]
+        return kind(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    shares = getattr(given, "num_replicas", None)
+    if shares is None:
+        return given if size == 1 else RankSampler(given, rank, size, seed, drop_last)
+    if (shares, getattr(given, "rank", rank)) != (size, rank):
+        raise ArgumentError(
+            f"the sampler in dataloader_args is for rank {getattr(given, 'rank', rank)} of {shares}, but this process "
+            f"is {rank} of {size} that see different samples; leave sharing out to auto_accelerate: give the class as "
+            "distributed_sampler_cls"
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def to_device(data: Any, device: torch.device | str) -> Any:
+    """`data` with every tensor in nested dicts, lists, tuples and dataclass-like mappings moved to `device`."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=torch.device(device).type != "cpu")  # what is on the host is read at once
+    if isinstance(data, Mapping):
+        moved = {key: to_device(value, device) for key, value in data.items()}
+        return moved if type(data) is dict else _like(data, moved)
+    if hasattr(data, "to") and callable(data.to):  # also of a PackedSequence, a tuple whose lengths stay on the CPU
+        return data.to(device)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(item, device) for item in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(to_device(item, device) for item in data)
+    return data
+
+
+def _like(data: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """A mapping of `data`'s class where that can be made of a dict (transformers' BatchEncoding can), else a dict."""
+    try:
+        return type(data)(moved)  # type: ignore[call-arg]
+    except TypeError:
+        return moved

@@ -1,0 +1,345 @@
+"""ZeRO-1: every rank steps its own share of the parameters and sends the result to the others.
+
+Where the optimizer is known to step every element by itself, parameters are cut wherever equal shares need it
+(`sliced_buckets.py`): a rank steps flat slices of them. Any other may look at whole matrices, for which parameters stay
+whole, as those do that are not laid out plainly: they are dealt out, the largest first, each to the rank with fewest
+bytes. A rank makes its optimizer over its share alone: only there do momentum, variance and fp32 copies exist.
+
+Memory: optimizer bytes / ranks; of whole parameters as even as these allow. Communication per step: every updated
+parameter once, slices gathered by all, whole ones sent by their owners, in flat buckets. Why not torch's
+ZeroRedundancyOptimizer: it refuses parameters of several dtypes, deals out whole ones, sends tensor by tensor and the
+frozen ones too, and has no state dict before a gathering call.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from atorch.distributed.collectives import agreed, meet, together
+from atorch.distributed.fingerprints import Facts, described_optimizer, described_parameters
+from atorch.errors import ArgumentError, CheckpointError
+from atorch.model.pytree import map_tensors
+from atorch.runtime.data_parallel.buckets import broadcast
+from atorch.runtime.data_parallel.flat_shards import follow, gradient_values, lend_gradient, origin, slice_of
+from atorch.runtime.data_parallel.shard_buckets import can_cut, gather, sliced_buckets
+from atorch.runtime.data_parallel.zero1_state import SLICES, merged, sliced
+from atorch.runtime.optimizer.shardability_probe import MakeOptimizer, makes_elementwise, tensor_of
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+
+
+def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank that each item belongs to: the largest first, each to the least loaded rank, the lower rank on a tie."""
+    loads = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
+class ShardedOptimizer(WrappedOptimizer):
+    """An optimizer whose state is spread over the ranks of a group. Gradients must be equal on all of them.
+
+    Every rank shows all parameter groups whole, as plain training does, so that schedulers, clipping and
+    torch.distributed.checkpoint work as ever. The groups are the inner optimizer's own, which hold this rank's share
+    only while that one works. `state` has an entry for every parameter once a step was taken: of one that is cut
+    this rank's slice, laid flat, and an empty one of those that others have.
+
+    Args:
+        groups: parameters, named parameters or groups of either, of the whole model; the same on all ranks.
+        make_optimizer: makes the inner optimizer from such.
+        group: the ranks to spread over, which all make it together.
+        is_agreed: the ranks are known to make it alike; else they compare parameters and settings.
+
+    Raises:
+        ArgumentError: the ranks differ, or it could not be made on one; on all of them.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Any],
+        make_optimizer: MakeOptimizer,
+        group: dist.ProcessGroup,
+        *,
+        is_agreed: bool = False,
+    ) -> None:
+        def made() -> Optimizer:
+            return self._inner_of(list(groups), make_optimizer, group)
+
+        super().__init__(made() if is_agreed else agreed("ShardedOptimizer", dict, made, self._facts, group))
+
+    def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
+        """Facts that must be equal on all ranks."""
+        settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
+        return {"settings": settings, "parameters": params}
+
+    def _inner_of(self, given: list[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> Optimizer:
+        """The optimizer of this rank's share, which shows the whole."""
+        grouped = bool(given) and isinstance(given[0], dict)
+        whole = [{**part, "params": _listed(part["params"])} for part in (given if grouped else [{"params": given}])]
+        self._group = group
+        self._params = [tensor_of(entry) for part in whole for entry in part["params"]]
+        self._deal_out(makes_elementwise(make_optimizer, whole))
+        stepped = self._pieces | {param: param for param in self._shares[group.rank()][1]}
+        share = [
+            {**part, "params": [_put(e, stepped) for e in part["params"] if tensor_of(e) in stepped]} for part in whole
+        ]
+        # Who takes bare parameters gets bare parameters; but only a group can say that there are none.
+        bare = not grouped and share[0]["params"]
+        inner = make_optimizer(share[0]["params"] if bare else share)
+        self._mine = [_held(part) for part in inner.param_groups]
+        self._whole = [_listing(part["params"]) for part in whole]
+        index_of = {param: index for index, param in enumerate(self._params)}
+        self._indices = [index_of[origin(each)[0]] for part in inner.param_groups for each in part["params"]]
+        _show(inner, self._whole)
+        self._states: defaultdict[Tensor, Any] = defaultdict(dict)
+        return inner
+
+    def _deal_out(self, is_elementwise: bool) -> None:
+        """Choose the parameters that are cut, and deal out all of them over the ranks."""
+        num_ranks, mine = self._group.size(), self._group.rank()
+        params = dict.fromkeys(self._params)
+        self._trained = {param for param in params if param.requires_grad}
+        self._buckets = sliced_buckets(filter(can_cut, params), num_ranks) if is_elementwise and num_ranks > 1 else []
+        cut = {param for bucket in self._buckets for param in bucket.params}
+        whole = [param for param in params if param not in cut]
+        dealt = list(zip(whole, deal_out([_bytes_to_train(param) for param in whole], num_ranks), strict=True))
+        self._shares = [(rank, [param for param, owner in dealt if owner == rank]) for rank in range(num_ranks)]
+        self._pieces: dict[Tensor, Tensor] = {}  # of what is cut, what the inner optimizer has: a slice, or the whole
+        for param, where in (each for bucket in self._buckets for each in bucket.held(mine)):
+            self._pieces[param] = param if where == slice(0, param.numel()) else slice_of(param, where)
+        self._slices = [piece for param, piece in self._pieces.items() if piece is not param]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only what the inner optimizer has: the parameters have been dealt out.
+
+        Raises:
+            ArgumentError: a new group.
+        """
+        if not any(param_group is known for known in self.inner.param_groups):
+            raise ArgumentError(
+                "a parameter group was added to an optimizer that is spread over processes; give all groups when it "
+                "is made (optim_param_func)"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, also of those that other ranks step."""
+        for param in self._params:
+            if param.grad is not None:
+                if set_to_none:
+                    param.grad = None
+                else:
+                    param.grad.detach().zero_()  # not in place: it may lie in a bucket that is reduced
+
+    def step(self, closure: Any = None) -> Any:
+        """Step this rank's share, then send it to the others and receive theirs.
+
+        Raises:
+            ArgumentError: the closure is no function.
+        """
+        self._check(closure)
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._lend_gradients()
+            return loss
+
+        with self._share_shown():
+            self._lend_gradients()
+            result = self.inner.step(evaluated) if closure is not None else self.inner.step()
+        for piece in self._slices:
+            piece.grad = None
+        # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
+        self._trained.update(param for param in self._params if param.requires_grad)
+        self._send(self._trained)
+        self._note_states(self._params)
+        return result
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def work() -> Any:
+            with self._share_shown():
+                self._lend_gradients()
+                return super(ShardedOptimizer, self)._call(method, *args, **kwargs)
+
+        result = together(work, self._group)
+        for piece in self._slices:
+            piece.grad = None
+        self._send(set(self._params))
+        self._note_states(())
+        return result
+
+    def _send(self, params: set[Tensor]) -> None:
+        shares = ((rank, [param for param in share if param in params]) for rank, share in self._shares)
+        broadcast(shares, self._group)
+        gather((bucket for bucket in self._buckets if not params.isdisjoint(bucket.params)), self._group)
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Gradients of this rank's share: each is read on one rank, but for sparse ones that several have slices of."""
+        with self._share_shown():
+            found = list(super().gradients())
+        yield from found
+        yield from (values for piece in self._slices if (values := gradient_values(piece)) is not None)
+
+    def _lend_gradients(self) -> None:
+        for piece in self._slices:
+            lend_gradient(piece)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's state, as plain training has it, in host memory. All ranks must call it together.
+
+        Raises:
+            ArgumentError: some did not, and are named.
+        """
+        meet("optimizer.state_dict()", self._group)
+        shares: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(shares, _on_host(self.local_state_dict()), group=self._group)
+        return merged(shares, self._params)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The state of this rank's share, under the whole model's parameter indices. No communication."""
+        with self._share_shown():
+            inner = self.inner.state_dict()
+        state = {self._index(local): value for local, value in inner["state"].items()}
+        groups = [{**part, "params": [self._index(i) for i in part["params"]]} for part in inner["param_groups"]]
+        return {**inner, "state": state, "param_groups": groups, SLICES: self._held_slices()}
+
+    def _held_slices(self) -> dict[int, tuple[int, int]]:
+        """Elements, by index, of the parameters of which this rank has a slice."""
+        index_of = {param: index for index, param in enumerate(self._params)}
+        return {index_of[param]: (where.start, where.stop) for param, where in map(origin, self._slices) if where}
+
+    def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
+        """The whole optimizer's state on rank `to_rank` of the group, None on the others. All ranks must call it."""
+        meet("optimizer.full_state_dict()", self._group)
+        shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
+        dist.gather_object(_on_host(self.local_state_dict()), shares, group=self._group, group_dst=to_rank)
+        return None if shares is None else merged(shares, self._params)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the whole optimizer's state, or this rank's share of it.
+
+        Raises:
+            CheckpointError: parameters of this rank's share are not among those that the state speaks of.
+        """
+        saved = [part["params"] for part in state_dict["param_groups"]]
+        if [len(params) for params in saved] == [len(part["params"]) for part in self._whole]:
+            names = [name for params in saved for name in params]  # in the groups' order, whatever they are called
+        else:
+            known = {index for params in saved for index in params}
+            names = [index if index in known else None for index in range(len(self._params))]
+        missing = [index for index in self._indices if names[index] is None]
+        slices, mine = state_dict.get(SLICES, {}), self._held_slices()
+        of_others = [index for index in self._indices if index in slices and tuple(slices[index]) != mine.get(index)]
+        if missing or of_others:
+            raise CheckpointError(
+                f"the optimizer state lacks parameters {[*missing, *of_others][:5]} of this rank's share, or has other "
+                "parts of them: it is another rank's, or was written on another number of ranks; load the whole state "
+                "(state_dict, which all ranks call)"
+            )
+        saved_state, own = state_dict["state"], {k: v for k, v in state_dict.items() if k != SLICES}
+        state = {
+            local: self._part(saved_state[names[index]], index, index in slices)
+            for local, index in enumerate(self._indices)
+            if names[index] in saved_state
+        }
+        with self._share_shown():
+            groups, start = [], 0
+            for part, given in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
+                names_of = {"param_names": part["param_names"]} if "param_names" in part else {}
+                groups.append({**given, **names_of, "params": list(range(start, start + len(part["params"])))})
+                start += len(part["params"])
+            self.inner.load_state_dict({**own, "state": state, "param_groups": groups})
+            self._mine = [_held(part) for part in self.inner.param_groups]
+        self._states.clear()
+        self._share()
+        self._note_states(self._params if saved_state else ())
+
+    def _part(self, entry: Any, index: int, is_slice: bool) -> Any:
+        """This rank's part of the saved state of a parameter."""
+        param = self._params[index]
+        _, where = origin(self._pieces.get(param, param))
+        return entry if is_slice or where is None else sliced(entry, param, where)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The states by the whole model's parameters."""
+        return self._states
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._states = state
+
+    def _share(self) -> None:
+        super()._share()
+        self._note_states(())
+
+    def _note_states(self, params: Iterable[Tensor]) -> None:
+        """Show the states that the inner optimizer has now, and entries for `params`, as a step has been taken.
+
+        Whether there are any is then the same on all ranks, which torch.distributed.checkpoint goes by.
+        """
+        self._states.update({param: {} for param in params if param not in self._states})
+        self._states.update({origin(each)[0]: state for each, state in self.inner.state.items()})
+
+    def _follow_states(self) -> None:
+        """Let the inner optimizer lose the states that users took out of `state`, and have those that they put in."""
+        for each in list(self.inner.state):
+            state = self._states.get(origin(each)[0])
+            if state:
+                self.inner.state[each] = state
+            else:
+                del self.inner.state[each]
+
+    @contextmanager
+    def _share_shown(self) -> Iterator[None]:
+        self._follow_states()
+        for piece in self._slices:
+            follow(piece)
+        _show(self.inner, self._mine)
+        try:
+            yield
+        finally:
+            _show(self.inner, self._whole)
+
+    def _index(self, local: Any) -> Any:
+        return self._indices[local] if isinstance(local, int) else local
+
+
+def _show(optimizer: Optimizer, parts: Sequence[dict[str, Any]]) -> None:
+    for group, part in zip(optimizer.param_groups, parts, strict=True):
+        group.update(part)
+
+
+def _held(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(group[key]) for key in ("params", "param_names") if key in group}
+
+
+def _listing(entries: list[Any]) -> dict[str, Any]:
+    """The same of entries that may be `(name, parameter)`."""
+    names = [entry[0] for entry in entries if isinstance(entry, tuple)]
+    return {"params": [tensor_of(entry) for entry in entries], **({"param_names": names} if names else {})}
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    moved: dict[str, Any] = map_tensors(Tensor.cpu, state)
+    return moved
+
+
+def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:
+    """An entry with what is stepped in the parameter's place."""
+    return (entry[0], stepped[entry[1]]) if isinstance(entry, tuple) else stepped[entry]
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _bytes_to_train(param: Tensor) -> int:
+    return param.numel() * param.element_size() if param.requires_grad else 0

@@ -1,0 +1,230 @@
+"""FSDP2's collectives of one model, each told to a `CollectiveOrder` before it is issued.
+
+What a reduction is made of depends on which parameters of a group have a gradient on this rank. Hooks note that, and
+the ranks compare it where backward ends. With `find_unused_parameters` FSDP2 puts zeros where a gradient is missing;
+what no rank has used gets back the None that an optimizer skips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from atorch.distributed.local_collectives import is_alone
+from atorch.errors import ArgumentError
+from atorch.runtime.data_parallel.collective_order import (
+    BACKWARD_ENDS,
+    FORWARD_ENDS,
+    REDUCES,
+    CollectiveOrder,
+    Step,
+    gather_zeros,
+    reduce_zeros,
+)
+from atorch.runtime.fsdp.module_state import groups_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: bool = False) -> Passes | None:
+    """Let the ranks of `mesh` hold each other to one order of collectives; None where there is nobody else.
+
+    `root` and modules in it are sharded by `fully_shard` over `mesh`.
+    """
+    order = CollectiveOrder.of([mesh.get_group(axis) for axis in range(mesh.ndim)], mesh.device_type)
+    passes = None if order is None else Passes(root, order, find_unused_parameters)
+    vars(root)[PASSES] = passes
+    return passes
+
+
+def passes_of(root: nn.Module) -> Passes | None:
+    """The passes that `keep_order` made for this model, if any."""
+    found: Passes | None = vars(root).get(PASSES)
+    return found
+
+
+PASSES = "_atorch_passes"
+
+
+class Passes:
+    """The passes through one sharded model: where they begin and end, and what they used."""
+
+    def __init__(self, root: nn.Module, order: CollectiveOrder, find_unused_parameters: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self._order, self._finds_unused = order, find_unused_parameters
+        self._backward = -1  # the backward pass whose end this waits for
+        self._sharded: list[Any] = []  # FSDP2's parameters, in the model's order
+        self._used, self._watched = bytearray(), bytearray()
+        self._reduces = False  # this backward pass
+        self._without: list[int] = []  # those that had no gradient before the reductions
+        seen: set[int] = set()
+        for name, module in root.named_modules():
+            if isinstance(module, FSDPModule):
+                for group in groups_of(module):
+                    if id(group) not in seen:
+                        seen.add(id(group))
+                        self._follow(name or "the root", module, group)
+        self._used, self._watched = bytearray(len(self._sharded)), bytearray(len(self._sharded))
+        if find_unused_parameters and isinstance(root, FSDPModule):
+            if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.11
+                raise ArgumentError(
+                    f"find_unused_parameters=True is beyond the FSDP2 of torch {torch.__version__}: it leaves out what "
+                    "has no gradient. Use a later torch, or zero1, or let all ranks use the same parameters"
+                )
+            root.set_reduce_scatter_unused_params(True)
+        root.register_forward_pre_hook(self._begin_forward, prepend=True)
+        root.register_forward_hook(self._end_of_forward)
+
+    def come_to(self, step: Step, stand_in: Callable[[], list[Any]]) -> None:
+        """Before a collective; in backward, see to it that its end is compared."""
+        if is_alone():
+            return
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._backward):
+            self._backward = task
+            # Behind FSDP2's own, which issues what is left.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        self._order.come_to(step, stand_in)
+
+    def meet(self, step: Step, flag: bool = False) -> bool:
+        """Come to a step between passes; whether any rank has set `flag`."""
+        return self._order.come_to(step, flag=flag)
+
+    def fail(self, why: str) -> None:
+        """This rank's pass has failed: let it fail on all ranks."""
+        self._order.fail(why)
+
+    def forget(self) -> None:
+        """After a pass that failed: what was used in it."""
+        self._used[:], self._reduces, self._backward = bytes(len(self._used)), False, -1
+
+    def before_reduction(self) -> None:
+        """Note, before the first of a backward pass, which parameters have no gradient yet."""
+        if is_alone():
+            return
+        if self._finds_unused and not self._reduces:
+            self._without = [i for i, each in enumerate(self._sharded) if each.sharded_param.grad is None]
+        self._reduces = True
+
+    def before_average(self, name: str, gradient: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Before the gradient of a parameter that is not sharded is averaged."""
+        step = Step("average", name, gradient.numel(), _is_in_backward())
+        self.come_to(step, partial(_sum_zeros, gradient.shape, gradient.dtype, gradient.device, groups))
+
+    def _follow(self, name: str, module: Any, group: Any) -> None:
+        module.set_custom_all_gather(_AllGather(self, name))
+        module.set_custom_reduce_scatter(_ReduceScatter(self, name, group))
+        numbers = range(len(self._sharded), len(self._sharded) + len(group.fsdp_params))
+        self._sharded += group.fsdp_params
+        handles: list[Any] = []
+
+        def watch(*_: Any) -> None:
+            missing = [number for number in numbers if not self._watched[number] and not self._watch(number)]
+            if not missing:
+                for handle in handles:
+                    handle.remove()
+
+        # Behind FSDP2's own: the gathered parameters, which gradients are accumulated in, are first made there.
+        handles += [each.register_forward_pre_hook(watch) for each in group.modules]
+
+    def _watch(self, number: int) -> bool:
+        gathered = vars(self._sharded[number]).get("_unsharded_param")
+        if gathered is None or not gathered.requires_grad:
+            return False
+
+        used = self._used
+
+        def note(_: Tensor) -> None:  # reaches no parameter: it would keep it alive (`weak_method`)
+            if not is_alone():
+                used[number] = 1
+
+        gathered.register_post_accumulate_grad_hook(note)
+        self._watched[number] = 1
+        return True
+
+    def begin(self, what: Step) -> None:
+        if not torch.compiler.is_compiling():
+            self._order.come_to(what._replace(in_backward=_is_in_backward()))
+
+    def end_without_gradients(self) -> None:
+        """A pass ends that no backward follows."""
+        if not torch.compiler.is_compiling() and not self._order.is_at_end:
+            self._order.come_to(FORWARD_ENDS)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self.begin(Step("begins a pass" if torch.is_grad_enabled() else "begins a pass without gradients"))
+
+    def _end_of_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.end_without_gradients()
+
+    def _end_of_backward(self) -> None:
+        self._backward = -1
+        if self._order.is_at_end:
+            return
+        used = bytes(self._used)
+        missing = [number for number, watched in enumerate(self._watched) if watched and not used[number]]
+        if not self._finds_unused:
+            self._order.come_to(BACKWARD_ENDS, note=self._told(missing))
+        elif self._order.come_to(BACKWARD_ENDS, flag=bool(missing)) and self._reduces:
+            anywhere = self._order.any_of(used)
+            for number in self._without:
+                if self._watched[number] and not anywhere[number]:
+                    self._sharded[number].sharded_param.grad = None
+        if self._reduces:  # else gradients are added up for a later pass, and so is what was used
+            self._used[:], self._reduces = bytes(len(used)), False
+
+    def _told(self, missing: Sequence[int]) -> str:
+        names = ", ".join(str(self._sharded[number]._param_fqn) for number in missing)
+        return f"without a gradient for {names}" if names else ""
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class _AllGather(DefaultAllGather):
+    def __init__(self, passes: Passes, name: str) -> None:
+        self._passes, self._name = passes, name
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        step = Step("gathers", self._name, output_tensor.numel(), _is_in_backward())
+        like = output_tensor.numel(), input_tensor.numel(), input_tensor.dtype, input_tensor.device
+        self._passes.come_to(step, partial(gather_zeros, *like, group))
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    def __init__(self, passes: Passes, name: str, group: Any) -> None:
+        self._passes, self._name, self._group = passes, name, group
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        self._passes.before_reduction()
+        like = output_tensor.numel(), input_tensor.numel(), input_tensor.dtype, input_tensor.device
+        replicas = self._group._all_reduce_process_group if self._group._is_hsdp else None
+        with_replicas = replicas if self._group.all_reduce_grads else None
+        in_backward = _is_in_backward()
+        # A pipeline reduces behind its backward passes.
+        step = Step(REDUCES, self._name, input_tensor.numel(), in_backward, is_compared=not in_backward)
+        self._passes.come_to(step, partial(reduce_zeros, *like, group, op, with_replicas))
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def _sum_zeros(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, groups: Sequence[dist.ProcessGroup]
+) -> list[Any]:
+    return [
+        dist.all_reduce(torch.zeros(shape, dtype=dtype, device=device), group=each, async_op=True) for each in groups
+    ]

@@ -1,0 +1,151 @@
+"""Groups of modules gathered together under FSDP: by block, by size, by what is frozen, by what is tied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from atorch.model.structure import repeated_blocks
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called, so that nothing would gather what they hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules that are gathered, freed and reduced together."""
+
+    modules: tuple[nn.Module, ...]
+    keep: bool = False  # gathered from forward until backward is through
+
+
+def by_block(root: nn.Module) -> list[Group]:
+    """The repeated blocks (where nothing repeats: modules of an eighth of the model), embeddings, and the head.
+
+    Embeddings and head stay gathered until backward is through, as the root does, since models also use their weights
+    directly; the embedding's backward needs no second all-gather then, and the head's comes at once.
+    """
+    blocks = list(repeated_blocks(root).values()) or by_size(root, sum(p.numel() for p in root.parameters()) // 8)
+    inside = {module for block in blocks for module in block.modules()}
+    return [*(Group((block,)) for block in blocks), *_embeddings(root, inside), *_head(root, inside)]
+
+
+def _embeddings(root: nn.Module, inside: set[nn.Module]) -> list[Group]:
+    """Embeddings of one parent, such as token and position embeddings, together."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    siblings = (
+        tuple(child for child in parent.children() if isinstance(child, tables) and child not in inside)
+        for parent in root.modules()
+    )
+    return [Group(modules, keep=True) for modules in siblings if modules]
+
+
+def _head(root: nn.Module, inside: set[nn.Module]) -> list[Group]:
+    """The largest linear layer outside the blocks."""
+    outside = [module for module in root.modules() if isinstance(module, nn.Linear) and module not in inside]
+    largest = max(outside, key=lambda linear: linear.weight.numel(), default=None)
+    return [] if largest is None else [Group((largest,), keep=True)]
+
+
+def by_size(root: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """The smallest modules below the root that hold at least `min_num_params` elements outside other such modules."""
+    units: list[nn.Module] = []
+    seen: set[Tensor] = set()
+
+    def left(module: nn.Module) -> int:
+        # MultiheadAttention reads the weights of its own children without calling them.
+        closed = isinstance(module, nn.MultiheadAttention)
+        own = set(module.parameters(recurse=closed)) - seen
+        seen.update(own)
+        num = sum(p.numel() for p in own) + (0 if closed else sum(left(child) for child in module.children()))
+        if module is root or num < min_num_params or not num or isinstance(module, CONTAINERS):
+            return num
+        units.append(module)
+        return 0
+
+    left(root)
+    return units
+
+
+def without_trainable(groups: Iterable[Group]) -> list[Group]:
+    """The groups with the modules that train taken out, so that these go to the root as one group.
+
+    A module that itself holds frozen parameters stays whole where it is: a module is in one group only.
+    """
+    narrowed = (
+        Group(tuple(part for module in group.modules for part in _frozen(module)), group.keep) for group in groups
+    )
+    return [group for group in narrowed if group.modules]
+
+
+def _frozen(module: nn.Module) -> list[nn.Module]:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return [module] if next(module.parameters(), None) is not None else []
+    if not all(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        return [module]
+    return [part for child in module.children() for part in _frozen(child)]
+
+
+def arrange(root: nn.Module, groups: Iterable[Group]) -> list[Group]:
+    """The groups as they can be sharded: children before parents, and each parameter in one group alone.
+
+    Groups joined by a tied parameter become one, with the module outside all groups that shares it, if any. Where
+    that module is the root or holds other groups, they are left to the root instead.
+    """
+    asked = [
+        Group(tuple(m for m in group.modules if m is not root and next(m.parameters(), None) is not None), group.keep)
+        for group in groups
+    ]
+    cluster: dict[nn.Module, set[nn.Module]] = {}
+    for group in asked:
+        _join(cluster, group.modules)
+    chosen, known = set(cluster), 0
+    # Whoever joins may share more with others: a head that is tied to an embedding shares its bias with its parent.
+    while len(cluster) > known:
+        known = len(cluster)
+        for holders in _holders(root, set(cluster)).values():
+            if len(holders) > 1 and not holders.isdisjoint(cluster):
+                _join(cluster, holders)
+    depth = {module: name.count(".") for name, module in root.named_modules()}
+    depth[root] = -1
+    order = {module: index for index, module in enumerate(root.modules())}
+    left_to_root = _ancestors(root, chosen) - chosen
+    kept = {module for group in asked if group.keep for module in group.modules}
+    made = [members for members in {id(c): c for c in cluster.values()}.values() if left_to_root.isdisjoint(members)]
+    made.sort(key=lambda members: -max(depth[module] for module in members))
+    return [Group(tuple(sorted(members, key=order.__getitem__)), not kept.isdisjoint(members)) for members in made]
+
+
+def _join(cluster: dict[nn.Module, set[nn.Module]], modules: Iterable[nn.Module]) -> None:
+    joined = {member for module in modules for member in cluster.get(module, {module})}
+    cluster.update(dict.fromkeys(joined, joined))
+
+
+def _holders(root: nn.Module, units: set[nn.Module]) -> dict[Tensor, set[nn.Module]]:
+    """The units that hold each parameter, and the modules outside all units that do."""
+    holders: dict[Tensor, set[nn.Module]] = {}
+    visited: set[tuple[nn.Module, nn.Module | None]] = set()
+
+    def visit(module: nn.Module, unit: nn.Module | None) -> None:
+        unit = module if module in units else unit
+        if (module, unit) in visited:
+            return
+        visited.add((module, unit))
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(unit or module)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(root, None)
+    return holders
+
+
+def _ancestors(root: nn.Module, units: set[nn.Module]) -> set[nn.Module]:
+    above: set[nn.Module] = set()
+    for name, module in root.named_modules(remove_duplicate=False):
+        if module in units:
+            path: Sequence[str] = name.split(".")
+            above.update(root.get_submodule(".".join(path[:length])) for length in range(len(path)))
+    return above | {root}

@@ -1,0 +1,138 @@
+"""A whole model's values into an accelerated one: the way back of `whole_state`, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import together
+from atorch.errors import ArgumentError
+from atorch.files.access import AnyPath
+from atorch.model.meta_device import first_names, put
+from atorch.runtime.tensor_parallel.layout.model_layout import rows_of
+
+if TYPE_CHECKING:
+    from atorch.runtime.tensor_parallel.layout.layout import Rows
+
+
+@torch.no_grad()
+def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, strict: bool = True) -> None:
+    """Let an accelerated model have the values of a whole one, of which each process keeps its part.
+
+    All processes call it together, under any strategy but DeepSpeed's backends.
+
+    Args:
+        model: as `auto_accelerate` returned it.
+        state: plain whole tensors by name; or a safetensors file, or a folder of such files, of which one tensor is
+            read at a time. Of tied parameters it needs one.
+        strict: refuse names that the model does not have, and those that are missing.
+
+    Raises:
+        ArgumentError: names or shapes are not the model's; on all processes, and nothing was written.
+    """
+    binding = getattr(model, "_atorch", None)
+    if binding is None:
+        raise ArgumentError(
+            f"load_whole_state was given a {type(model).__name__}; give the model that auto_accelerate returned. One "
+            "that is not accelerated yet has load_state_dict"
+        )
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if callable(reshard):  # FSDP2's: what is written to a gathered copy is lost
+            reshard()
+    rows = {} if binding.layout is None else binding.layout.rows
+    with ExitStack() as opened:
+        source = together(lambda: opened.enter_context(_opened(state)))
+        for target, names in together(lambda: _chosen(model, source, rows, strict)):
+            value, cut = source[names[0]], rows_of(names, rows)
+            part = value if cut is None else cut.take(value, binding.mesh.rank("tensor"))
+            (binding.write_value or put)(target, part)
+
+
+class _Files(Mapping[str, Tensor]):
+    """Tensors in safetensors files, read when they are asked for."""
+
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        self._files = files  # by the name of a tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+
+@contextmanager
+def _opened(state: Mapping[str, Tensor] | AnyPath) -> Iterator[Mapping[str, Tensor]]:
+    if isinstance(state, Mapping):
+        yield state
+        return
+    path = Path(state)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(each.is_file() for each in files):
+        raise ArgumentError(
+            f"load_whole_state was given {str(path)!r}; give a state dict, a safetensors file or a folder of such files"
+        )
+    with ExitStack() as opened:
+        tensors: dict[str, Any] = {}
+        for each in files:
+            try:
+                file = opened.enter_context(safe_open(each, framework="pt"))
+            except SafetensorError as error:
+                raise ArgumentError(f"{each} is no safetensors file: {error}") from None
+            tensors.update(dict.fromkeys(file.keys(), file))
+        yield _Files(tensors)
+
+
+def _chosen(
+    model: nn.Module, source: Mapping[str, Tensor], rows: Mapping[str, Rows], strict: bool
+) -> list[tuple[Tensor, list[str]]]:
+    """The model's tensors that the source has, and their names, one that is in the source first."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(id(tensor), (tensor, []))[1].append(f"{path}.{name}" if path else name)
+    known = {name for _, names in found.values() for name in names} | set(getattr(model, "state_names", ()))
+    lacking = {
+        "lacks": [names[0] for _, names in found.values() if not any(name in source for name in names)],
+        "has": [name for name in source if name not in known],
+    }
+    if strict and any(lacking.values()):
+        told = " and ".join(f"{what} {first_names(names)}" for what, names in lacking.items() if names)
+        raise ArgumentError(
+            f"the state for {type(model).__name__} {told}, other than the model; give that of the same model, or "
+            "strict=False to load what both have"
+        )
+    chosen = []
+    for tensor, names in found.values():
+        there = sorted(names, key=lambda name: name not in source)
+        if there[0] in source:
+            _need_shape(there[0], source, tensor, rows_of(names, rows))
+            chosen.append((tensor, there))
+    return chosen
+
+
+def _need_shape(name: str, source: Mapping[str, Tensor], target: Tensor, rows: Rows | None) -> None:
+    expected = list(target.shape)
+    if rows is not None and not hasattr(target, "placements"):
+        expected[rows.dim] = rows.num_met
+    given = source.shape_of(name) if isinstance(source, _Files) else tuple(source[name].shape)
+    if given != tuple(expected):
+        raise ArgumentError(
+            f"the state has {name} of shape {given}, and the whole model's is {tuple(expected)}; give the state of the "
+            "same model, whole tensors of it"
+        )

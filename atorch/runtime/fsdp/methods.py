@@ -1,0 +1,117 @@
+"""Methods of a sharded model that do not go through its `forward`, or walk its parameters while they are gathered.
+
+While FSDP2 has a module gathered, its parameters are other tensors than those that the optimizer has: `zero_grad` and
+`requires_grad_` would reach the former alone. And `generate` of a model within the root, as peft's models call it,
+would compute with parameters of the root that nothing has gathered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from atorch.runtime.data_parallel.collective_order import Step
+from atorch.runtime.fsdp.module_state import drop_unsharded_gradient, groups_of
+
+if TYPE_CHECKING:
+    from atorch.runtime.fsdp.collectives import Passes
+
+GENERATES = Step("begins to generate")
+
+
+def keep_methods(root: nn.Module, passes: Passes | None) -> None:
+    """Let `zero_grad`, `requires_grad_` and `generate` of a sharded model's modules mean what they mean for plain ones.
+
+    passes: what compares the processes' passes; None on a single process.
+    """
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+    sharded: list[Any] = []
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            sharded += [each for group in groups_of(module) for each in group.fsdp_params]
+    sharded = list(dict.fromkeys(sharded))
+    run = _Gathered(root, passes)
+    each: Any
+    for each in root.modules():
+        for name, method in (("zero_grad", _zero_grad), ("requires_grad_", _requires_grad)):
+            setattr(each, name, partial(method, each, getattr(each, name), sharded))
+        if callable(getattr(type(each), "generate", None)):
+            each.generate = run.generating(each.generate, several=passes is not None)
+    root._run_gathered = run.call  # type: ignore[assignment]
+    register_fsdp_forward_method(root, "_run_gathered")
+
+
+def _zero_grad(module: nn.Module, inner: Callable[..., Any], sharded: list[Any], set_to_none: bool = True) -> None:
+    inner(set_to_none)
+    for each in _inside(module, sharded):
+        drop_unsharded_gradient(each)
+        gradient = each.sharded_param.grad
+        if gradient is not None and set_to_none:
+            each.sharded_param.grad = None
+        elif gradient is not None:
+            gradient.detach_().zero_()
+
+
+def _requires_grad(
+    module: nn.Module, inner: Callable[..., Any], sharded: list[Any], requires_grad: bool = True
+) -> nn.Module:
+    inner(requires_grad)
+    for each in _inside(module, sharded):
+        each.sharded_param.requires_grad_(requires_grad)
+    return module
+
+
+def _inside(module: nn.Module, sharded: list[Any]) -> list[Any]:
+    inside = set(module.modules())
+    places = [(each, each._module_info) for each in sharded]
+    return [each for each, place in places if not inside.isdisjoint((place.module, *place.shared_modules))]
+
+
+class _Gathered:
+    """Runs what is not the root's `forward` with the root's parameters gathered."""
+
+    def __init__(self, root: nn.Module, passes: Passes | None) -> None:
+        self._root, self._passes, self._inside = root, passes, False
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `method`: FSDP2 takes this for the root's forward."""
+        return method(*args, **kwargs)
+
+    def generating(self, method: Callable[..., Any], *, several: bool) -> Callable[..., Any]:
+        """`method`, in which processes that are done with their own batch go on until all are."""
+        accepts = "synced_gpus" in inspect.signature(method).parameters
+
+        @wraps(method)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if accepts and several and kwargs.get("synced_gpus") is None:
+                kwargs["synced_gpus"] = True
+            if self._inside:
+                return method(*args, **kwargs)
+            self._inside = True
+            try:
+                return self._generate(method, args, kwargs)
+            finally:
+                self._inside = False
+
+        return generate
+
+    def _generate(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch.distributed.fsdp import FSDPModule
+
+        if self._passes is not None:
+            self._passes.begin(GENERATES)
+        output = self._root._run_gathered(method, *args, **kwargs)  # type: ignore[operator]
+        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+            for module in self._root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            if self._passes is not None:
+                self._passes.end_without_gradients()
+        return output

@@ -1,0 +1,349 @@
+"""Fully sharded data parallelism on torch's `fully_shard`: parameters, gradients, optimizer states spread over a mesh.
+
+What is gathered and freed as one is a *group*. Blocks are groups; embeddings and head are groups of their own, because
+the root's parameters stay gathered and its gradients whole until backward ends, and those two would be most of them.
+
+Memory: (parameters + gradients + optimizer states) / shards, plus one or two gathered groups. Communication per step:
+all-gather of the parameters in forward and again in backward, reduce-scatter of the gradients; with replicas
+(hybrid sharding) an all-reduce of the gradient shards on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import agreed
+from atorch.distributed.fingerprints import Facts, described_call
+from atorch.errors import ArgumentError
+from atorch.logs import logger
+from atorch.model.deferred_init import InitialValues, give_values
+from atorch.model.meta_device import give_memory, has_meta, unfilled
+from atorch.runtime.data_parallel.buckets import broadcast
+from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.module_state import end_forward, is_gathered, versions
+from atorch.runtime.gradients.backward_targets import has_users_hooks
+from atorch.runtime.gradients.no_double_backward import refuse_transforms
+from atorch.runtime.gradients.weak_method import weakly
+from atorch.runtime.memory.offload import within
+from atorch.runtime.optimizer.wrapped_optimizer import local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from atorch.runtime.fsdp.collectives import Passes
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    groups: Sequence[Group],
+    *,
+    ignored: Iterable[nn.Parameter] = (),
+    mp_policy: MixedPrecisionPolicy | None = None,
+    root_mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    offload: float = 0.0,
+    forward_prefetch: bool = False,
+    sync_module_states: bool = True,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    fills_meta: bool = True,
+    find_unused_parameters: bool = False,
+    is_agreed: bool = False,
+) -> list[nn.Parameter]:
+    """Shard `module` in place over `mesh`: one axis of shards, or two, replicas × shards.
+
+    A forward pass without gradients leaves everything sharded, so that no gathered copy outlives an optimizer step, but
+    for what a pass before it has kept for a backward that has not come yet.
+
+    Args:
+        groups: what is gathered together, children before parents (`fsdp_groups.arrange`); the root takes the rest.
+        ignored: parameters that stay whole on every rank; their gradients are averaged over the mesh. Scalars
+            and empty ones always are, since they cannot be split.
+        mp_policy: dtypes of the gathered parameters and of the reduction.
+        root_mp_policy: the root's, where it differs.
+        reshard_after_forward: free gathered parameters after forward (True), keep them for backward (False), or
+            keep them spread over this many ranks (int). None: free those of all groups that are not marked `keep`.
+        offload: keep shards, gradients and optimizer states in host memory, at most of so much of the parameters:
+            whole groups, in their order and the root's last, each that still fits.
+        forward_prefetch: issue the next group's all-gather before a group's forward, for models bound by the host.
+        sync_module_states: start from rank 0's values. Off, each rank contributes its own shard of its own values.
+        param_init_fn: fills a module whose parameters are on the meta device, in place of its `reset_parameters`; it
+            sees them whole, one module after the other (`initial_values`).
+        fills_meta: off, such parameters get memory alone, and the caller fills it.
+        find_unused_parameters: ranks may leave different parameters of a group unused. Off, that is refused, as are
+            modules that not all ranks run, or not in one order, in any case (`collective_order`).
+        is_agreed: the ranks are known to call this alike; else they compare models and arguments.
+
+    Returns:
+        The parameters that wait in host memory.
+
+    Raises:
+        ArgumentError: a parameter on the meta device that nothing fills, or a parameter with a hook on its gradient,
+            which torch's would never call; from the next forward pass, if it is registered later. The ranks gave
+            different models or arguments: on all of them, with the models as they were.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    from atorch.runtime.fsdp.collectives import keep_order
+    from atorch.runtime.fsdp.methods import keep_methods
+    from atorch.runtime.fsdp.plain_factories import make_plain_tensors, refuse_replaced
+    from atorch.runtime.fsdp.sharded_access import stand_for_sharded
+
+    device = _device(mesh)
+    whole = {*ignored, *(each for each in module.parameters() if not (each.dim() and each.numel()))}
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    policies = _policies(module, groups, mp_policy, root_mp_policy or mp_policy)
+    whole |= _of_other_dtypes(_owned([group for group, _ in policies], whole))
+    if is_agreed:
+        _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
+    else:
+        _check_together(
+            module,
+            mesh,
+            groups,
+            whole,
+            mp_policy=mp_policy,
+            root_mp_policy=root_mp_policy,
+            reshard_after_forward=reshard_after_forward,
+            offload=offload,
+            forward_prefetch=forward_prefetch,
+            sync_module_states=sync_module_states,
+            param_init_fn=param_init_fn,
+            fills_meta=fills_meta,
+            find_unused_parameters=find_unused_parameters,
+        )
+    initial = InitialValues(module, param_init_fn) if fills_meta and has_meta([module]) else None
+    whole = _real(module, whole, device)
+    _make_contiguous(each for each in module.named_parameters() if each[1] not in whole)
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
+    owned = _owned([group for group, _ in policies], whole)
+    before = dict(module.named_parameters())
+    away = within(offload, [sum(o.get_parameter(name).numel() for o, name in each) for each in owned])
+    for (group, policy), is_away in zip(policies, away, strict=True):
+        if sync_module_states:
+            _equalize(_unsharded(group.modules), mesh, device)
+        target: Any = list(group.modules) if len(group.modules) > 1 else group.modules[0]
+        reshard = False if reshard_after_forward is None and group.keep else reshard_after_forward
+        where = CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_away else OffloadPolicy()
+        fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
+    passes = keep_order(module, mesh, find_unused_parameters=find_unused_parameters)
+    keep_methods(module, passes)
+    _keep_whole(module, whole, device, mesh, passes)
+    waiting = [place for places, is_away in zip(owned, away, strict=True) if is_away for place in places]
+    on_host = {owner.get_parameter(name) for owner, name in waiting}
+    give_memory([module], lambda each: unfilled(each, torch.device("cpu") if each in on_host else device))
+    if forward_prefetch:
+        _prefetch_in_order(module, groups)
+    refuse_replaced(module, before)
+    make_plain_tensors(module, passes)
+    _reshard_without_gradients(module)
+    stand_for_sharded(module)
+    _refuse_later_hooks(module, whole)
+    if initial is not None:
+        give_values(initial, [module], device)
+    return [owner.get_parameter(name) for owner, name in waiting]
+
+
+def _check_together(
+    module: nn.Module, mesh: DeviceMesh, groups: Sequence[Group], whole: Collection[Tensor], **options: Any
+) -> None:
+    """Raise on all ranks of the mesh where they call `shard` with other arguments, or gradients of one have hooks."""
+    name_of = {each: name for name, each in module.named_modules()}
+    names = [([name_of.get(each, "") for each in group.modules], group.keep) for group in groups]
+    ignored = [name for name, each in module.named_parameters() if each in whole]
+
+    def given() -> Mapping[str, Facts]:
+        return described_call(module, groups=names, ignored=ignored, **options)
+
+    def check() -> None:
+        _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
+
+    for axis in range(mesh.ndim):  # who fails along one axis fails along the next, and so all do
+        check = partial(agreed, "shard", given, check, group=mesh.get_group(axis))
+    check()
+
+
+def _make_contiguous(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Lay parameters out by rows, which shards are made of; convolutions may be faster otherwise, which is told."""
+    turned = []
+    for name, parameter in parameters:
+        if not (parameter.is_meta or parameter.is_contiguous()):
+            parameter.data = parameter.detach().contiguous()
+            turned += [name] if parameter.dim() > 3 else []
+    if turned:
+        logger.warning(
+            "sharded parameters lie in memory by rows; %d of convolutions, such as %s, lose their memory format, "
+            "and steps may take longer", len(turned), turned[0],
+        )  # fmt: skip
+
+
+def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool = True) -> None:
+    """Raise for hooks on gradients: those of shards are reduced and put there without a call of them."""
+    for name, parameter in parameters:
+        # What runs once a gradient has been accumulated is called with shards, but is lost with what they replace.
+        if has_users_hooks(parameter, accumulated=before):
+            raise ArgumentError(
+                f"{name} has a hook on its gradient, which would never be called: gradients are reduced to shards. "
+                "Change gradients between backward() and step(), or by a module's register_full_backward_hook; "
+                "register_post_accumulate_grad_hook on the accelerated model's parameters is called with shards"
+            )
+
+
+def _refuse_later_hooks(module: nn.Module, whole: Collection[Tensor]) -> None:
+    sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
+    module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
+    module.register_forward_pre_hook(refuse_transforms, prepend=True)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _real(module: nn.Module, parameters: Collection[nn.Parameter], device: torch.device) -> set[nn.Parameter]:
+    """The parameters, and what stands in the place of those on the meta device."""
+    made: Mapping[Any, Any] = give_memory([module], lambda each: unfilled(each, device), parameters)
+    return {made.get(each, each) for each in parameters}
+
+
+def _policies(
+    module: nn.Module, groups: Sequence[Group], policy: MixedPrecisionPolicy, root_policy: MixedPrecisionPolicy
+) -> list[tuple[Group, MixedPrecisionPolicy]]:
+    """Groups that are sharded as one, in order, and the dtypes of each: the root comes last."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policies = [(group, policy) for group in groups] + [(Group((module,)), root_policy)]
+    if policy.param_dtype is None:
+        return policies
+    whole_precision = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype)
+    return [(group, whole_precision) for group in _batch_norms(module, groups)] + policies
+
+
+def _batch_norms(module: nn.Module, groups: Sequence[Group]) -> list[Group]:
+    """Groups of their own for normalizations with running statistics, whose kernels take no 16-bit weights beside."""
+    taken = {id(each) for group in groups for each in group.modules}
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = [each for each in module.modules() if isinstance(each, kind) and each.affine]
+    return [Group((each,)) for each in norms if id(each) not in taken and each is not module]
+
+
+def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules and all below them that no inner group has taken."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            yield module
+            yield from _unsharded(module.children())
+
+
+def _owned(groups: Iterable[Group], left_out: Iterable[Tensor]) -> list[list[tuple[nn.Module, str]]]:
+    """Parameters of each group below its modules that no group before it has: a module and a name there."""
+    seen, owned = set(left_out), []
+    for group in groups:
+        mine = []
+        for module in (inner for each in group.modules for inner in each.modules()):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in seen:
+                    seen.add(parameter)
+                    mine.append((module, name))
+        owned.append(mine)
+    return owned
+
+
+def _of_other_dtypes(owned: Iterable[Iterable[tuple[nn.Module, str]]]) -> set[nn.Parameter]:
+    """Trainable parameters in another dtype than most of their group: FSDP2 reduces gradients of one dtype together."""
+    others: set[nn.Parameter] = set()
+    for places in owned:
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in (owner.get_parameter(name) for owner, name in places):
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        *fewer, _ = sorted(by_dtype.values(), key=lambda same: sum(each.nbytes for each in same)) or [[]]
+        others.update(*fewer)
+    return others
+
+
+def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
+    """Rank 0's parameters and buffers on every rank of the mesh, moved to the device on the way."""
+    found: dict[Tensor, None] = {}
+    for module in modules:
+        found.update(dict.fromkeys((*module.parameters(recurse=False), *module.buffers(recurse=False))))
+    tensors = []
+    for tensor in found:
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+            tensors.append(local(tensor.detach()))
+    for axis in range(mesh.ndim):
+        if tensors and mesh.size(axis) > 1:
+            broadcast([(0, tensors)], mesh.get_group(axis))
+
+
+def _keep_whole(
+    module: nn.Module, whole: Iterable[Tensor], device: torch.device, mesh: DeviceMesh, passes: Passes | None
+) -> None:
+    """Move to the device what is not sharded, and average its gradients."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_averager(mesh, passes, names.get(parameter, "")))
+
+
+def _averager(mesh: DeviceMesh, passes: Passes | None, name: str) -> Callable[[Tensor], None]:
+    # Averaging what has accumulated is right after every backward: the part that was averaged before stays as it is.
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    size, before = mesh.size(), None if passes is None else weakly(passes.before_average)
+
+    def average(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            gradient = local(parameter.grad)  # of a part, where it is split over another mesh
+            if before is not None:
+                before(name, gradient, groups)
+            for group in groups:
+                dist.all_reduce(gradient, group=group)
+            gradient /= size
+
+    return average
+
+
+def _prefetch_in_order(root: nn.Module, groups: Sequence[Group]) -> None:
+    order = {module: index for index, module in enumerate(root.modules())}
+    leaders: list[Any] = sorted((group.modules[0] for group in groups), key=order.__getitem__)
+    for leader, following in pairwise(leaders):
+        leader.set_modules_to_forward_prefetch([following])
+
+
+def _reshard_without_gradients(root: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    waiting: list[nn.Module] = []
+    kept: dict[nn.Module, list[int]] = {}
+
+    def begin(*_: Any) -> None:
+        for module, before in kept.items():
+            if is_gathered(module) and versions(module) != before:  # no backward came, and a step was taken
+                end_forward(module)
+        kept.clear()
+        if not torch.is_grad_enabled():
+            waiting[:] = [module for module in sharded if is_gathered(module)]
+
+    def end(*_: Any) -> None:
+        # What is kept waits for a backward that will not come; the next step would compute with stale parameters.
+        if not torch.is_grad_enabled():
+            for module in sharded:
+                end_forward(module, keep=module in waiting)
+        kept.update((module, versions(module)) for module in sharded if is_gathered(module))
+
+    root.register_forward_pre_hook(begin, prepend=True)
+    root.register_forward_hook(end)

@@ -1,0 +1,1 @@
+"""Gradients: norms and clipping over processes, guards, and samples for comparison."""

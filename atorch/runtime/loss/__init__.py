@@ -1,0 +1,1 @@
+"""Losses: their value, how they reduce over samples, and losses of logits that are never whole."""

@@ -1,0 +1,177 @@
+"""Losses of lazy logits: one number a row, by torch's own functions on a chunk's logits.
+
+A loss that is one number of all rows has its gradients taken with it, so that logits are computed once. In fp16 a loss
+scale has to come before gradients are made, which would vanish without it; there, and where every row has a gradient of
+its own, backward computes each chunk's logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from atorch.runtime.loss.lazy_gradient import LazyGradient, Like
+from atorch.runtime.loss.logit_chunks import Gradients, Needs, Product, Reading, add_gradients, numbers
+from atorch.runtime.tensor_parallel.split_loss import are_classes_of
+
+
+def _loss(
+    func: Callable[..., Tensor],
+    logits: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`F.cross_entropy` or `F.nll_loss` of targets that are classes."""
+    if not (size_average is None and reduce is None and reduction in ("mean", "sum", "none")):
+        return NotImplemented
+    if not are_classes_of(logits, logits._axis, target, weight):
+        return NotImplemented
+    flat = target.reshape(-1)
+    more = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
+
+    def number(chunk: Tensor, part: slice) -> Tensor:
+        return func(chunk, flat[part], weight, ignore_index=ignore_index, reduction="none", **more)
+
+    reading = _reading(logits, number)
+    if reduction == "none":
+        return _each(logits, reading).view(target.shape)
+    divisor = _divisor(flat, weight, ignore_index) if reduction == "mean" else None
+    if _takes_gradients(logits) and logits._head.product.dtype != torch.float16:
+        return _Total.apply(logits, reading, divisor)  # type: ignore[no-untyped-call]
+    return _divided(_each(logits, reading), divisor)
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Of a mean over classes that count, as `F.cross_entropy` takes it."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0.0).sum()
+
+
+def _logsumexp(logits: Any, dim: int, keepdim: bool = False) -> Any:
+    if not isinstance(dim, int) or dim % logits.dim() != logits._axis:
+        return NotImplemented
+    found = _each(logits, _reading(logits, lambda chunk, _: chunk.logsumexp(-1)))
+    return _shaped(logits, found, keepdim)
+
+
+def _argmax(logits: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    if not isinstance(dim, int) or dim % logits.dim() != logits._axis:
+        return NotImplemented
+    found = numbers(logits._head.read(), _reading(logits, lambda chunk, _: chunk.argmax(-1)))
+    return _shaped(logits, found, keepdim)
+
+
+def _gather(logits: Any, dim: int, index: Tensor) -> Any:
+    """One logit of each row."""
+    sizes = [1 if place == logits._axis else size for place, size in enumerate(logits.shape)]
+    if dim % logits.dim() != logits._axis or list(index.shape) != sizes:
+        return NotImplemented
+    flat = index.reshape(-1, 1)
+    found = _each(logits, _reading(logits, lambda chunk, part: chunk.gather(-1, flat[part]).squeeze(-1)))
+    return _shaped(logits, found, keepdim=True)
+
+
+def _shaped(logits: Any, found: Tensor, keepdim: bool) -> Tensor:
+    sizes = list(logits.shape)
+    sizes[logits._axis : logits._axis + 1] = [1] if keepdim else []
+    return found.view(sizes)
+
+
+NUMBERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    F.cross_entropy: partial(_loss, F.cross_entropy),
+    F.nll_loss: partial(_loss, F.nll_loss),
+    **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), _logsumexp),
+    **dict.fromkeys((torch.argmax, Tensor.argmax), _argmax),
+    **dict.fromkeys((torch.gather, Tensor.gather), _gather),
+}
+"""Functions that take one number of each row: lazy logits and the rest of the arguments → result."""
+
+
+def _reading(logits: Any, number: Callable[[Tensor, slice], Tensor]) -> Reading:
+    """The number of each row of `logits`, under the autocast of now."""
+    kind, ops = logits.device.type, logits._ops
+    is_autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def of_product(chunk: Tensor, part: slice) -> Tensor:
+        for op in ops:
+            chunk = op(chunk)
+        with torch.autocast(kind, dtype, enabled=is_autocast):
+            return number(chunk, part)
+
+    return Reading(logits._rows.select(logits._axis, 0).reshape(-1), of_product)
+
+
+def _takes_gradients(logits: Any) -> bool:
+    return bool(logits.requires_grad and torch.is_grad_enabled())
+
+
+def _each(logits: Any, reading: Reading) -> Tensor:
+    found: Tensor = _Each.apply(logits, reading)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Each(torch.autograd.Function):
+    """A number of each row, whose gradients take each chunk's logits once more."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, reading: Reading) -> Tensor:
+        ctx.like, ctx.reading = Like.of(logits), reading
+        return numbers(logits._head.read(), reading)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        reading = ctx.reading
+
+        def again(product: Product, needs: Needs, into: Gradients | None) -> Gradients:
+            into = into or Gradients(product, needs)
+            add_gradients(product, reading, grad, into)
+            return into
+
+        return LazyGradient(ctx.like, (again,)), None
+
+
+class _Total(torch.autograd.Function):
+    """The sum of all rows' numbers, over `divisor`, with the gradients taken at once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, reading: Reading, divisor: Tensor | None) -> Tensor:
+        product = logits._head.read()
+        ctx.gradients, ctx.divisor, ctx.like = Gradients(product, logits._head.needs), divisor, Like.of(logits)
+        return _divided(add_gradients(product, reading, None, ctx.gradients), divisor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.divisor is not None:  # where no row counts, none has a gradient, though the loss is no number
+            grad = torch.where(ctx.divisor == 0, 0.0, grad / ctx.divisor)
+        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        known: Gradients = ctx.gradients
+        if is_last:
+            ctx.gradients = None
+
+        def given(product: Product, needs: Needs, into: Gradients | None) -> Gradients:
+            if into is None and is_last:
+                return known.scaled_(grad)
+            into = into or Gradients(product, needs)
+            return into.plus_(known, grad)
+
+        return LazyGradient(ctx.like, (given,)), None, None
+
+
+def _divided(found: Tensor, divisor: Tensor | None) -> Tensor:
+    total = found.sum(dtype=torch.promote_types(found.dtype, torch.float32))
+    return (total if divisor is None else total / divisor).to(found.dtype)

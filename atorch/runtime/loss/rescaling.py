@@ -1,0 +1,309 @@
+"""Weights of the losses of processes that see other samples, so that training is that of the whole batch.
+
+    loss_func = RankWeighted(model, loss_func, group)
+    loss = loss_func(batch, model(batch))        # the user's own loss
+    loss.backward()                              # its gradient times weight · ranks
+
+Gradients are averaged over ranks. For a mean over rows, of which every rank has as many, that is right as it is. A sum
+would come out too small by the number of ranks, and a mean over labels would give those of a rank with few the same
+say as those of a rank with many. How the losses of parts make the loss of the whole is a `LossWeight`, which the first
+call finds out from the loss of a few rows and of others, of the same output where the loss takes no more than that,
+else by running the model on them without gradient. What no rule explains is told once, and averaged.
+
+    rows, and every rank has as many     nothing is done, and nothing sent
+    sum                                  gradients times the number of ranks; nothing is sent
+    else                                 8 bytes a step, or a few more while several rules hold on all that was seen
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, MutableSet, Sequence, Set
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import nobody_else
+from atorch.errors import StrategyError
+from atorch.logs import OF_THIS_RANK, logger
+from atorch.model.pytree import tensors_in
+from atorch.runtime.data.batch_split import shared_rows
+from atorch.runtime.loss.loss_value import LossFunc, value_of, with_value
+from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes, sums
+from atorch.runtime.loss.reduction_probe import Calls, Look, kind_of, losses_of
+
+T = TypeVar("T")
+
+KINDS = 32
+"""Kinds of batches that rules are found out for."""
+
+
+DOUBTED: Set[int] = frozenset(2**power for power in range(8))
+"""Losses, of those after a rule was found, that are held to it."""
+
+
+class Share(NamedTuple):
+    """The factor of gradients of this process's loss."""
+
+    factor: Callable[[], float]  # all ranks must ask together, or none
+    is_plain: bool = False  # it is 1
+    is_empty: bool = False  # nothing here counts
+
+
+PLAIN = Share(lambda: 1.0, is_plain=True)
+
+
+class RankWeight:
+    """The weight of this rank's loss times the number of ranks, batch by batch.
+
+    rule: how losses of parts make that of the whole. group: the ranks that see different samples. equal_rows: asked
+    once, with the rows of this rank, whether every rank gets as many in each step. told: what was said already.
+    """
+
+    def __init__(
+        self,
+        rule: LossWeight,
+        group: dist.ProcessGroup,
+        equal_rows: Callable[[int], bool] = lambda rows: False,
+        told: MutableSet[str] | None = None,
+    ) -> None:
+        self.rule = rule
+        self._group, self._size, self._rank = group, group.size(), group.rank()
+        self._equal_rows, self._told = equal_rows, set() if told is None else told
+        self._constant: float | None = None
+        self._is_settled, self._wanted, self._closed = False, 0, 0
+        self.last = 1.0
+        """The factor of the last loss's gradients, once backward ran."""
+        self.is_explained = True
+        """True if a rule explains the loss, as far as it was looked at."""
+
+    def share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
+        """This rank's share of a batch, of which it has `rows` rows. All ranks must ask together.
+
+        look: drops the rules that do not explain the loss, by `LossWeight.check`.
+        """
+        self.last = 1.0
+        share = self._share(batch, rows, look)
+        return share if share.is_plain else share._replace(factor=lambda: self._noted(share.factor()))
+
+    def _noted(self, factor: float) -> float:
+        self.last = factor
+        return factor
+
+    def _share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
+        if not self._is_settled:
+            self._settle(batch, rows, look)
+            self._is_settled = True
+        if self._constant is not None:
+            constant = self._constant
+            return PLAIN if constant == 1.0 else Share(lambda: constant)
+        if nobody_else():
+            return Share(self._pretended)
+        if self.rule.rules == ("rows",):
+            return Share(lambda: self._by_rows(rows))
+        counts = self.rule.counts(batch, rows)
+        if len(counts) == 1:
+            return Share(lambda: _factor(counts[0], sums(counts, self._group)[0], self._size), is_empty=not counts[0])
+        factor = self._while_open(batch, rows, counts, look)
+        return PLAIN if factor == 1.0 else Share(lambda: factor, is_empty=factor == 0.0)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if averaging is right in every step."""
+        return self._constant == 1.0
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the model will not have to run again to tell what its loss is made of."""
+        return self._is_settled and (self._constant is not None or len(self.rule.rules or ()) == 1)
+
+    def doubt(self, look: Look) -> None:
+        """Say so where a later loss is not what the rule makes: a first batch of one class tells nothing of weights."""
+        self._closed += 1
+        is_due = self._closed in DOUBTED and self.is_explained and not (self.rule.is_named or nobody_else())
+        if is_due and not look.holds():
+            self.is_explained = False
+            logger.warning("%s", look.failure("a later batch shows that no rule explains it"), extra=OF_THIS_RANK)
+
+    def give_up(self, why: StrategyError) -> None:
+        """Average from now on, as torch does, and say so once."""
+        self._constant, self._is_settled, self.is_explained = 1.0, True, False
+        if dist.get_rank() == 0 and "loss" not in self._told:
+            self._told.add("loss")
+            logger.warning("%s", why)
+
+    def _settle(self, batch: Any, rows: int, look: Callable[[], None]) -> None:
+        """Settle whether one factor holds for all steps."""
+        if not self.rule.is_checked and not nobody_else():
+            try:
+                look()
+            except StrategyError as error:
+                self.give_up(error)
+                return
+        rules = self.rule.candidates(batch)
+        if nobody_else():
+            rules = likely(self.rule, batch)
+        self.rule.keep(rules)
+        if rules == ("sum",) and not self.rule.is_named and isinstance(look, Look):
+            look.need_no_count()
+        self._close(batch, rows)
+
+    def _close(self, batch: Any, rows: int) -> None:
+        """Settle what the rules that are left come to, where that is one factor."""
+        rules = self.rule.rules or ()
+        if rules == ("sum",):
+            self._constant = float(self._size)
+        elif nobody_else():
+            self._constant = 1.0 if rules == ("rows",) else None
+        elif "rows" in rules:
+            self._without_classes(batch, rows, rules)
+
+    def _without_classes(self, batch: Any, rows: int, rules: tuple[Rule, ...]) -> None:
+        """Leave out labels that are one a row and all count: a mean over them is one over rows."""
+        kept = tuple(rule for rule in rules if rule != "labels" or not self.rule.is_one_a_row(batch))
+        labelled = self.rule.counts(batch, rows)[rules.index("labels")] if kept != rules else rows
+        if not any_processes([labelled != rows], self._group)[0]:
+            self.rule.keep(kept)
+
+    def _by_rows(self, rows: int) -> float:
+        """The factor of a mean over rows; none any more once all ranks read equal batches."""
+        table = self._table([float(rows), float(self._equal_rows(rows))])
+        if bool((table[:, 0] == rows).all() and table[:, 1].all()):
+            self._constant = 1.0
+        return _factor(float(rows), float(table[:, 0].sum()), self._size)
+
+    def _while_open(self, batch: Any, rows: int, counts: Sequence[float], look: Callable[[], None]) -> float:
+        """The factor of several rules that were all right so far; where they differ, the losses are looked at again."""
+        factors, before = self._factors(counts), math.inf
+        if not _agree(factors):
+            self._wanted += 1
+        # The 1st, 2nd, 4th, … time; again where a look has left fewer rules, which differ still.
+        while not _agree(factors) and len(counts) < before and self._wanted & (self._wanted - 1) == 0:
+            before = len(counts)
+            try:
+                look()
+            except StrategyError as error:
+                self.give_up(error)
+                return 1.0
+            counts = self.rule.counts(batch, rows)
+            factors = self._factors(counts)
+        if len(counts) == 1:
+            self._close(batch, rows)
+        return float(factors[self._rank, 0]) if self.rule.is_told else 1.0
+
+    def _factors(self, counts: Sequence[float]) -> Tensor:
+        """(ranks, rules): what each rank's gradient is multiplied by under each rule."""
+        table = self._table(counts)
+        total = table.sum(0)
+        factors = torch.where(total != 0, table * self._size / total, 1.0)
+        rules = self.rule.rules or ()
+        if "sum" in rules:
+            factors[:, rules.index("sum")] = self._size
+        return factors
+
+    def _pretended(self) -> float:
+        """Send what is sent where the other ranks are fake ones; no figure."""
+        dist.all_reduce(torch.zeros(self._size, len(self.rule.rules or ()), dtype=torch.float64), group=self._group)
+        return 1.0
+
+    def _table(self, values: Sequence[float]) -> Tensor:
+        """(ranks, values): those of every rank."""
+        table = [0.0] * (self._size * len(values))
+        table[self._rank * len(values) : (self._rank + 1) * len(values)] = values
+        return torch.tensor(sums(table, self._group), dtype=torch.float64).reshape(self._size, len(values))
+
+
+def _agree(factors: Tensor) -> bool:
+    return bool((factors == factors[:, :1]).all())
+
+
+def likely(rule: LossWeight, batch: Any) -> tuple[Rule, ...]:
+    """The rules that hold where a mean explains the loss and all labels count, as on batches without values."""
+    rules = rule.candidates(batch)
+    rules = tuple(each for each in rules if each != "sum") or rules
+    return tuple(each for each in rules if each != "labels" or "rows" not in rules or not rule.is_one_a_row(batch))
+
+
+def num_counts(rule: Rule, batch: Any) -> int:
+    """Figures that each rank tells the others in a step on batches like this one, whose labels all count."""
+    rules = likely(LossWeight(rule), batch)
+    return 0 if rules in (("rows",), ("sum",)) else len(rules)
+
+
+def _factor(own: float, total: float, size: int) -> float:
+    return own * size / total if total else 1.0
+
+
+class RankWeighted:
+    """A loss function whose gradients average to those of the whole batch; its loss is the user's own.
+
+    model: which gives the outputs. make: a `RankWeight`; each kind of batch, by what it is made of, has one of its own.
+    """
+
+    def __init__(self, model: nn.Module, loss_func: LossFunc, make: Callable[[], RankWeight]) -> None:
+        self._loss_func, self._make = loss_func, make
+        self._weights: dict[Any, RankWeight] = {}
+        self._calls, self._run = Calls.of_model(model), losses_of(model, loss_func)
+
+    def __call__(self, batch: Any, output: Any) -> Any:
+        """The loss, as the user's function returns it."""
+        loss = self._loss_func(batch, output)
+        value = value_of(loss)
+        if not (torch.is_grad_enabled() and value.requires_grad):
+            return loss
+        weight = by_kind(self._weights, (kind_of(batch), self._calls.kind), self._make)
+        look = Look(weight.rule, self._run, batch, value, output=output, call=self._calls.of(output))
+        if weight.is_closed:
+            weight.doubt(look)
+        if weight.is_plain:
+            return loss
+        share = weight.share(batch, shared_rows(batch) or 1, look)
+        if all(each.is_closed for each in self._weights.values()):
+            self._calls.forget([of_call for _, of_call in self._weights])
+        if share.is_plain:
+            return loss
+        if share.is_empty and not bool(torch.isfinite(value)):
+            value = without_gradient(value, output)
+        return with_value(loss, _multiplied(value, share.factor))
+
+
+def by_kind(known: dict[Any, T], kind: Any, make: Callable[[], T]) -> T:
+    """The known value for this kind of data; made where it is the first of its kind."""
+    if kind not in known and len(known) == KINDS:
+        kind = next(iter(known))
+    return known[kind] if kind in known else known.setdefault(kind, make())
+
+
+def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:
+    """`value`, whose gradient is multiplied by what `factor` says once backward runs."""
+    known: list[float] = []
+
+    def multiply(gradient: Tensor) -> Tensor:
+        if not known:
+            known.append(factor())
+        return gradient * known[0]
+
+    alias = value.view_as(value)  # a hook on the user's own tensor would stay with it
+    alias.register_hook(multiply)
+    return alias
+
+
+def without_gradient(value: Tensor, output: Any) -> Tensor:
+    """`value`, whose backward gives `output` gradients of 0: where nothing counts, 0/0 would not do so."""
+    leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
+    # A scalar may be the loss that the model has computed.
+    chosen = [leaf for leaf in leaves if leaf.dim() > 0] or leaves
+    return _Nothing.apply(value.detach(), *chosen) if chosen else value  # type: ignore[no-untyped-call]
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.shapes = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.zeros(size, dtype=dtype, device=device) for size, dtype, device in ctx.shapes)

@@ -1,0 +1,1 @@
+"""Less device memory: recomputation, micro-batches, and states or activations on the host."""

@@ -1,0 +1,204 @@
+"""An output that is computed later, and gradients that are handed over later.
+
+Where a step runs in pieces (micro-batches, pipeline stages), forward and backward of the pieces alternate, and both
+happen inside the loss function: only there are batch, inputs and loss all known. So the model returns a Deferred, the
+loss function runs the pieces with the gradients kept apart, and `loss.backward()` deposits them in `.grad`, times the
+gradient that arrives. So accumulating over calls, `loss / n` and clipping mean what they always mean.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from atorch.errors import ArgumentError
+from atorch.model.pytree import map_tensors
+from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.gradients.backward_targets import can_be_reached, is_asked, is_captured, postpone, postponed
+from atorch.runtime.gradients.no_double_backward import refuse_second_order
+from atorch.runtime.loss.loss_value import value_of, with_value
+from atorch.runtime.optimizer.wrapped_optimizer import local
+
+
+class Gradients(list[tuple[torch.Tensor, torch.Tensor]]):
+    def detach_from_buckets(self) -> None:
+        """Copy the gradients out of memory that the next reduction writes."""
+        self[:] = [(parameter, gradient.clone()) for parameter, gradient in self]
+
+
+_MISUSE = (
+    "the model's output is computed piece by piece inside loss_func, so it can only be given to loss_func(batch, "
+    "output), the one that was returned with the model. Read outputs inside your loss function, or call the model "
+    "under torch.no_grad()"
+)
+
+
+def _misused(*args: Any, **kwargs: Any) -> Any:
+    raise TypeError(_MISUSE)
+
+
+class Deferred:
+    """The output of `model(*args, **kwargs)`, which the loss function computes. Any other use raises TypeError."""
+
+    __slots__ = ("_args", "_kwargs", "_model")
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._model, self._args, self._kwargs = model, args, kwargs
+
+    def call(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        return self._model, self._args, self._kwargs
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # An AttributeError, because that is what hasattr, copy and inspect ask for.
+        raise AttributeError(f"{name!r}: {_MISUSE}")
+
+    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __float__ = __int__ = _misused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _misused
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _misused
+    __torch_function__ = classmethod(_misused)
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False) -> Iterator[Gradients]:
+    """Inside, every `.grad` starts as None. Afterwards they are as before, and the list holds what inside left there.
+
+    Where inside raises, its gradients are dropped. `reused`: what is there before lies in memory that inside writes.
+    """
+    before = [parameter.grad for parameter in parameters]
+    if reused:
+        before = [None if gradient is None else gradient.clone() for gradient in before]
+    for parameter in parameters:
+        parameter.grad = None
+    gradients = Gradients()
+    try:
+        yield gradients
+        for parameter, earlier in zip(parameters, before, strict=True):
+            if (made := parameter.grad) is not None:
+                # What is put back there takes the place of what was made.
+                gradients.append((parameter, made.clone() if reused and earlier is not None else made))
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+class Apart:
+    """The gradients of one call after another, apart from `.grad` until the loss of the call hands them over."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], reductions: Sequence[Reduction]) -> None:
+        self._parameters, self._reductions = parameters, reductions
+        self._waiting: weakref.ref[Gradients] = weakref.ref(Gradients())  # of the last call, while its loss lives
+        self.is_open = False  # a call makes gradients
+
+    @contextmanager
+    def gradients(self) -> Iterator[Gradients]:
+        """As `gradients_apart`; the reductions find their buckets empty, and are usable where inside raises."""
+        postpone(self._parameters, lambda hook, parameter: None)  # until `deposit`
+        reused = any(reduction.reuses_gradients for reduction in self._reductions)
+        waiting = self._waiting()
+        if reused and waiting is not None:
+            waiting.detach_from_buckets()
+        done, self.is_open = False, True
+        try:
+            with gradients_apart(self._parameters, reused=reused) as gradients:
+                yield gradients
+            done = True
+        finally:
+            self.is_open = False
+            if not done:
+                for reduction in self._reductions:
+                    reduction.recover()
+        self._waiting = weakref.ref(gradients)
+
+
+def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+    """`loss`, whose backward adds `gradients` times the arriving gradient to `.grad`, of each parameter once.
+
+    With `inputs=…` it does so for those alone, and `torch.autograd.grad` gets them in place of `.grad`.
+    """
+    places = [place for place, (parameter, _) in enumerate(gradients) if can_be_reached(parameter)]
+    reached = [gradients[place][0] for place in places]
+    leaf = loss.detach().requires_grad_()
+    deposited: torch.Tensor = _Deposit.apply(leaf, gradients, places, *reached)  # type: ignore[no-untyped-call]
+    return deposited
+
+
+def deposit_loss(loss: Any, gradients: Gradients) -> Any:
+    """A loss whose scalar hands the gradients over; other tensors beside it say that they cannot go backward."""
+    value = value_of(loss)
+    return with_value(loss if loss is value else map_tensors(_aside, loss), deposit(value, gradients))
+
+
+def _aside(leaf: torch.Tensor) -> Any:
+    if not leaf.is_floating_point():
+        return leaf
+    return _Aside.apply(leaf, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+
+
+class _Aside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise ArgumentError(
+            "backward was called on another item of what loss_func returned than the first. Under micro_batch and "
+            "pipeline_parallel gradients are those of the first alone; add the losses up in loss_func, or leave "
+            "micro_batch and pipeline_parallel out"
+        )
+
+
+class _Deposit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradients: Gradients, places: Sequence[int], *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.places, ctx.gone = gradients, places, set()
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_order("losses that are computed piece by piece (micro_batch, pipeline_parallel)")
+        (whole, _), *edges = ctx.next_functions
+        reached = dict(zip(ctx.places, (accumulator for accumulator, _ in edges), strict=True))
+        asked = range(len(ctx.gradients)) if is_asked(whole) else [each for each in reached if is_asked(reached[each])]
+        if not ctx.gone.isdisjoint(asked) or (not asked and ctx.gone):
+            raise RuntimeError("backward ran a second time through this loss; call loss_func again for a new one")
+        ctx.gone.update(asked)
+        taken = {each for each in asked if each in reached and is_captured(reached[each])}
+        returned: dict[int, torch.Tensor] = {}
+        given = [(each, *ctx.gradients[each]) for each in asked]
+        given = [(each, p, grad.coalesce() if grad.is_sparse else grad) for each, p, grad in given]
+        given = [(each, p, grad.clone() if each in taken else grad) for each, p, grad in given]
+        _multiply([grad for _, _, grad in given], factor)
+        for each, parameter, gradient in given:
+            if each in taken:
+                returned[each] = gradient
+            else:
+                hooks = postponed(parameter)
+                for hook in [each for each in hooks if each.takes_gradient]:
+                    gradient = hook.changed(gradient)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                for hook in [each for each in hooks if not each.takes_gradient]:
+                    hook.hook(parameter)
+        if len(ctx.gone) == len(ctx.gradients):
+            ctx.gradients = ()
+        return None, None, None, *(returned.get(each) for each in ctx.places)
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    if factor.device.type == "cpu" and factor.item() == 1.0:  # elsewhere to look would be to wait
+        return
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in map(local, gradients):
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), values in kinds.items():
+        if dtype == factor.dtype:
+            torch._foreach_mul_(values, factor.to(device))
+        else:  # a number, so that it is not rounded to 16 bits first
+            torch._foreach_mul_(values, factor.item())

@@ -1,0 +1,1 @@
+"""Wrappers of users' optimizers, and tests of what may be done to them."""

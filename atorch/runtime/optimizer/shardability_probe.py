@@ -1,0 +1,271 @@
+"""Tests if an optimizer computes the same where it sees only a part of what it would see on one process.
+
+A method that spreads parameters gives each process's optimizer some parameters (`APART`), some rows or columns of each
+(`ROWS`, `COLUMNS`), some elements of each (`FLAT`), or DTensors, which look whole (`SHARDED`). Steps of one element by
+its own gradient, such as Adam's, are the same under all of them; a norm of a parameter, statistics of its rows, or
+anything of all parameters together is not. No list of classes knows a stranger's optimizer, so it is tried: a few steps
+on small parameters like the given ones, whole and spread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer, Rprop
+
+from atorch.distributed.collectives import gather_objects
+from atorch.distributed.mesh import forget_shardings
+from atorch.logs import logger
+from atorch.model.elementwise_optimizers import is_elementwise
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MakeOptimizer = Callable[[Any], Optimizer]
+T = TypeVar("T")
+Split = Literal["apart", "rows", "columns", "flat", "sharded"]
+
+_STEPS = 5
+_DEPENDS: Mapping[Split, str] = {
+    "apart": "its step of one parameter depends on the other parameters",
+    "rows": "its step of some rows of a parameter depends on the other rows",
+    "columns": "its step of some columns of a parameter depends on the other columns",
+    "flat": "its step of some elements of a parameter depends on the parameter's other elements, or on its shape",
+    "sharded": "its step of a parameter that is spread over processes is another than that of a whole one",
+}
+
+
+def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """Groups with the settings of `groups` and a few small parameters like theirs, two of each number of dims."""
+    given = list(groups)
+    parts = given if given and isinstance(given[0], dict) else [{"params": given}]
+    made = []
+    for part in parts:
+        entries = [part["params"]] if isinstance(part["params"], Tensor) else list(part["params"])
+        kinds: dict[Any, Any] = {}
+        for entry in entries:
+            tensor = tensor_of(entry)
+            if tensor.requires_grad and tensor.is_floating_point():
+                kinds.setdefault(tensor.dim(), entry)
+        few: list[Any] = []
+        for entry in kinds.values():
+            tensor = tensor_of(entry)
+            for copied in range(2):
+                shape = [min(size, 6 - 2 * copied + 2 * (dim % 2)) for dim, size in enumerate(tensor.shape)]
+                value = nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=_place(tensor)))
+                few.append(
+                    (f"{entry[0]}.{copied}" if copied else entry[0], value) if isinstance(entry, tuple) else value
+                )
+        made.append({**{k: v for k, v in part.items() if k != "params"}, "params": few})
+    return [part for part in made if part["params"]]
+
+
+def makes_elementwise(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> bool:
+    """True if what is made for such groups is such an optimizer, or one around it."""
+    made = made_small(make_optimizer, groups)
+    while isinstance(made, WrappedOptimizer):
+        made = made.inner
+    return made is not None and is_elementwise(made)
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """True if its step cannot do without a closure."""
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def made_small(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> Optimizer | None:
+    """The optimizer on small parameters; None where it cannot be made on any but its own."""
+    made, error = _attempt(lambda: make_optimizer(small(groups)))
+    if error is not None:
+        logger.info("the optimizer cannot be tried on small parameters: %s", error)
+    return made
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # a stranger's optimizer may refuse in any way
+        return None, error
+
+
+def difference(
+    make_optimizer: MakeOptimizer, groups: Iterable[Any], split: Split, group: dist.ProcessGroup | None = None
+) -> str | None:
+    """Why the optimizer cannot be split so; None where it computes the same, or cannot be tried at all.
+
+    group: for `sharded`, the processes, all of which must call this.
+    """
+    few = small(groups)
+    optimizer = made_small(make_optimizer, few)
+    if optimizer is None or (is_elementwise(optimizer) and not (split == "sharded" and type(optimizer) is Rprop)):
+        return None  # torch's Rprop is not the same on DTensors
+    if split != "sharded" and needs_closure(optimizer):
+        return "it evaluates the loss again while it steps, and takes all parameters together"
+    with torch.random.fork_rng(devices=[]):
+        for dtype, is_sparse in itertools.product((torch.float64, torch.float32), (False, True)):
+            trial = _Trial(make_optimizer, few, dtype, is_sparse)
+            expected, error = _attempt(partial(trial.updates, _all_of))
+            if expected is None:
+                logger.info("%s cannot be tried on small parameters: %s", type(optimizer).__name__, error)
+                continue
+            return _compared(trial, split, group, expected)
+    return None
+
+
+View = Callable[[int, Tensor], "Tensor | None"]  # what one optimizer has of the parameter of an index
+
+
+def _compared(trial: _Trial, split: Split, group: dist.ProcessGroup | None, expected: list[Any]) -> str | None:
+    views: list[View] = [partial(_cut, split, number) for number in range(2)]
+    if split == "sharded":
+        assert group is not None
+        views = [partial(_shard, _mesh(group, expected[0].device))]
+    sums = torch.zeros(2, dtype=torch.float64)
+    for view in views:
+        got, error = _attempt(partial(trial.updates, view))
+        if got is None:
+            text = str(error).strip().split("\n")[0].split(". ")[0]
+            return f"it cannot step on them ({type(error).__name__}: {text[:120]})"
+        for index, update in enumerate(got):
+            if update is not None:
+                wanted = view(index, expected[index])
+                assert wanted is not None
+                sums[0] += (local(update).double() - local(wanted).double()).square().sum().cpu()
+                sums[1] += local(wanted).double().square().sum().cpu()
+    if split == "sharded":
+        forget_shardings()  # or tensors on another mesh of this shape would take this one's group
+        shares = gather_objects(sums.tolist(), group)
+        sums = torch.tensor(shares, dtype=torch.float64).sum(0)
+    # Who computes in 16 bits inside (Muon) rounds sums of parts otherwise than those of wholes.
+    tolerance = 2e-2 if split == "sharded" else 1e-5
+    return _DEPENDS[split] if float(sums[0]) > tolerance**2 * float(sums[1]) else None
+
+
+class _Trial:
+    """A few steps from fixed values with fixed gradients, by optimizers that see a part of them."""
+
+    def __init__(
+        self, make_optimizer: MakeOptimizer, few: list[dict[str, Any]], dtype: torch.dtype, is_sparse: bool
+    ) -> None:
+        self._make, self._groups, self._is_sparse = make_optimizer, few, is_sparse
+        self._largest: float | None = None  # learning rate
+        shapes = [(each.shape, each.device) for each in _tensors(few)]
+        generator = torch.Generator().manual_seed(3)
+
+        def drawn() -> list[Tensor]:
+            return [torch.randn(shape, generator=generator).to(place, dtype) for shape, place in shapes]
+
+        self._values = drawn()
+        self._gradients = [[each * (1 + 2 * number) for number, each in enumerate(drawn())] for _ in range(_STEPS)]
+
+    def updates(self, view: View) -> list[Any]:
+        """Updates by the steps of each parameter, or of what `view` has of it."""
+        torch.manual_seed(5)
+        mine, groups = self._parameters(view)
+        optimizer = self._make(groups)
+        if self._largest is None:  # of the whole, which is tried first
+            self._largest = max(
+                (abs(float(part["lr"])) for part in optimizer.param_groups if "lr" in part), default=0.0
+            )
+        for part in optimizer.param_groups:  # an update that drowns in its parameter's rounding tells nothing
+            if isinstance(part.get("lr"), float):
+                part["lr"] *= 0.1 / self._largest if self._largest else 1.0
+        before = {index: parameter.detach().clone() for index, parameter in mine.items()}
+        for gradients in self._gradients:
+            given = {index: view(index, gradients[index]) for index in mine}
+            if needs_closure(optimizer):
+                closure: Any = partial(_evaluate, mine, given)
+                optimizer.step(closure)
+                continue
+            for index, parameter in mine.items():
+                gradient = given[index]
+                assert gradient is not None
+                parameter.grad = gradient.to_sparse(1) if self._is_sparse and gradient.dim() else gradient.clone()
+            optimizer.step()
+        return [mine[i].detach() - before[i] if i in mine else None for i in range(len(self._values))]
+
+    def _parameters(self, view: View) -> tuple[dict[int, nn.Parameter], list[dict[str, Any]]]:
+        mine: dict[int, nn.Parameter] = {}
+        groups, index = [], 0
+        for part in self._groups:
+            entries: list[Any] = []
+            for entry in part["params"]:
+                value = view(index, self._values[index])
+                if value is not None:
+                    mine[index] = nn.Parameter(value.clone())
+                    entries.append((entry[0], mine[index]) if isinstance(entry, tuple) else mine[index])
+                index += 1
+            groups.append({**part, "params": entries})
+        return mine, [part for part in groups if part["params"]]
+
+
+def _evaluate(parameters: dict[int, nn.Parameter], targets: Mapping[int, Any]) -> Tensor:
+    """A closure: a loss with many minima, of which a step from another point finds another, with its gradients."""
+    losses = []
+    for index, parameter in parameters.items():
+        distance = 3.0 * (parameter.detach() - targets[index])
+        parameter.grad = distance.sin()
+        losses.append(_whole((1.0 - distance.cos()).sum()) / 3.0)
+    return torch.stack(losses).sum()
+
+
+def _all_of(index: int, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _cut(split: Split, number: int, index: int, tensor: Tensor) -> Tensor | None:
+    """The part of optimizer `number` of two."""
+    if split == "apart":
+        return tensor if index % 2 == number else None
+    dim = 1 if split == "columns" else 0
+    tensor = tensor.flatten() if split == "flat" else tensor
+    if tensor.dim() <= dim or tensor.shape[dim] < 2:
+        return tensor if number == 0 else None
+    return tensor.tensor_split(2, dim)[number]
+
+
+def _mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device.type)
+
+
+def _shard(mesh: DeviceMesh, index: int, tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if tensor.dim() == 0:  # fsdp keeps it whole, a plain tensor
+        return tensor
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(0)])
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _place(tensor: Tensor) -> torch.device:
+    return torch.device("cpu") if tensor.is_meta else tensor.device
+
+
+def _tensors(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    return [tensor_of(entry) for part in groups for entry in part["params"]]
+
+
+def tensor_of(entry: Any) -> Tensor:
+    """The tensor of a group's entry, which may be a pair of a name and a parameter."""
+    tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
+    return tensor

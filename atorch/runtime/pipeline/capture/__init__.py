@@ -1,0 +1,1 @@
+"""Capture of a model for a pipeline: what its units hand over, and where it is cut."""

@@ -1,0 +1,37 @@
+"""Shapes of what calls return: a later stage must know what arrives before it arrives.
+
+The first micro-batch of every size is run once stage by stage, without gradients, to see shapes and dtypes as they are
+under all that was done to the stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atorch.model.pytree import leaves_of
+
+Sizes = tuple[tuple[str, tuple[int, ...]], ...]
+"""The place and shape of every tensor in a call's arguments."""
+
+
+class Shape(NamedTuple):
+    """Sizes and type of a tensor."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def stand_in(self, device: torch.device) -> Tensor:
+        """A tensor of this shape that takes no memory."""
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.sizes)
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    return Shape(tuple(tensor.shape), tensor.dtype)
+
+
+def sizes_of(data: Any) -> Sizes:
+    """The sizes of the tensors in `data`, by place."""
+    return tuple((place, tuple(leaf.shape)) for place, leaf in leaves_of(data) if isinstance(leaf, Tensor))

@@ -1,0 +1,65 @@
+"""A loss of all micro-batches together, for one that no weights make of theirs: contrastive losses, rankings, medians.
+
+Each micro-batch gives the schedule a scalar whose backward is the rest of the whole loss's. The first backward comes
+after all forward passes (GPipe), and there the loss is taken once, of the outputs put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atorch.model.pytree import map_tensors
+from atorch.runtime.data.batch_split import merge
+from atorch.runtime.loss.loss_value import LossFunc, value_of
+
+
+class Gathered:
+    """Concludes `count` micro-batches of `batch`; afterwards `loss` is what `loss_func` returned."""
+
+    def __init__(self, batch: Any, loss_func: LossFunc, count: int) -> None:
+        self._batch, self._loss_func, self._count = batch, loss_func, count
+        self._outputs: list[Any] = []
+        self._leaves: list[list[Tensor]] = []
+        self.loss: Any = None
+
+    def __call__(self, number: int, output: Any) -> Tensor:
+        """A stand-in for the loss of micro-batch `number`."""
+        given: list[Tensor] = []
+        leaves: list[Tensor] = []
+
+        def apart(leaf: Tensor) -> Tensor:
+            detached = leaf.detach().requires_grad_(leaf.requires_grad)
+            if leaf.requires_grad:
+                given.append(leaf)
+                leaves.append(detached)
+            return detached
+
+        self._outputs.append(map_tensors(apart, output))
+        self._leaves.append(leaves)
+        standing_in: Tensor = _Later.apply(self, number, *given)  # type: ignore[no-untyped-call]
+        return standing_in
+
+    def gradients(self, number: int) -> Sequence[Tensor | None]:
+        """The whole loss's gradients of the outputs of a micro-batch."""
+        if self.loss is None:
+            with torch.enable_grad():
+                whole = merge(self._outputs, [1.0 / self._count] * self._count)
+                loss = self._loss_func(self._batch, whole)
+                value_of(loss).backward()
+            self.loss = map_tensors(Tensor.detach, loss)
+        return [leaf.grad for leaf in self._leaves[number]]
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, number: int, *given: Tensor) -> Tensor:
+        ctx.gathered, ctx.number = gathered, number
+        return given[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.gathered.gradients(ctx.number)

@@ -1,0 +1,310 @@
+"""Linear layers that multiply in 8-bit floats and keep their parameters as they are.
+
+Hardware of compute capability 8.9 does twice as many fp8 as bf16 products a second. A tensor needs a scale to fit the
+range: e4m3 has 3 bits of mantissa and reaches 448, e5m2 has 2 and reaches 57344 (Micikevicius et al. 2022, arXiv
+2209.05433). Inputs and weights are e4m3; gradients are e5m2 under "HYBRID" and e4m3 under "E4M3".
+
+Two packages do it. transformer-engine ("te") takes the scale from the largest values of past steps (delayed scaling),
+so each layer has a state, and the model's forward runs inside its autocast. torchao takes it from the tensor at hand:
+one more pass over it, no state, nothing around the forward, and it composes with torch.compile and recomputation. It
+can also emulate: quantize, and multiply in the dtype of before. That is how it runs where no fp8 matmul is (CPUs).
+
+Only `nn.Linear` whose weight is a multiple of 16 in both dimensions is converted; tokens per batch must be one too for
+the gradient of the weight. The output layer of a language model is best left out: exclude=("lm_head",).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from atorch.errors import CapabilityError, StrategyError, near_miss
+from atorch.logs import logger
+from atorch.model.module_swap import Kept, SwapReport, swap_modules, why_unswappable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Backend = Literal["auto", "te", "torchao"]
+MULTIPLE = 16
+MIN_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Recipe:
+    """The choice of scales: the fields of transformer-engine's `DelayedScaling`, with its defaults.
+
+    torchao scales by the tensor at hand: only `fp8_format` means something there.
+    """
+
+    margin: int = 0  # scales are divided by 2**margin
+    interval: int = 1  # steps between new scales
+    fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
+    amax_history_len: int = 1024  # steps
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    reduce_amax: bool = True  # over the ranks that hold the same layers
+
+    def delayed(self) -> tuple[str, ...]:
+        """The fields that were set and that only delayed scaling has."""
+        default = Fp8Recipe()
+        names = (field.name for field in dataclasses.fields(self) if field.name != "fp8_format")
+        return tuple(name for name in names if getattr(self, name) != getattr(default, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Report:
+    """Layers that were converted, by which backend, and Linear layers that were left, and why."""
+
+    backend: Literal["te", "torchao"]
+    emulated: bool
+    layers: SwapReport
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """The first name of each converted layer."""
+        return tuple(swap.names[0] for swap in self.layers.swapped)
+
+    @property
+    def left(self) -> tuple[Kept, ...]:
+        """The Linear layers that stay, with the reason."""
+        return self.layers.kept
+
+
+def convert_linears(
+    model: nn.Module,
+    *,
+    include: Collection[str] | None = None,
+    exclude: Collection[str] | None = None,
+    backend: Backend = "auto",
+    recipe: Fp8Recipe | None = None,
+    emulate: bool | None = None,
+    device: torch.device | None = None,
+    group: ProcessGroup | None = None,
+) -> Fp8Report:
+    """Let the model's Linear layers multiply in fp8, in place; parameters stay the same objects.
+
+    Args:
+        include: substrings, one of which a layer's dotted name must have; None for all layers.
+        exclude: substrings, none of which it may have.
+        backend: "auto" is te where it is installed and the model runs on CUDA, else torchao.
+        recipe: how scales are chosen.
+        emulate: torchao alone: quantize, but multiply in the dtype of before. None: where the device is no CUDA device.
+        device: where the model will run; by default where its parameters are.
+        group: te alone: the ranks that hold the same layers, over which the largest values are shared; all by default.
+
+    Raises:
+        CapabilityError: no package for it is installed.
+        StrategyError: the arguments contradict each other, or a substring is in no Linear layer's name.
+    """
+    recipe = recipe or Fp8Recipe()
+    device = device or next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    chosen = choose_backend(backend, recipe, emulate, device.type)
+    _check_names(model, include, "include")
+    _check_names(model, exclude, "exclude")
+    emulated = chosen == "torchao" and (device.type != "cuda" if emulate is None else emulate)
+    make = _te_linear() if chosen == "te" else _torchao_linear(recipe, emulated)
+    kept: list[Kept] = []
+    shared = _in_several_places(model) if chosen == "te" and recipe.reduce_amax else frozenset()
+    adapters = _inside_adapters(model)
+
+    def choose(name: str, module: nn.Module) -> nn.Module | None:
+        if type(module) is not nn.Linear or not name:
+            return None
+        reason = (
+            _why_not(name, module, include, exclude)
+            or why_unswappable(module)
+            or ("it is inside a peft adapter, with which fp8 is not supported" if name in adapters else None)
+            or ("it stands in several places, for which te shares no scales" if module in shared else None)
+        )
+        if reason is None:
+            return make(module)
+        kept.append(Kept(name, reason))
+        return None
+
+    swaps = swap_modules(model, choose)
+    if chosen == "te" and swaps:
+        _run_inside(model, _te_region(recipe, group))
+    return Fp8Report(chosen, emulated, SwapReport(tuple(swaps), tuple(kept)))
+
+
+def choose_backend(
+    backend: Backend, recipe: Fp8Recipe, emulate: bool | None, device_type: str
+) -> Literal["te", "torchao"]:
+    """The package that a conversion will use.
+
+    Raises:
+        CapabilityError: it is not installed.
+        StrategyError: the recipe or emulation is not for that backend or device.
+    """
+    delayed = recipe.delayed()
+    if backend == "auto":
+        wants_te = device_type == "cuda" and not emulate and (bool(delayed) or _installed("transformer_engine"))
+        backend = "te" if wants_te else "torchao"
+    if backend == "te":
+        if emulate:
+            raise StrategyError(
+                'fp8 was given emulate=True with backend "te"; only torchao emulates: backend="torchao"'
+            )
+        if device_type != "cuda":
+            raise StrategyError(
+                f'fp8 was given backend "te", which runs on CUDA; this is {device_type}. '
+                'Use backend="torchao", emulate=True'
+            )
+        _need("transformer_engine", "te")
+        return "te"
+    if delayed:
+        raise StrategyError(
+            f"fp8 was given {', '.join(delayed)}, but torchao scales by the tensor at hand and has no such knob; "
+            'leave them out, or use backend="te" (on CUDA)'
+        )
+    _need("torchao", "torchao")
+    return "torchao"
+
+
+def _need(package: str, backend: str) -> None:
+    if not _installed(package):
+        raise CapabilityError(f"fp8 by {backend} needs {package}, which is not installed; install atorch[fp8]")
+
+
+def _installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def _check_names(model: nn.Module, parts: Collection[str] | None, knob: str) -> None:
+    """A substring that is in no name is a mistake, and a mistyped exclude would convert what must not be.
+
+    One of several to include is told; alone it would convert nothing, and is refused.
+    """
+    if isinstance(parts, str):
+        raise StrategyError(f"fp8 {knob} was given the string {parts!r}; give a list of them: [{parts!r}]")
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    found = any(part in name for part in parts or () for name in names)
+    for part in parts or ():
+        if not any(part in name for name in names):
+            if found and knob == "include":  # the others say what to convert
+                logger.warning("fp8 include has %r, but no nn.Linear of %s is called so", part, type(model).__name__)
+                continue
+            near = near_miss(part, {step for name in names for step in name.split(".") if not step.isdigit()})
+            raise StrategyError(
+                f"fp8 {knob} has {part!r}, but no nn.Linear of {type(model).__name__} is called so; {near}"
+            )
+
+
+def _why_not(
+    name: str, module: nn.Linear, include: Collection[str] | None, exclude: Collection[str] | None
+) -> str | None:
+    if include is not None and not any(part in name for part in include):
+        return "include does not name it"
+    excluding = next((part for part in exclude or () if part in name), None)
+    if excluding is not None:
+        return f"exclude names it ({excluding!r})"
+    rows, columns = module.weight.shape
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return f"its weight is {rows} × {columns}; both must be multiples of {MULTIPLE}"
+    return None
+
+
+def _in_several_places(model: nn.Module) -> frozenset[nn.Module]:
+    places = Counter(child for module in model.modules() for child in module._modules.values() if child is not None)
+    return frozenset(module for module, count in places.items() if count > 1)
+
+
+def _inside_adapters(model: nn.Module) -> frozenset[str]:
+    """Names of modules below a peft layer. The layer itself is told from peft's model classes by its base_layer."""
+    prefixes = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if type(module).__module__.partition(".")[0] == "peft" and "base_layer" in module._modules
+    )
+    return frozenset(name for name, _ in model.named_modules() if prefixes and name.startswith(prefixes))
+
+
+def _torchao_linear(recipe: Fp8Recipe, emulate: bool) -> Callable[[nn.Linear], nn.Module]:
+    from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
+
+    if recipe.fp8_format == "E4M3":
+        gradient = CastConfig(target_dtype=Float8LinearConfig().cast_config_input.target_dtype)
+        config = Float8LinearConfig(cast_config_grad_output=gradient, emulate=emulate)
+    else:
+        config = Float8LinearConfig(emulate=emulate)
+
+    def make(module: nn.Linear) -> nn.Module:
+        made: nn.Module = convert_to_float8_training(module, config=config)
+        return made
+
+    return make
+
+
+def _te_linear() -> Callable[[nn.Linear], nn.Module]:
+    try:
+        import transformer_engine.pytorch as te
+    except ImportError as error:
+        raise CapabilityError(
+            f"fp8 by te needs transformer-engine built for torch, and importing it failed ({error}); install "
+            'atorch[fp8], or use backend="torchao"'
+        ) from error
+
+    def make(module: nn.Linear) -> nn.Module:
+        # On the meta device it allocates nothing and draws no random numbers; its own parameters are not used.
+        made: nn.Module = te.Linear(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            params_dtype=module.weight.dtype,
+            device="meta",
+        )
+        made.weight = module.weight
+        if module.bias is not None:
+            made.bias = module.bias
+        return made
+
+    return make
+
+
+def _te_region(recipe: Fp8Recipe, group: ProcessGroup | None) -> Callable[[], AbstractContextManager[Any]]:
+    """A maker of te's autocast with the recipe."""
+    import inspect
+
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    knobs = dataclasses.asdict(recipe) | {"fp8_format": Format[recipe.fp8_format]}
+    if "interval" not in inspect.signature(DelayedScaling).parameters:
+        if recipe.interval != 1:
+            raise CapabilityError(
+                f"fp8 was given interval={recipe.interval}, which the installed transformer-engine no longer has (its "
+                "scales are new in every step); leave interval out"
+            )
+        del knobs["interval"]
+    scaling = DelayedScaling(**knobs)
+    if hasattr(te, "autocast"):
+        return lambda: te.autocast(enabled=True, recipe=scaling, amax_reduction_group=group)
+    return lambda: te.fp8_autocast(enabled=True, fp8_recipe=scaling, fp8_group=group)
+
+
+def _run_inside(model: nn.Module, make_region: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Let every forward of `model` run inside a region, left also where the forward raises.
+
+    One region around the whole model, not one a layer: te updates all scales when the outermost one is left.
+    """
+    entered: list[AbstractContextManager[Any]] = []
+
+    def enter(module: nn.Module, args: Sequence[Any]) -> None:
+        region = make_region()
+        region.__enter__()
+        entered.append(region)
+
+    def leave(module: nn.Module, args: Sequence[Any], output: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)

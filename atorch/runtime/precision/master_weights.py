@@ -1,0 +1,208 @@
+"""Half precision: the model's floating-point values in 16 bits, and fp32 master weights in the optimizer.
+
+An update smaller than half the distance to a weight's 16-bit neighbour (2⁻⁹ of it in bf16) would be rounded away; the
+fp32 master adds it up until it shows. Every step: gradients to fp32 and un-scaled, the inner optimizer steps on the
+masters, the masters are rounded into the model.
+
+Bytes per parameter: 2 weight + 2 gradient + 4 master + the optimizer's own in fp32 (Adam 8), and 4 for the fp32
+gradient while a step runs. Plain fp32 has 4 + 4 + 8, the same 16 for Adam; what shrinks are activations, gradients and
+what processes send.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from atorch.model.pytree import map_tensors
+from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, StandIns, unrounded
+from atorch.runtime.optimizer.wrapped_optimizer import local
+
+MASTER = "master"  # the masters' key in the saved state of a parameter
+
+
+def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDictionary:
+    """Cast the models' floating-point parameters and buffers to `dtype` (fp16 or bf16), in place.
+
+    Returns the values that their trainable parameters had, by parameter: what `with_master_weights` starts from. They
+    are let go of with their parameters, as when sharding puts others in their place.
+    """
+    values = WeakTensorKeyDictionary()
+    for model in models:
+        trainable = (each for each in model.parameters() if each.requires_grad and each.is_floating_point())
+        # A detached value would share the parameter's version counter.
+        before = [(parameter, parameter.data) for parameter in trainable if not parameter.is_meta]
+        if dtype == torch.float16:
+            model.half()
+        else:
+            model.bfloat16()
+        for parameter, value in before:  # now: a fake parameter that is referred to weakly cannot be cast
+            values[parameter] = value
+    return values
+
+
+def cast_inputs(prepare_input: Callable[[Any, Any], Any], dtype: torch.dtype) -> Callable[[Any, Any], Any]:
+    """`prepare_input` whose floating-point tensors come out in `dtype`, wherever they are nested."""
+
+    return lambda data, device: map_tensors(lambda leaf: _cast(dtype, leaf), prepare_input(data, device))
+
+
+def cast_arguments(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let `model` cast floating-point tensors that it is called with to `dtype`, for who calls it by another road."""
+    if not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
+        model.register_forward_pre_hook(functools.partial(_cast_call, dtype), with_kwargs=True)
+
+
+def _cast_call(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    cast = [_cast(dtype, leaf) for leaf in leaves]
+    if all(map(operator.is_, cast, leaves)):
+        return None  # containers stay what they are
+    return tree_unflatten(cast, spec)
+
+
+def _cast(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def with_master_weights(
+    make_optimizer: MakeOptimizer,
+    loss_scale: Callable[[], float] = lambda: 1.0,
+    values: WeakTensorKeyDictionary | None = None,
+) -> MakeOptimizer:
+    """`make_optimizer` whose optimizers step on fp32 masters of the 16-bit parameters they are given.
+
+    loss_scale: what gradients are divided by, in fp32. values: what parameters were before they were rounded.
+    """
+    before = WeakTensorKeyDictionary() if values is None else values
+    return lambda groups: MasterWeights(make_optimizer, groups, loss_scale, before)
+
+
+class MasterWeights(StandIns):
+    """An optimizer of 16-bit parameters around one of their fp32 masters, which stand in for them.
+
+    Frozen parameters, and fp32 ones, have no master. A weight that somebody else writes (`load_state_dict`, an average)
+    becomes its master's new value.
+    """
+
+    def __init__(
+        self,
+        make_inner: MakeOptimizer,
+        groups: Iterable[Any],
+        loss_scale: Callable[[], float],
+        values: WeakTensorKeyDictionary,
+    ) -> None:
+        self._loss_scale, self._values = loss_scale, values
+        super().__init__(make_inner, groups)
+        self._values = WeakTensorKeyDictionary()  # those of parameters that other processes step on need not stay
+
+    def step(self, closure: Any = None) -> Any:
+        """Step on the masters and round them into the parameters.
+
+        Raises:
+            ArgumentError: a closure was given.
+        """
+        self._refuse(closure)
+        self._follow_changes()
+        self._give_late_masters()
+        parameters, masters, scaled = [], [], []
+        for shown, hidden in zip(self._shown, self._hidden, strict=True):
+            for parameter, master in zip(shown, hidden, strict=True):
+                if parameter.grad is None:
+                    continue
+                if master is not parameter:
+                    master.grad = parameter.grad.float()
+                    parameters.append(parameter)
+                    masters.append(master)
+                scaled.append(master)
+        factor = 1.0 / self._loss_scale()
+        if factor != 1.0 and scaled:
+            torch._foreach_mul_([_dense_gradient(each) for each in scaled], factor)
+        with self._stand_ins_shown():
+            result = self.inner.step()
+        for master in masters:
+            master.grad = None
+        self._round(parameters, masters)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state; each parameter's also holds its master, under `master`."""
+        saved = super().state_dict()
+        for number, master in self._numbered(saved):
+            saved["state"][number] = {**saved["state"].get(number, {}), MASTER: master.detach()}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, and the parameters' values with it. One without masters leaves both as they are."""
+        state = {
+            number: {key: value for key, value in entry.items() if key != MASTER} if isinstance(entry, dict) else entry
+            for number, entry in state_dict["state"].items()
+        }
+        with self._stand_ins_shown():
+            self.inner.load_state_dict({**state_dict, "state": {n: entry for n, entry in state.items() if entry != {}}})
+        with torch.no_grad():
+            for number, master in self._numbered(state_dict):
+                value = state_dict["state"].get(number, {}).get(MASTER)
+                if value is not None:
+                    master.copy_(value)
+        if any(isinstance(entry, dict) and MASTER in entry for entry in state_dict["state"].values()):
+            self._round(list(self.stand_ins), list(self.stand_ins.values()))
+        self._share()
+
+    def _numbered(self, saved: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
+        """The masters with the numbers that a saved state calls their parameters by."""
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        hidden = [tensor for params in self._hidden for tensor in params]
+        masters = set(self.stand_ins.values())
+        return [(number, tensor) for number, tensor in zip(numbers, hidden, strict=True) if tensor in masters]
+
+    def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if not (parameter.requires_grad and _is_half(parameter)):
+            return None
+        value = unrounded(self._values, parameter)
+        if value is not None:
+            value = value.to(parameter.device, torch.float32)
+        if value is None or not torch.equal(value.to(parameter.dtype), parameter.detach()):
+            value = parameter.detach().to(torch.float32)  # the weight was changed since, or never wider
+        return nn.Parameter(value)
+
+    def _give_late_masters(self) -> None:
+        """Masters for parameters that were frozen when the optimizer was made and have a gradient now."""
+        for shown, hidden in zip(self._shown, self._hidden, strict=True):
+            for index, parameter in enumerate(shown):
+                if hidden[index] is parameter and _is_half(parameter) and parameter.grad is not None:
+                    hidden[index] = self._stand_in_of(parameter)
+
+    @torch.no_grad()
+    def _follow_changes(self) -> None:
+        """Let masters take the values of weights that were written since the last step.
+
+        A weight that equals its rounded master keeps it: broadcasting weights after a step writes them, too.
+        """
+        for parameter, master in self._changed():
+            mine, theirs = local(master), local(parameter)
+            mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
+
+    @torch.no_grad()
+    def _round(self, parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
+        if parameters:
+            torch._foreach_copy_([local(each) for each in parameters], [local(each) for each in masters])
+        self._note_values()
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.coalesce()
+    return local(parameter.grad)

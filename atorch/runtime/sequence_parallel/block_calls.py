@@ -1,0 +1,111 @@
+"""One evaluation of a model: the arguments of its blocks, and the blocks that these came from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr as _keystr
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+
+from atorch.distributed.rng import preserved_rng
+from atorch.model.state import evaluation_mode
+from atorch.runtime.tensor_parallel.derive.block_sandbox import Call
+
+Run = Callable[[nn.Module], Any]
+"""Calls the model on a batch and returns its output."""
+
+
+@dataclass
+class Seen:
+    path: str
+    kind: Any
+    """Equal for blocks that can be looked at as one."""
+    origins: dict[str, tuple[str, str]]
+    """For arguments that are an output of a block before: its path, and the place in its output."""
+    num_calls: int = 1
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Evaluation:
+    """The blocks in order of their first calls, one call of each kind, and the model's output."""
+
+    blocks: dict[str, Seen]
+    calls: dict[Any, Call]
+    output: Any
+
+
+def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: Run) -> Evaluation:
+    """The model run once, in eval mode and without gradients."""
+    seen: dict[str, Seen] = {}
+    calls: dict[Any, Call] = {}
+    made: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # outputs by id, kept alive so that ids stay theirs
+
+    def before(path: str) -> Callable[..., None]:
+        def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
+            if path in seen:
+                seen[path].num_calls += 1
+                return
+            tensors = by_place((args, kwargs))
+            origins = {place: made[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in made}
+            kind = _kind(block, tensors, origins)
+            if kind not in calls:
+                calls[kind] = Call(*copied((args, kwargs)))  # caches among them are filled later
+            seen[path] = Seen(path, kind, origins)
+
+        return hook
+
+    def after(path: str) -> Callable[..., None]:
+        def hook(block: nn.Module, args: Any, output: Any) -> None:
+            seen[path].outputs = by_place(output)
+            made.update({id(tensor): (tensor, (path, place)) for place, tensor in seen[path].outputs.items()})
+
+        return hook
+
+    handles = [block.register_forward_pre_hook(before(path), with_kwargs=True) for path, block in blocks.items()]
+    handles += [block.register_forward_hook(after(path)) for path, block in blocks.items()]
+    try:
+        with evaluating(model):
+            return Evaluation(seen, calls, run(model))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def by_place(data: Any) -> dict[str, Tensor]:
+    """The tensors in containers, by where they are."""
+    return {_keystr(path): leaf for path, leaf in tree_flatten_with_path(data)[0] if isinstance(leaf, Tensor)}
+
+
+def copied(data: Any) -> Any:
+    """The containers and all in them again; of objects that are no containers, copies with copies inside."""
+    return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
+
+
+def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> Any:
+    """The containers with `change(tensor, dim)` at the places of `dims`."""
+    leaves, spec = tree_flatten_with_path(data)
+    places = ((_keystr(path), leaf) for path, leaf in leaves)
+    values = [
+        change(leaf, dims[place]) if place in dims and isinstance(leaf, Tensor) else leaf for place, leaf in places
+    ]
+    return tree_unflatten(values, spec)
+
+
+def _kind(block: nn.Module, tensors: Mapping[str, Tensor], origins: Mapping[str, Any]) -> Any:
+    parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
+    given = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
+    return type(block), parameters, given
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode and records no gradients; each module's own mode is back afterwards."""
+    with evaluation_mode(model), torch.no_grad(), preserved_rng():
+        yield

@@ -1,0 +1,269 @@
+"""Tries on one rank alone how one block meets tokens that are split.
+
+The whole block is run once, and its attention noted. Then it is run on a rank's tokens, where attention gives the
+rank's part of what it gave before: if its queries, keys, masks and results are those of the whole block, everything
+else in it works token by token. Which dim of which argument goes along the tokens is found by trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from atorch.distributed.rng import preserved_rng
+from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
+from atorch.runtime.sequence_parallel.block_calls import by_place, changed, copied
+from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.tensor_parallel.derive.block_sandbox import Call
+from atorch.runtime.tensor_parallel.random_numbers import random_state
+
+CLOSE = 1e-4  # of a tensor's norm; what is computed wrongly is off by much more, and fp32 rounds by less
+HIDDEN = -1e4  # what masks add where attention must not look is below
+MOST = 64  # ways to cut the arguments that are tried
+# What torch and models raise where sizes do not fit.
+MISFITS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ZeroDivisionError)
+
+
+@dataclass(frozen=True)
+class BlockStream:
+    """A block's way with split tokens: the cuts of its arguments, and the parts among its outputs."""
+
+    arguments: Mapping[str, int]
+    """The dim of tokens, by place."""
+    outputs: Mapping[str, int]
+    draws: bool = False
+    """True if it draws random numbers in training."""
+
+
+class Attention:
+    """Calls of the attention of a whole block, and their results."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[AttentionCall, Tensor]] = []
+
+    def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
+        result = attend(call)
+        self.calls.append((call, result.clone()))
+        return result
+
+    @property
+    def lengths(self) -> set[int]:
+        """Numbers of tokens that queries and keys have."""
+        return {each.shape[-2] for call, _ in self.calls for each in (call.query, call.key)}
+
+
+@dataclass
+class Whole:
+    call: Call
+    masks: set[str]
+    """Places of its arguments that attention was given as masks."""
+    attention: Attention
+    outputs: dict[str, Tensor]
+    inner: list[tuple[str, list[Tensor]]]
+    """The outputs of its modules, in order."""
+    draws: bool
+
+
+@torch.no_grad()
+def run_whole(block: nn.Module, call: Call) -> Whole:
+    """The block on all tokens. It is in eval mode before and after."""
+    attention = Attention()
+    args, kwargs = copied((call.args, call.kwargs))  # caches among them are filled
+    with watching(block, attention), _noting(block) as inner:
+        outputs = by_place(block(*args, **kwargs))
+    storages = {_storage(each.attn_mask) for each, _ in attention.calls if each.attn_mask is not None}
+    arguments = by_place((args, kwargs))
+    masks = {place for place, tensor in arguments.items() if _storage(tensor) in storages}
+    return Whole(call, masks, attention, outputs, inner, uses_random_numbers(block, call))
+
+
+@torch.no_grad()
+def uses_random_numbers(block: nn.Module, call: Call) -> bool:
+    """True if the block draws random numbers in training."""
+    args, kwargs = copied((call.args, call.kwargs))
+    device = next(iter(by_place((args, kwargs)).values())).device
+    modes = {module: module.training for module in block.modules()}
+    with preserved_rng():
+        before = random_state(device)
+        block.train()(*args, **kwargs)
+        draws = not torch.equal(before, random_state(device))
+    for module, training in modes.items():
+        module.training = training
+    return draws
+
+
+def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: Share) -> BlockStream | str:
+    """The block's way with split tokens, or why it does not compute the same on them.
+
+    lengths: the numbers of tokens of all blocks' attention.
+    """
+    options: dict[str, list[int | None]] = {}
+    for place, tensor in by_place((whole.call.args, whole.call.kwargs)).items():
+        dims: list[int | None] = [dim for dim in usual(tensor.dim()) if tensor.shape[dim] in lengths]
+        if dims:
+            options[place] = [None, *dims] if place in whole.masks else [*dims, None]
+    choices = sorted(islice(product(*(range(len(each)) for each in options.values())), 64 * MOST), key=sum)
+    first_reason: str | None = None
+    for chosen in islice(choices, MOST):
+        cut = {place: options[place][index] for place, index in zip(options, chosen, strict=True)}
+        dims_cut = {place: dim for place, dim in cut.items() if dim is not None}
+        # The last rank's tokens: those of the first are where a block that counts by itself would have them, too.
+        found = try_part(block, whole, dims_cut, share, share.size - 1)
+        if not isinstance(found, str):
+            return found
+        first_reason = first_reason or found
+    return first_reason or "it has no argument that goes along the tokens"
+
+
+def usual(num_dims: int) -> list[int]:
+    """Dims in the order in which tokens are looked for: before the width, first or in between, last."""
+    return sorted(range(num_dims), key=lambda dim: (dim != num_dims - 2, dim == num_dims - 1, dim))
+
+
+@torch.no_grad()
+def try_part(
+    block: nn.Module, whole: Whole, arguments: Mapping[str, int], share: Share, rank: int
+) -> BlockStream | str:
+    """The block on the tokens of `rank`, or why it does not compute the same."""
+    if not arguments:
+        return "it has no argument that goes along the tokens"
+
+    def own(tensor: Tensor, dim: int) -> Tensor:
+        return share.part(tensor, dim, rank)
+
+    args, kwargs = changed(copied((whole.call.args, whole.call.kwargs)), own, arguments)
+    played = _Played(whole.attention, share, rank)
+    inner: list[tuple[str, list[Tensor]]] = []
+    try:
+        with watching(block, played), _noting(block) as inner:
+            outputs = by_place(block(*args, **kwargs))
+    except MISFITS as error:
+        return f"{_where(whole, inner, share, rank)} raises {type(error).__name__}: {error}"
+    if played.reason is not None:
+        return f"{played.reason} ({_where(whole, inner, share, rank)} differs first)"
+    dims: dict[str, int] = {}
+    for place, expected in whole.outputs.items():
+        dim = cut_along(outputs.get(place), expected, share, rank)
+        if isinstance(dim, str):
+            return f"{_where(whole, inner, share, rank)} computes something else on a part of the tokens"
+        if dim is not None:
+            dims[place] = dim
+    return BlockStream(dict(arguments), dims, whole.draws)
+
+
+class _Played:
+    """Attention as it was for all tokens."""
+
+    def __init__(self, whole: Attention, share: Share, rank: int) -> None:
+        self._calls = iter(whole.calls)
+        self._share, self._rank = share, rank
+        self.reason: str | None = None
+
+    def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
+        expected, result = next(self._calls, (None, None))
+        if expected is None or result is None:
+            raise ValueError("attention is called more often than with all tokens")
+        for name in ("query", "key", "value"):
+            if not same(getattr(call, name), self._share.part(getattr(expected, name), -2, self._rank)):
+                self._refuse(f"the {name} of its attention is not that of the part's tokens")
+        if call.is_causal != expected.is_causal:
+            self._refuse("its attention is causal only with all tokens")
+        if not _same_mask(call.attn_mask, expected.attn_mask):
+            self._refuse(
+                "it makes the mask, or the bias of relative positions, of its attention itself, from the tokens that "
+                "it is given"
+            )
+        return self._share.part(result, -2, self._rank)
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+
+def same(got: Tensor, expected: Tensor) -> bool:
+    """True if two tensors agree but for rounding; of those without values, the shapes."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    if not (has_values(got) and has_values(expected)):
+        return True
+    if not expected.is_floating_point():
+        return torch.equal(got, expected)
+    close = max(CLOSE, 8 * torch.finfo(expected.dtype).eps)
+    return bool((got - expected).norm() <= close * expected.norm() + 1e-6)
+
+
+def _same_mask(got: Tensor | None, expected: Tensor | None) -> bool:
+    if got is None or expected is None:
+        return got is expected
+    if not expected.is_floating_point() or got.shape != expected.shape or not has_values(expected):
+        return same(got, expected)
+    hidden, expected_hidden = got < HIDDEN, expected < HIDDEN
+    return same(hidden, expected_hidden) and same(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))
+
+
+def has_values(tensor: Tensor) -> bool:
+    """True if a tensor has more than a shape."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def cut_along(got: Tensor | None, whole: Tensor, share: Share, rank: int) -> int | None | str:
+    """The dim along which `got` is the rank's part; None where it is the whole; a string where it is neither."""
+    if got is None:
+        return "there is no such output"
+    if got.shape == whole.shape:
+        return None if same(got, whole) else "it is another"
+    for dim in range(min(got.dim(), whole.dim())):
+        is_part = got.shape[dim] * share.size == whole.shape[dim] and whole.shape[dim] % share.pieces == 0
+        if is_part and same(got, share.part(whole, dim, rank)):
+            return dim
+    return "it is no part of the whole"
+
+
+def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: Share, rank: int) -> str:
+    """The first module inside that gives something else than it did for all tokens."""
+    for index, (path, expected) in enumerate(whole.inner):
+        if index >= len(inner) or inner[index][0] != path:
+            return path
+        got = inner[index][1]
+        pairs = zip(got, expected, strict=False)
+        if len(got) != len(expected) or any(isinstance(_part_of(*pair, share, rank), str) for pair in pairs):
+            return path
+    return "its own forward"
+
+
+def _part_of(got: Tensor, whole: Tensor, share: Share, rank: int) -> int | None | str:
+    """As `cut_along`, also for batch and tokens as one dim."""
+    found = cut_along(got, whole, share, rank)
+    is_flat = got.dim() > 0 and got.shape[0] * share.size == whole.shape[0] and got.shape[1:] == whole.shape[1:]
+    return None if isinstance(found, str) and is_flat else found
+
+
+@contextmanager
+def _noting(block: nn.Module) -> Iterator[list[tuple[str, list[Tensor]]]]:
+    """The outputs of the modules of the block, as they are made."""
+    noted: list[tuple[str, list[Tensor]]] = []
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            noted.append((path, [tensor.clone() for tensor in by_place(output).values()]))
+
+        return hook
+
+    handles = [module.register_forward_hook(note(path)) for path, module in block.named_modules() if path]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _storage(tensor: Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())

@@ -1,0 +1,111 @@
+"""A block apart from its model, with random weights, to be asked how its results depend on its parameters.
+
+The copy computes in fp32 and without dropout. Weights are drawn, not taken: a freshly made model has zeros that hide
+what depends on what, and a trained one has units that are dead on a short sample.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr as _keystr
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+
+from atorch.model.copy import duplicate
+
+PERIOD = 1_000_003
+"""After so many numbers a weight repeats itself, which takes a sixth of the time. A prime: no two rows are the same."""
+
+
+class Call(NamedTuple):
+    """The arguments that a block was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def record_calls(model: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[nn.Module], Any]) -> dict[str, Call]:
+    """The first call of each of `blocks` while `run(model)`; blocks that are not called are left out."""
+    calls: dict[str, Call] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in calls:
+                # Caches among them are filled later. What has a graph cannot be copied: some models ask for gradients.
+                calls[name] = copy.deepcopy(tree_map_only(Tensor, _without_graph, Call(args, kwargs)))
+
+        return hook
+
+    # A run may call the model again, with more of a batch than it could do with.
+    handles = [model.register_forward_pre_hook(lambda *_: calls.clear())]
+    handles += [m.register_forward_pre_hook(keep(name), with_kwargs=True) for name, m in blocks.items()]
+    try:
+        run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def apart(block: nn.Module) -> nn.Module:
+    """A copy of the block to experiment with: in fp32, without dropout, every parameter trainable and drawn."""
+    own: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=p.device)) for p in block.parameters()
+    }
+    twin = duplicate(block, own).float().eval()
+    draw_weights(twin, 0)
+    return twin
+
+
+@torch.no_grad()
+def draw_weights(block: nn.Module, seed: int) -> None:
+    """Other weights, of a size that keeps activations near 1; the same on every rank. Parameters are contiguous."""
+    for number, parameter in enumerate(block.parameters()):
+        generator = torch.Generator(parameter.device).manual_seed(seed * 10_007 + number)
+        if parameter.dim() < 2:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        else:
+            bound = (3 / min(parameter.shape[-2:])) ** 0.5
+            drawn = torch.empty(min(parameter.numel(), PERIOD), device=parameter.device)
+            drawn.uniform_(-bound, bound, generator=generator)
+            for part in parameter.view(-1).split(PERIOD):
+                part.copy_(drawn[: len(part)])
+
+
+def fresh(call: Call) -> tuple[Call, dict[str, Tensor]]:
+    """The arguments as new tensors in fp32, and those that can have a gradient, which ask for one, by their place."""
+    args, kwargs = copy.deepcopy(call)
+    leaves, spec = tree_flatten_with_path((args, kwargs))
+    known: dict[int, Tensor] = {}
+    given: dict[int, Tensor] = {}
+    asked: dict[str, Tensor] = {}
+    values = []
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            if id(leaf) not in known:
+                known[id(leaf)] = leaf.detach().float().clone().requires_grad_()
+                given[id(leaf)] = known[id(leaf)].clone()  # a leaf must not be changed in place, and blocks do that
+            asked[_keystr(path)], leaf = known[id(leaf)], given[id(leaf)]
+        values.append(leaf)
+    return Call(*tree_unflatten(values, spec)), asked
+
+
+def map_arguments(change: Callable[[str, Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with `change(place, tensor)` in each tensor's place."""
+    leaves, spec = tree_flatten_with_path((args, kwargs))
+    values = [change(_keystr(path), leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves]
+    mapped: tuple[Any, Any] = tree_unflatten(values, spec)
+    return mapped
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The floating-point tensors of an output, in order."""
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -1,0 +1,86 @@
+"""One evaluation of a whole model, watched: what its layout is derived from, and what it is held to afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.distributed.rng import preserved_rng
+from atorch.errors import AtorchError
+from atorch.model.state import evaluation_mode, untouched
+from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, record_calls, tensors_of
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product, SeeProducts
+from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE
+from atorch.runtime.tensor_parallel.layout.model_layout import blocks_of, shapes_of
+
+Run = Callable[[nn.Module], Any]
+"""Calls the model on a batch and returns its output."""
+
+
+class Watched:
+    """An evaluation of the whole model: its output, its blocks' arguments, what is used outside of them."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        self.blocks = blocks_of(model)
+        self.kinds = _kinds(self.blocks)
+        first = {paths[0]: self.blocks[paths[0]] for paths in self.kinds}
+        inner = {id(p) for block in self.blocks.values() for p in block.parameters()}
+        outer = {name: p for name, p in model.named_parameters() if id(p) not in inner}
+        self.products: list[Product] = []
+        self._eps = 0.0  # of the coarsest numbers that were computed with
+        with evaluating(model), SeeProducts(outer, self._note) as mode:
+            outputs: list[Any] = []
+            self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
+        self.output = [tensor.clone() for tensor in tensors_of(outputs[0])]
+        self.tables: dict[str, int] = {}
+        """Rows that were looked up, by table."""
+        for lookup in mode.lookups:
+            self.tables[lookup.table] = self.tables.get(lookup.table, 0) + lookup.num_rows
+
+    def example(self, path: str) -> tuple[nn.Module, Call]:
+        """The block that stands for all that are alike with the one at `path`, and what it was called with."""
+        first = next(paths[0] for paths in self.kinds if path in paths)
+        return self.blocks[first], self.calls[first]
+
+    @property
+    def sums(self) -> list[float]:
+        """Sums that tell one output from another."""
+        return [float(tensor.double().sum()) for tensor in self.output]
+
+    def _note(self, product: Product, compute: Callable[[], Tensor]) -> Tensor:
+        self.products.append(product._replace(input=torch.empty_like(product.input, device="meta")))
+        result = compute()
+        self._eps = max(self._eps, torch.finfo(result.dtype).eps)
+        return result
+
+    def check(self, model: nn.Module, run: Run) -> None:
+        """Raise where the model, now split, has another output than it had."""
+        with evaluating(model):
+            output = tensors_of(run(model))
+        for got, expected in zip(output, self.output, strict=True):
+            tolerance = max(CLOSE, 8 * torch.finfo(expected.dtype).eps, 8 * self._eps)
+            error = (got - expected.to(got.device)).norm() if got.shape == expected.shape else torch.inf
+            if not error <= tolerance * expected.norm().to(got.device) + 1e-6:
+                raise AtorchError(
+                    f"{type(model).__name__} has another output after it was split over tensor, though each of its "
+                    "blocks had the same; name what is to be split in a plan, and report this"
+                )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode and records no gradients; it is afterwards as it was, as are random states."""
+    with untouched(model), evaluation_mode(model), torch.no_grad(), preserved_rng():
+        yield
+
+
+def _kinds(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
+    """The paths of blocks that are of one class and have the same parameters."""
+    kinds: dict[Any, list[str]] = {}
+    for path, block in blocks.items():
+        kinds.setdefault((type(block), tuple(shapes_of(block).items())), []).append(path)
+    return list(kinds.values())

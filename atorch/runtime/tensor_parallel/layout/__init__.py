@@ -1,0 +1,1 @@
+"""Layouts of tensor parallelism as plain data, derived or given by hand."""

@@ -1,0 +1,83 @@
+"""A layout that is given by hand: which modules are split by columns, which by rows.
+
+The names say what is to be split, and no more. With which rows, and what follows for biases, tables and heads, is what
+the model tells; a plan that the model contradicts is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+from atorch.errors import StrategyError, near_miss
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Kept
+
+Plan = Mapping[str, Literal["column", "row"]]
+"""Kinds of split by patterns of module names, whole or from any dot on: {"layers.*.attn.q_proj": "column", …}."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    """True if a pattern means a module: `layers.*.mlp` means `model.layers.0.mlp` too."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def check_names(model: nn.Module, plan: Plan) -> None:
+    """Raise a StrategyError for a pattern that names no module or parameter, or a kind that is none."""
+    names = [_target(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern, kind in plan.items():
+        if kind not in ("column", "row"):
+            raise StrategyError(f"the plan splits {pattern!r} by {kind!r}; give 'column' or 'row'")
+        if not any(matches(name, pattern) for name in names):
+            raise StrategyError(
+                f"the plan names {pattern!r}, but the model has no such layer; {near_miss(pattern, names)}"
+            )
+
+
+def chosen(layout: BlockLayout, path: str, plan: Plan) -> BlockLayout:
+    """The part of a block's layout that the plan names.
+
+    Raises:
+        StrategyError: the plan names a part of what can only be split together, or what cannot be split so.
+    """
+    named = {
+        name: kind for name in _names(layout) for pattern, kind in plan.items() if matches(_target(name, path), pattern)
+    }
+    groups = [group for group in layout.groups if all(named.get(n) == kind for n, kind in _kinds(group).items())]
+    covered = {name for group in groups for name in _kinds(group)}
+    kept = list(layout.kept)
+    for group in layout.groups:
+        if group in groups:
+            continue
+        if not (named.keys() & _kinds(group)) - covered:
+            kept.append(Kept(group.row, "the plan does not name it"))
+            continue
+        for name, kind in _kinds(group).items():
+            given = named.get(name)
+            if given != kind:
+                what = "leaves it out" if given is None else f"splits it by {given}"
+                together = sorted(_target(each) for each in _kinds(group))
+                raise StrategyError(
+                    f"{_target(name, path)} has to be split by {kind} for {_target(group.row, path)} to be "
+                    f"split by row, but the plan {what}; give all of {together}, or none"
+                )
+    for each in layout.kept:
+        if each.name in named:
+            raise StrategyError(f"the plan names {_target(each.name, path)}, which cannot be split: {each.reason}")
+    return replace(layout, groups=tuple(groups), kept=tuple(kept))
+
+
+def _kinds(group: Group) -> dict[str, str]:
+    return {**dict.fromkeys(group.columns, "column"), group.row: "row"}
+
+
+def _names(layout: BlockLayout) -> list[str]:
+    return [name for group in layout.groups for name in _kinds(group)] + [each.name for each in layout.kept]
+
+
+def _target(parameter: str, path: str = "") -> str:
+    """A plan's name of a parameter of the block at `path`: its module, where it is the module's `weight`."""
+    return (f"{path}.{parameter}" if path else parameter).removesuffix(".weight")

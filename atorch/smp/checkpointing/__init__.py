@@ -1,0 +1,1 @@
+"""Checkpoints of `smp`: partial and full files, folders by tag, and saves that are atomic."""

@@ -1,0 +1,112 @@
+"""The parts of a distributed model on this process: modules, parameters and buffers, by the whole model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from atorch.errors import ArgumentError
+from atorch.model.wrapper import Wrapper
+from atorch.smp.tensor.split import TensorSplit, distributed_modules, is_distributed_parameter, is_scaled_batch
+
+
+class LocalParts(Wrapper):
+    """Base of the distributed model: the parts of it that are here, the whole model before it is partitioned."""
+
+    _others: tuple[nn.Module, ...]
+    split: TensorSplit
+    """The parameters that tensor ranks have parts of."""
+
+    @property
+    def partitioned(self) -> bool:
+        """True if the model has been partitioned, which the first step does."""
+        raise NotImplementedError
+
+    def train(self, mode: bool = True) -> Any:
+        """Put all parts here into training mode, or into evaluation mode."""
+        for part in (self.module, *self._others):
+            part.train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in (self.module, *self._others):
+            part.zero_grad(set_to_none)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for part in (self.module, *self._others):
+            part._apply(fn)
+        return self
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules, by the names that they have in the whole one; once partitioned, those of the parts here."""
+        memo = set() if memo is None else memo
+        for part in (self.module, *self._others):
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """The modules of the partition of this process."""
+        return (module for _, module in self.local_named_modules())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of the partition of this process, by name: those that hold something of it."""
+        self._need_partition("local_named_modules")
+        for name, module in self.named_modules():
+            if any(each._parameters or each._buffers for each in module.modules()):
+                yield name, module
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the partition of this process."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the partition of this process, by name."""
+        self._need_partition("local_named_parameters")
+        yield from self.named_parameters()
+
+    def local_buffers(self) -> Iterator[Tensor]:
+        """The buffers of the partition of this process."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of the partition of this process, by name."""
+        self._need_partition("local_named_buffers")
+        yield from self.named_buffers()
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """The modules here that are split over tensor ranks."""
+        return distributed_modules(self, self.split)
+
+    def is_distributed_parameter(self, parameter: Tensor) -> bool:
+        """True if this process has a part of the parameter, and other tensor ranks the rest."""
+        return is_distributed_parameter(self, self.split, parameter)
+
+    def is_distributed_buffer(self, buffer: Tensor) -> bool:
+        """Never: every tensor rank has whole buffers."""
+        return False
+
+    def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
+        """True if the parameter sees the batches of all tensor ranks: its gradient is averaged over RDP_GROUP alone."""
+        return is_scaled_batch(self.split)
+
+    def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
+        """The same of a buffer."""
+        return is_scaled_batch(self.split)
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are averaged over DP_GROUP, by name."""
+        return (each for each in self.local_named_parameters() if not self.is_scaled_batch_parameter(each[1]))
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are averaged over RDP_GROUP, by name."""
+        return (each for each in self.local_named_parameters() if self.is_scaled_batch_parameter(each[1]))
+
+    def _need_partition(self, call: str) -> None:
+        if not self.partitioned:
+            raise ArgumentError(
+                f"{call} was called before the model was partitioned, which the first smp.step does; call it after "
+                "that, or in a hook of register_post_partition_hook"
+            )

@@ -1,0 +1,1 @@
+"""The step of `smp`: its handshake, its micro-batches, and the averaging of gradients."""

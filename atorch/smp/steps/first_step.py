@@ -1,0 +1,247 @@
+"""Work before the first step: partitions the model, and lets what waits for that happen.
+
+Parameters and buffers of all replicas are the first one's then; loads and hooks come after, and the first forward pass
+last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.cluster.spec import ClusterSpec
+from atorch.distributed import world
+from atorch.distributed.collectives import agreed, from_rank_zero, together
+from atorch.distributed.fingerprints import Fact, Facts, described_call, described_optimizer
+from atorch.errors import ArgumentError, AtorchError
+from atorch.logs import logger, speaking
+from atorch.model.pytree import map_tensors
+from atorch.model.state import untouched
+from atorch.runtime.data_parallel.buckets import broadcast
+from atorch.runtime.memory.kv_cache import turn_off_caches
+from atorch.runtime.pipeline.capture.stage_capture import Reads, route_of
+from atorch.runtime.pipeline.capture.stage_dataflow import Route
+from atorch.runtime.pipeline.engine import Engine
+from atorch.runtime.pipeline.shared_parameters import Ties
+from atorch.runtime.pipeline.stage import cut, holders
+from atorch.runtime.pipeline.stage_placement import Placed, by_torch
+from atorch.smp.checkpointing.whole_states import blank_copy
+from atorch.smp.config import Config
+from atorch.smp.model import DistributedModel
+from atorch.smp.model_creation import delayed_values, fill
+from atorch.smp.partition_map import tell_places
+from atorch.smp.partitioning import (
+    Division,
+    Weighing,
+    auto_units,
+    divided_by_cost,
+    divided_by_hand,
+    units_by_hand,
+)
+from atorch.smp.session import Session, tracing
+from atorch.smp.steps.averaging import Averaging, PartReduction
+from atorch.smp.steps.micro_batch_run import Body
+from atorch.smp.steps.runner import Faults, Runner
+from atorch.smp.steps.slicing import Arguments
+from atorch.smp.tensor.split import TensorSplit, split_marked
+from atorch.smp.training.precision import half_of, halve, widen_output
+from atorch.smp.training.sharding import check_degrees, sharded
+
+Function = Callable[..., Any]
+
+
+def partition(owner: Session, model: DistributedModel, function: Function, sample: Arguments) -> Runner:
+    """Partition the model by a micro-batch of the step that is to run first. All processes do so together.
+
+    Raises:
+        StrategyError, ArgumentError: the model, the function or the partitions do not allow it; on all processes, with
+            the model as it was.
+    """
+    mesh, config, whole = owner.mesh, owner.config, model.module
+    agreed("smp.DistributedModel", lambda: _described(owner, model), lambda: None)
+    check_degrees(config)
+    seed = from_rank_zero(torch.initial_seed())
+    turn_off_caches(whole)
+    split = _tensor_split(owner, model, function, sample)
+    units, route, division = agreed(
+        "smp.DistributedModel", dict, lambda: _divided(owner, model, function, sample), partial(_told, config)
+    )
+    division = from_rank_zero(division)  # each has measured times of its own, where it was to
+    values = together(lambda: delayed_values(whole))
+    blank = together(lambda: blank_copy(whole))
+    faults = Faults()
+    placed = Placed(division.places, config.active_microbatches, config.pipeline == "simple")
+    if len(division.places) == 1:
+        parts: tuple[nn.Module, ...] = (whole,)
+    else:
+        shared = holders(whole, units, route, division.starts)
+        mine = [stage for stage, place in enumerate(division.places) if place == mesh.rank("pipeline")]
+        parts = cut(whole, units, route, division.starts, mine, owner.device, shares=True)
+        for part in parts:
+            tell_places(part, division.partition_of)
+    fill(parts, owner.device, values)
+    for part in parts:
+        part.to(owner.device)
+    replicas = mesh.group("data", "zero")
+    broadcast([(0, [each.detach() for part in parts for each in (*part.parameters(), *part.buffers())])], replicas)
+    half = half_of(config)
+    unrounded = None if half is None else halve(parts, half)
+    for part in parts if half is not None else ():
+        widen_output(part)
+    passes = sharded(whole, mesh, half) if config.sharded_data_parallel_degree > 1 else None
+    averaging = None if passes is not None else _averaging(owner, model, parts)
+    engine = ties = None
+    if len(division.places) > 1:
+        reductions = [PartReduction(averaging, faults.note) for _ in parts]
+        group = mesh.group("pipeline")
+        schedule = by_torch(placed, config.microbatches)
+        engine = Engine(parts, schedule, group, owner.device, reductions=reductions)
+        ties = Ties(shared, parts, group, division.places)
+    runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
+    model.become(runner, division, split)
+    _say(owner, division)
+    if owner.optimizer is not None:
+        owner.optimizer.follow(model, unrounded)
+    together(model.settle)
+    return runner
+
+
+def _described(owner: Session, model: DistributedModel) -> Mapping[str, Facts]:
+    """Facts that must be equal on all processes."""
+    facts = dict(described_call(model.module, **vars(model.options)))
+    return facts | ({} if owner.optimizer is None else {"optimizer": described_optimizer(owner.optimizer)})
+
+
+def _tensor_split(owner: Session, model: DistributedModel, function: Function, sample: Arguments) -> TensorSplit:
+    if owner.mesh.size("tensor") == 1:
+        return TensorSplit()
+    call = together(lambda: _call(model, function, sample))
+    return split_marked(model.module, lambda: model.module(*call[0], **call[1]), owner.mesh)
+
+
+def _averaging(owner: Session, model: DistributedModel, parts: tuple[nn.Module, ...]) -> Averaging | None:
+    group = owner.mesh.group("data", "zero")
+    if group.size() == 1:
+        return None
+    options = model.options
+    made = Averaging(parts, group, bucket_cap_mb=options.bucket_cap_mb, as_views=options.gradient_as_bucket_view)
+    made.comm_hook = model.comm_hook
+    return made
+
+
+def _divided(
+    owner: Session, model: DistributedModel, function: Function, sample: Arguments
+) -> tuple[Mapping[str, nn.Module], Route, Division]:
+    config, whole = owner.config, model.module
+    count = config.pipeline_parallel_degree
+    if count == 1:
+        return {}, Route((), frozenset(), frozenset(), frozenset()), Division({}, (0,), (0,), {})
+    units = auto_units(whole, count) if config.auto_partition else units_by_hand(whole, config.default_partition)
+    call, route = _watched(model, units, function, sample)
+    if not config.auto_partition:
+        return units, route, divided_by_hand(route, units, count, config.default_partition)
+    weighing = Weighing(
+        config.memory_weight,
+        min(config.active_microbatches, config.microbatches),
+        times=model.options.trace_execution_times,
+        memory=model.options.trace_memory_usage,
+        traces=not config.skip_tracing,
+    )
+    device = ClusterSpec.detect(world.init(), measure=False).device
+    return units, route, divided_by_cost(route, units, whole, call, device, count, weighing)
+
+
+def _told(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
+    """Facts that must be equal: the calls of units, which are counted, and where they lie, if that was said by hand."""
+    _, route, division = divided
+    where = {} if config.auto_partition else division.partition_of
+    return {
+        "calls": {
+            f"call {number} of the model's modules": Fact(
+                call.unit, f"on partition {where[call.unit]}" if where else ""
+            )
+            for number, call in enumerate(route.calls)
+        }
+    }
+
+
+def _watched(
+    model: DistributedModel, units: Mapping[str, nn.Module], function: Function, sample: Arguments
+) -> tuple[Arguments, Route]:
+    """The call of the model by the function; what the model's modules hand to one another, and the function reads.
+
+    The model runs on fake tensors, where it can, and the function for real, on zeros for the model's output: what it
+    leaves somewhere must be no fake.
+    """
+    whole, call = model.module, _call(model, function, sample)
+    outputs = _Outputs()
+
+    def run(module: nn.Module, call: Arguments) -> Any:
+        outputs.append(module(*call[0], **call[1]))
+        return outputs[-1]
+
+    route = route_of(whole, units, call, run)
+    after = Body(function, _beside(whole, sample), 0, _Giving(map_tensors(_zeros, outputs[-1])), {})
+    reads = Reads(whole)
+    try:
+        with reads:
+            _look(model, after)
+    except AtorchError:
+        raise
+    except Exception as error:  # the function may fail in any way on zeros; real batches show its faults
+        logger.info("what the function of smp.step reads of the model is known up to where it fails: %s", error)
+    return call, replace(route, read_by_loss=frozenset(reads.found) - route.output_needs)
+
+
+def _call(model: DistributedModel, function: Function, sample: Arguments) -> Arguments:
+    """Arguments of the function's call of the model."""
+    body = Body(function, _beside(model.module, sample), 0, None, {})
+    _look(model, body)
+    if body.call is None:
+        raise ArgumentError("the function of smp.step ended without calling the model; let it call it once")
+    return body.call
+
+
+def _beside(whole: nn.Module, sample: Arguments) -> Arguments:
+    """A micro-batch where the whole model lies; on the host where parameters are delayed, as they are watched there."""
+    device = next(whole.parameters()).device
+    if device.type == "meta":
+        device = torch.device("cpu")
+    moved: Arguments = map_tensors(lambda leaf: leaf.to(device), sample)
+    return moved
+
+
+def _look(model: DistributedModel, body: Body) -> None:
+    with torch.no_grad(), untouched(model.module), model.serving(body), tracing():
+        body.run()
+
+
+class _Outputs(list[Any]):
+    """The outputs of a copy of the model, too: not copied with what refers to it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Outputs:
+        return self
+
+
+class _Giving(nn.Module):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output
+
+
+def _zeros(leaf: Tensor) -> Tensor:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+
+def _say(owner: Session, division: Division) -> None:
+    if owner.mesh.size("pipeline") > 1:
+        with speaking(True):
+            logger.info("the model was partitioned:\n%s", division)

@@ -1,0 +1,152 @@
+"""Objects that travel from one process to another, over the hosts, while the sender goes on.
+
+They are pickled, as `torch.distributed` does with objects: both ends are processes of one job, which trust each other.
+Tensors in them arrive in host memory, without what their memory is shared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from atorch.distributed.barrier_diagnostics import NoAnswerError, listed
+from atorch.distributed.collectives import several, warning_late
+from atorch.errors import ArgumentError
+from atorch.logs import OF_THIS_RANK, logger
+
+TAG = 0x534D50  # apart from messages that the script itself sends over the same group
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """One object on its way to one rank: the how manieth, and the transfers, which need their memory until they end."""
+
+    dest: int
+    number: int
+    transfers: tuple[tuple[dist.Work, torch.Tensor], ...]
+
+
+class Messages:
+    """Messages sent by this process that nobody has taken yet. Ranks are those of the whole job.
+
+    gloo says that a transfer has ended only to who waits for it, and one who waits too short breaks all connections. So
+    each receiver counts in the job's store what it has taken.
+    """
+
+    def __init__(self) -> None:
+        self._sent: list[Message] = []
+        self._num_sent: Counter[int] = Counter()  # to each rank
+        self._own: deque[Any] = deque()  # sent to this process by itself
+        # All processes begin and end together, so the counts of one time are named alike on all.
+        begun = _store().add(f"atorch/smp/begun/{dist.get_rank()}", 1) if several() else 0
+        self._place = f"atorch/smp/taken/{begun}"
+
+    def send(self, obj: Any, dests: Sequence[int]) -> None:
+        """Let `obj` travel to the ranks `dests`, each of which must receive it; the sender does not wait."""
+        self._sent = self.untaken(self._sent)
+        self._sent += self._begin(obj, dests)
+
+    def send_and_wait(self, obj: Any, dests: Sequence[int]) -> None:
+        """As `send`, and wait until each has received it.
+
+        Raises:
+            ArgumentError: one had not before the group's time-out, or ended; who it is.
+        """
+        messages = self._begin(obj, dests)
+        with warning_late(lambda: self._told(messages)):
+            try:
+                for message in messages:
+                    for work, _ in message.transfers:
+                        work.wait()
+            except RuntimeError as error:
+                raise NoAnswerError(f"{self._told(messages)} ({_first_line(error)})") from error
+
+    def receive(self, source: int) -> Any:
+        """The next object that the rank `source` has sent to this one.
+
+        Raises:
+            ArgumentError: it sent none before the group's time-out, or ended; or it is this process, which has sent
+                itself none.
+        """
+        if source == _rank():
+            if not self._own:
+                raise ArgumentError("this process has sent itself no object that it could receive; send it first")
+            return self._own.popleft()
+        size = torch.zeros(1, dtype=torch.int64)
+        waiting = f"rank {_rank()} waits for an object from rank {source}, which has sent none"
+        with warning_late(lambda: f"{waiting}; call smp.send or smp.broadcast there"):
+            try:
+                dist.recv(size, source, tag=TAG)
+                content = torch.zeros(int(size), dtype=torch.uint8)
+                dist.recv(content, source, tag=TAG)
+            except RuntimeError as error:
+                raise NoAnswerError(f"{waiting}, or has ended ({_first_line(error)})") from error
+        _store().add(f"{self._place}/{source}/{_rank()}", 1)
+        return dist.distributed_c10d._tensor_to_object(content, int(size), dist.group.WORLD)
+
+    def deliver(self, patience: timedelta) -> None:
+        """Wait until all that was sent is taken, or for so long; what is not is told."""
+        end = time.monotonic() + patience.total_seconds()
+        try:
+            while (left := self.untaken(self._sent)) and time.monotonic() < end:
+                time.sleep(0.02)
+            if left:
+                logger.warning("smp.send: %s", self._told(left), extra=OF_THIS_RANK)
+        except RuntimeError:  # the store went with the process that held it, and so have the others
+            logger.warning("smp.send: the job has ended before all that was sent was received", extra=OF_THIS_RANK)
+        self._sent = []
+
+    def untaken(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of `messages` that have not been received."""
+        dests = {message.dest for message in messages}
+        num_taken = {dest: _store().add(f"{self._place}/{_rank()}/{dest}", 0) for dest in dests}
+        return [message for message in messages if message.number > num_taken[message.dest]]
+
+    def _begin(self, obj: Any, dests: Sequence[int]) -> list[Message]:
+        alone = on_host(obj)
+        others = [rank for rank in dests if rank != _rank()]
+        self._own.extend([alone] * (len(dests) - len(others)))
+        if not others:
+            return []
+        content, size = dist.distributed_c10d._object_to_tensor(alone, torch.device("cpu"), dist.group.WORLD)
+        self._num_sent.update(others)
+        return [
+            Message(rank, self._num_sent[rank], tuple((_isend(part, rank), part) for part in (size, content)))
+            for rank in others
+        ]
+
+    def _told(self, messages: Sequence[Message]) -> str:
+        ranks = sorted({message.dest for message in self.untaken(messages)})
+        some = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+        return f"rank {_rank()} has sent an object that {some} did not take; call smp.recv_from there"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _isend(part: torch.Tensor, dest: int) -> dist.Work:
+    work = dist.isend(part, dest, tag=TAG)
+    assert work is not None, "this process is in the group of all"
+    return work
+
+
+def on_host(obj: Any) -> Any:
+    """Each tensor's own elements alone: a view's memory may be much larger, and a device is not the receiver's."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), obj)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,221 @@
+"""One micro-batch of a step: the user's function around one call of the model.
+
+The function runs whole where the model's last stage is. Elsewhere it runs as far as its call of the model, which there
+is a stage's, and ends. What it draws at random before that call, all processes of the pipeline draw alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from atorch.errors import ArgumentError, shown
+from atorch.runtime.pipeline.stage import STAGE, Stage, stage_of
+from atorch.smp.steps.slicing import Arguments
+
+Owners = dict[Node, int]
+"""The micro-batch whose model call made the node."""
+_BY_ITSELF = (
+    "loss.backward() was called inside of a smp.step function, and would stop at this process; call "
+    "model.backward(loss) of the DistributedModel instead"
+)
+
+
+class Body:
+    """One run of a step's function.
+
+    Args:
+        arguments: of the micro-batch.
+        part: what a call of the model runs: the model, or a stage of it; None to end the function there.
+        owners: what has been made of the model's outputs in this step, by all of its micro-batches.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Arguments, number: int, part: nn.Module | None, owners: Owners
+    ) -> None:
+        self.number, self.part = number, part
+        self._function, self._arguments, self._owners = function, arguments, owners
+        self._called = False
+        self.losses: list[Tensor] = []
+        """Scalars to go backward from."""
+        self._checks: list[RemovableHandle] = []
+        self.call: Arguments | None = None
+        """Arguments of the call of the model."""
+        self.output: Any = None
+        """The result of the call."""
+        self.returned: Any = None
+        """The result of the function, where it ran whole."""
+        self.wires: Any = None
+        """The next stage's input, where it did not."""
+
+    @property
+    def has_backward(self) -> bool:
+        """True if the function called `model.backward`."""
+        return bool(self.losses)
+
+    def run(self, seed: int | None = None) -> None:
+        """Run the function.
+
+        seed: of random numbers before the model's call; None: those that are under way.
+        """
+        args, kwargs = self._arguments
+        with _drawing(seed) as self._go_on:
+            try:
+                self.returned = self._function(*args, **kwargs)
+            except _EndsError as end:
+                self.wires = end.wires
+                return
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+                raise ArgumentError(_BY_ITSELF) from error  # a look at the function, without gradients
+        if not self._called and stage_in(self.part) is not None:
+            raise ArgumentError(
+                "the function of smp.step ended without calling the model; let it call the DistributedModel once for "
+                "every micro-batch, on every process of a pipeline"
+            )
+
+    def call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output, or the end of this run where the model goes on elsewhere.
+
+        Raises:
+            ArgumentError: the function has called it before.
+        """
+        if self._called:
+            raise ArgumentError(
+                "the function of smp.step calls the model a second time; it runs once for every micro-batch and may "
+                "call the model once: call it on the two batches put together, or in two steps"
+            )
+        self._called, self.call = True, (args, kwargs)
+        self._go_on()
+        if self.part is None:
+            raise _EndsError(None)
+        output = self.part(*args, **kwargs)
+        stage = stage_in(self.part)
+        if stage is not None and not stage.is_last:
+            raise _EndsError(output)
+        self.output = output
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                self._owners[leaf.grad_fn] = self.number
+                self._checks.append(leaf.register_hook(_refuse_backward))
+        return output
+
+    def backward(self, tensors: Any, grad_tensors: Any) -> None:
+        """Note from where to go backward.
+
+        Raises:
+            ArgumentError: what is given is no tensor with a gradient, misses the gradient of one that is no scalar, or
+                comes of another micro-batch's output.
+        """
+        for tensor, gradient in _pairs(tensors, grad_tensors):
+            other = next((own for own in _made_of(tensor, self._owners) if own != self.number), None)
+            if other is not None:
+                raise ArgumentError(
+                    f"model.backward in micro-batch {self.number} was given a loss that comes of micro-batch {other}'s "
+                    "output, whose backward has been, or is to be, by itself; let every micro-batch use its own output "
+                    "alone, and detach what it takes from others"
+                )
+            self.losses.append(_scalar(tensor, gradient))
+
+    def allow_backward(self) -> None:
+        """From now on gradients may pass the model's output: the function has ended."""
+        while self._checks:
+            self._checks.pop().remove()
+
+
+def stage_in(part: nn.Module | None) -> Stage | None:
+    """The stage that a part is, or has inside of what is around it; None for a whole model."""
+    return None if part is None or getattr(part, STAGE, None) is None else stage_of(part)
+
+
+def _refuse_backward(gradient: Tensor) -> None:
+    """A hook of the model's output. It knows no Body: autograd would hold that, which holds the output, for ever."""
+    raise ArgumentError(_BY_ITSELF)
+
+
+class _EndsError(BaseException):
+    """Ends the function where the model goes on elsewhere; no handler of its own shall stop it."""
+
+    def __init__(self, wires: Any) -> None:
+        super().__init__()
+        self.wires = wires
+
+
+@contextmanager
+def _drawing(seed: int | None) -> Iterator[Callable[[], None]]:
+    """Inside, random numbers are those of `seed`, until what this gives is called."""
+    if seed is None:
+        yield lambda: None
+        return
+    # Not torch.manual_seed: for every device that is not in use yet, that puts a call into a list, each time.
+    host = torch.get_rng_state()
+    own = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    waiting = [True]
+
+    def go_on() -> None:
+        if waiting and waiting.pop():
+            torch.set_rng_state(host)
+            if own is not None:
+                torch.cuda.set_rng_state(own)
+
+    torch.default_generator.manual_seed(seed)
+    if own is not None:
+        torch.cuda.manual_seed(seed)
+    try:
+        yield go_on
+    finally:
+        go_on()
+
+
+def _pairs(tensors: Any, gradients: Any) -> list[tuple[Tensor, Tensor | None]]:
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [gradients] * len(listed) if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    if len(given) != len(listed):
+        raise ArgumentError(f"model.backward was given {len(listed)} tensors and {len(given)} gradients; give one each")
+    for tensor, gradient in zip(listed, given, strict=True):
+        if not isinstance(tensor, Tensor) or not (tensor.requires_grad or not torch.is_grad_enabled()):
+            what = "a tensor without a gradient" if isinstance(tensor, Tensor) else shown(tensor)
+            raise ArgumentError(
+                f"model.backward was given {what}; give the loss that was computed of the model's output"
+            )
+        if gradient is None and tensor.numel() != 1:
+            raise ArgumentError(
+                f"model.backward was given a tensor of shape {tuple(tensor.shape)} without a gradient for it; give a "
+                "scalar, or grad_tensors of the same shapes"
+            )
+        if gradient is not None and gradient.shape != tensor.shape:
+            raise ArgumentError(
+                f"grad_tensors has shape {tuple(gradient.shape)} for a tensor of {tuple(tensor.shape)}; give the same"
+            )
+    return list(zip(listed, given, strict=True))
+
+
+def _scalar(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    """A scalar with this gradient of a tensor. In fp32: a sum in 16 bits may overflow."""
+    if gradient is None:
+        return tensor.reshape(())
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return (tensor.to(wide) * gradient.detach().to(wide)).sum()
+
+
+def _made_of(tensor: Tensor, owners: Owners) -> Iterator[int]:
+    """The micro-batches of whose outputs a tensor was computed."""
+    waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in owners:
+            yield owners[node]
+        else:
+            waiting.extend(other for other, _ in node.next_functions if other is not None)

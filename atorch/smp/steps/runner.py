@@ -1,0 +1,339 @@
+"""Runs the micro-batches of a step through the parts of a model, and averages gradients over replicas.
+
+What a process raises in a step, all raise: it goes on with zeros, which its pipeline and the other replicas need not to
+wait for ever, and the step ends with an exchange that tells.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import first_told, largest, together
+from atorch.distributed.fingerprints import both_ways
+from atorch.errors import ArgumentError, StrategyError
+from atorch.logs import logger
+from atorch.model.pytree import map_tensors
+from atorch.runtime.data_parallel.buckets import broadcast
+from atorch.runtime.pipeline.capture.shapes import sizes_of
+from atorch.runtime.pipeline.engine import Engine
+from atorch.runtime.pipeline.object_broadcast import from_place
+from atorch.runtime.pipeline.shared_parameters import Ties
+from atorch.runtime.pipeline.stage import stage_of
+from atorch.runtime.pipeline.stage_placement import Placed, turns
+from atorch.smp.model import DistributedModel
+from atorch.smp.session import Session, tracing
+from atorch.smp.steps.averaging import Averaging
+from atorch.smp.steps.handshake import Start, has_begun_none, raise_it
+from atorch.smp.steps.micro_batch_run import Body, Owners
+from atorch.smp.steps.results import StepResults
+from atorch.smp.steps.slicing import Arguments, beginnings
+from atorch.smp.training.sharding import Passes
+
+
+class Kind(NamedTuple):
+    """Steps of one kind call the model alike, and go backward or do not."""
+
+    function: Callable[..., Any]
+    told: Hashable  # what else may differ, in words that all processes have alike
+
+
+LOOKS = 3
+"""Steps whose batches are compared over the processes of a pipeline."""
+
+
+class Faults:
+    """The first thing that went wrong in a step on this process."""
+
+    def __init__(self) -> None:
+        self.first: Exception | None = None
+
+    def note(self, error: Exception) -> None:
+        self.first = self.first or error
+
+
+@dataclass(eq=False, repr=False)
+class Runner:
+    """Runs steps on the parts of this process.
+
+    Args:
+        parts: the stages of this process, or the whole model.
+        engine: what runs stages of several processes together; None for a whole model.
+        averaging: None where there is one replica, or the parts average by themselves.
+        passes: of a model whose parameters are spread over replicas.
+        blank: the whole model without values.
+        seed: equal on all processes.
+    """
+
+    model: DistributedModel
+    owner: Session
+    parts: tuple[nn.Module, ...]
+    placed: Placed
+    engine: Engine | None
+    ties: Ties | None
+    averaging: Averaging | None
+    passes: Passes | None
+    faults: Faults
+    blank: nn.Module
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.num_steps = 0
+        self.ended_by: str | None = None
+        """Why no more steps can be run."""
+        engine = self.engine
+        self._results = None if engine is None else StepResults(engine.last_place, engine.group, engine.device)
+        self._trains: dict[Kind, bool] = {}
+        self._num_passes = 0  # backward passes since gradients were averaged
+        self.reduces = False  # whether gradients are averaged at the end of the step
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of losses before they go backward."""
+        return 1.0 if self.owner.optimizer is None else float(self.owner.optimizer.loss_scale)
+
+    def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
+        """Results of the function for each micro-batch, on every process of the pipeline.
+
+        Raises:
+            ArgumentError, StrategyError: what any process raised; there what it raised itself.
+        """
+        self.num_steps += 1
+        self.faults.first = None
+        kind = Kind(function, start.told)
+        work = _Work(self, function, kind, start.pieces, detach)
+        train = torch.is_grad_enabled()
+        try:
+            train = self._goes_back(work, start.is_alike)
+        except Exception as error:  # other replicas average gradients now
+            self.faults.note(error)
+        self._begin(train)
+        try:
+            if self.faults.first is None:
+                with self._apart(train):
+                    work.run_all(train)
+        except Exception as error:  # the same
+            self.faults.note(error)
+        self._average(train)
+        if work.went_back:
+            self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
+        if work.went_back and self.owner.optimizer is not None:
+            self.owner.optimizer.trust_gradients()
+        is_new = self._ends_together(self._results is not None and self._results.is_new(kind, work.returned))
+        return work.returned if self._results is None else self._results.give(kind, work.returned, is_new=is_new)
+
+    def attend_others(self) -> None:
+        """Take part in the steps of replicas that have batches left, without one; then have their parameters."""
+        parameters = [each for part in self.parts for each in part.parameters()]
+        while True:
+            for each in parameters:
+                each.grad = None
+            if has_begun_none(self.owner):
+                break
+            self.faults.first = None
+            self._average(False)
+            self._ends_together(False)
+        data = self.owner.mesh.group("data", "zero")
+        if data.size() > 1:
+            (most,) = largest([self.num_steps], data)
+            told = first_told(True if self.num_steps == most else None, data)
+            assert told is not None, "somebody has run most steps"
+            broadcast([(dist.get_group_rank(data, told[0]), [each.detach() for each in parameters])], data)
+
+    def seed_of(self, number: int) -> int | None:
+        """The seed of a micro-batch's draws before the model's call, alike on all processes of a pipeline."""
+        if self.engine is None:
+            return None
+        place = self.owner.mesh.rank("data", "zero")
+        return zlib.crc32(repr((self.seed, self.num_steps, place, number)).encode())
+
+    def _goes_back(self, work: _Work, is_alike: bool) -> bool:
+        """True if a step of this kind goes backward, which its first one shows before it runs."""
+        if self.engine is None:
+            return torch.is_grad_enabled()
+        group = self.engine.group
+        if not is_alike:
+            raise ArgumentError(
+                "processes of one pipeline were given batches of different sizes; they work on one batch together: "
+                "shard the data by smp.dp_rank() and smp.dp_size(), not by smp.rank()"
+            )
+        if self.num_steps <= LOOKS:
+            self._compare(work.pieces, group)
+        if work.kind not in self._trains:
+            with self.engine.working_on(work):
+                pass
+            goes_back = from_place(work.looked, self.engine.last_place, group, self.engine.device)
+            self._trains[work.kind] = bool(goes_back) and torch.is_grad_enabled()
+        return self._trains[work.kind]
+
+    def _compare(self, pieces: Sequence[Arguments], group: dist.ProcessGroup) -> None:
+        """Say so where the processes of a pipeline have batches of their own: inputs and labels would not match."""
+        high, low = largest(both_ways(beginnings(pieces)), group)
+        if high != -low:
+            logger.warning(
+                "processes of one pipeline were given different batches: inputs are taken of the first one's, and what "
+                "the loss reads of the last one's. Shard the data by smp.dp_rank() and smp.dp_size(), and shuffle alike"
+            )
+
+    def _begin(self, train: bool) -> None:
+        model, averaging = self.model, self.averaging
+        self.reduces = reduces = train and self._num_passes + 1 == model.options.backward_passes_per_step
+        if averaging is None:
+            return
+        if train and model.options.broadcast_buffers and not model.joins:
+            broadcast([(0, [each for part in self.parts for each in part.buffers()])], averaging.group)
+        averaging.begin(reduces=reduces, overlaps=model.options.overlapping_allreduce and not model.joins)
+
+    def _average(self, train: bool) -> None:
+        averaging = self.averaging
+        if averaging is None:
+            return
+        if self.model.joins:
+            running = torch.tensor([float(averaging.is_reducing), 1.0 if train else 0.0])
+            dist.all_reduce(running, group=averaging.group)
+            averaging.divisor = averaging.group.size() if self.model.divides_by_all else int(running[1])
+            if running[0] and not averaging.is_reducing:
+                averaging.begin(reduces=True, overlaps=False)
+        averaging.finish()
+
+    @contextmanager
+    def _apart(self, train: bool) -> Iterator[None]:
+        """Gradients of this step alone, of parameters that are added up over the processes of the pipeline."""
+        if self.ties is None or not train:
+            yield
+            return
+        tied = self.ties.parameters
+        before = [each.grad for each in tied]
+        for each in tied:
+            each.grad = None
+        yield
+        self.ties.add_up()
+        for each, gradient in zip(tied, before, strict=True):
+            if gradient is not None:
+                each.grad = gradient if each.grad is None else each.grad + gradient
+
+    def _ends_together(self, is_new: bool) -> bool:
+        """True if any process gives something of a new form. Raises what any raised: the exchange at the end."""
+        failed, some_new = largest([self.faults.first is not None, is_new])
+        if failed:
+            together(partial(raise_it, self.faults.first))
+        return bool(some_new)
+
+
+class _Work:
+    """The micro-batches of a step, as an engine takes them."""
+
+    def __init__(
+        self, runner: Runner, function: Callable[..., Any], kind: Kind, pieces: Sequence[Arguments], detach: bool
+    ) -> None:
+        self.kind, self.pieces, self.train = kind, pieces, False
+        self.returned: list[Any] = [None] * len(pieces)
+        self.looked = False
+        """True if the function has called `model.backward`, where it was looked at."""
+        self.went_back = False
+        """True if gradients were computed."""
+        self._runner, self._function, self._detach = runner, function, detach
+        self._owners: Owners = {}
+        options = runner.model.options
+        self._scale = runner.loss_scale / (len(pieces) if options.average_grads_across_microbatches else 1)
+
+    @property
+    def count(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def sizes(self) -> Hashable:
+        """Steps of one kind on batches of equal sizes hand over tensors of equal shapes."""
+        return self.kind, sizes_of(self.pieces[0])
+
+    def look(self, part: nn.Module) -> None:
+        with tracing():
+            self.looked = self._body(0, part).has_backward
+
+    def run(self, number: int, part: nn.Module) -> Any:
+        """Run the function on a micro-batch: what the next stage takes, or the last one's loss."""
+        stage, faults = stage_of(part), self._runner.faults
+        if faults.first is None:
+            try:
+                body = self._body(number, part)
+                return self._concluded(body) if stage.is_last else body.wires
+            except Exception as error:  # the others of the pipeline wait for what this stage gives
+                faults.note(error)
+        return self._nothing(part)
+
+    def run_all(self, train: bool) -> None:
+        """Run all micro-batches, through a whole model or the stages of a pipeline."""
+        self.train = train
+        engine = self._runner.engine
+        if engine is None:
+            self._run_alone(self._runner.parts[0])
+        else:
+            engine.run_work(self, train=train)
+            self.went_back = train
+
+    def _run_alone(self, part: nn.Module) -> None:
+        losses: dict[int, Tensor] = {}
+        passes, faults = self._runner.passes, self._runner.faults
+        reduction = passes or self._runner.averaging
+        with nullcontext() if passes is None else passes.step():
+            for is_backward, _, number in turns(self._runner.placed, self.count)[0]:
+                if faults.first is not None:
+                    return
+                if not is_backward:
+                    losses[number] = self._concluded(self._body(number, part))
+                elif losses[number].requires_grad:
+                    last = number == self.count - 1 and (passes is None or self._runner.reduces)
+                    with nullcontext() if reduction is None else reduction.backward(last=last):
+                        self.went_back = True
+                        losses.pop(number).backward()
+
+    def _body(self, number: int, part: nn.Module) -> Body:
+        body = Body(self._function, self.pieces[number], number, part, self._owners)
+        with self._runner.model.serving(body):
+            body.run(self._runner.seed_of(number))
+        return body
+
+    def _concluded(self, body: Body) -> Tensor:
+        """The loss of a micro-batch whose function has ended."""
+        body.allow_backward()
+        if body.has_backward and not torch.is_grad_enabled():
+            raise ArgumentError("model.backward was called under torch.no_grad(); leave one of the two out")
+        if self._runner.engine is not None and body.has_backward != self.train:
+            raise StrategyError(
+                f"the function of smp.step {'calls' if body.has_backward else 'does not call'} model.backward, and on "
+                "its first batch it was otherwise; give it an argument by which the two kinds of steps differ, or "
+                "make them two functions"
+            )
+        self.returned[body.number] = map_tensors(Tensor.detach, body.returned) if self._detach else body.returned
+        total = torch.zeros((), device=self._runner.owner.device)
+        for loss in body.losses:
+            wide = torch.promote_types(loss.dtype, torch.float32)  # 16 bits hold no large scale
+            total = total + loss.to(wide) * self._scale
+        return total
+
+    def _nothing(self, part: nn.Module) -> Any:
+        """A stand-in for a stage's result after something went wrong: zeros, with a gradient of zeros."""
+        stage, engine = stage_of(part), self._runner.engine
+        assert engine is not None
+        assert engine.job is not None
+        assert stage.current is not None
+        leaves = (*stage.current.values.values(), *part.parameters())
+        anchor = torch.zeros((), device=engine.device)
+        for each in leaves:
+            if each.requires_grad:
+                anchor = anchor + each.reshape(-1)[:1].sum() * 0.0
+        if stage.is_last:
+            return anchor
+        made = []
+        for value in stage.outgoing:
+            empty = engine.job.shapes[value.call][value.number].stand_in(engine.device).clone()
+            made.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
+        return tuple(made)

@@ -1,0 +1,1 @@
+"""Tensor parallelism of `smp`: marks, replacements and splits."""

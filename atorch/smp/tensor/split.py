@@ -1,0 +1,235 @@
+"""A marked model split over the tensor ranks, and what is asked of it then: whole state, and which parts are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.distributed.collectives import agree, synchronise, together
+from atorch.distributed.mesh import Mesh
+from atorch.errors import ArgumentError
+from atorch.logs import logger
+from atorch.runtime.tensor_parallel import ModelLayout, Rows, tensor_parallel
+from atorch.runtime.tensor_parallel.layout.model_layout import full_name, rows_of
+from atorch.runtime.tensor_parallel.random_numbers import share_random_state
+from atorch.runtime.tensor_parallel.state import whole_tensor
+from atorch.smp.activation_checkpointing import without_checkpointing
+from atorch.smp.model_creation import delayed_values, fill
+from atorch.smp.nn.distributed_module import DistributedModule
+from atorch.smp.tensor.marks import marked_parameters
+
+UNKNOWN = "nothing splits it, and by themselves only linear layers and tables are split"
+MANY = 4
+"""Names that a message lists."""
+
+
+class Cut(NamedTuple):
+    """The rows of a parameter that each tensor rank has, and the whole's shape."""
+
+    rows: Rows
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSplit:
+    """The split of a model over its tensor ranks. Names are the user's, and each of a tied parameter's is known."""
+
+    degree: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Marked parts that stay whole on every rank, and why."""
+
+    def whole(self, name: str, tensor: Any) -> Tensor:
+        """The whole of a parameter's part, or of what an optimizer holds for it: a tensor of the part's shape.
+
+        All tensor ranks call it together, for the same names in the same order; what was not cut comes back as it is.
+        """
+        cut = self.cuts.get(name)
+        is_part = cut is not None and tensor.dim() == len(cut.shape)
+        return whole_tensor(tensor, cut.rows if cut is not None and is_part else None, self.group)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, or of what an optimizer holds for it.
+
+        Raises:
+            ArgumentError: it has another shape than the whole.
+        """
+        cut = self.cuts.get(name)
+        if cut is None or whole.dim() != len(cut.shape):
+            return whole
+        if tuple(whole.shape) != cut.shape:
+            raise ArgumentError(
+                f"{name} was given with shape {tuple(whole.shape)}, and the whole model's is {cut.shape}; give the "
+                "state of the same model, whole"
+            )
+        return cut.rows.take(whole, self.rank).contiguous()
+
+    def told(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """This rank's rows of the parameters of these names, in words that a file can hold."""
+        return {
+            name: {"dim": cut.rows.dim, "runs": [list(run) for run in cut.rows.by_rank[self.rank]], "shape": cut.shape}
+            for name in names
+            if (cut := self.cuts.get(name)) is not None
+        }
+
+    @torch.no_grad()
+    def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of this rank's parts as the whole model's; all tensor ranks call it together."""
+        return {name: self.whole(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    @torch.no_grad()
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole model's state dict as one of this rank's parts, with which `load_state_dict` loads them.
+
+        Raises:
+            ArgumentError: a tensor has another shape than the whole.
+        """
+        return {name: self.own(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def split_marked(
+    model: nn.Module, run: Callable[[], Any], mesh: Mesh, *, as_dtensors: bool = False, loss_parallel: bool = False
+) -> TensorSplit:
+    """Split what is marked of `model`, in place, over the axis tensor of `mesh`. All processes call it together.
+
+    Call it before the model is cut into stages. Parameters, buffers and random numbers that differ between processes
+    become the first one's; parameters that were delayed have their values afterwards.
+
+    Args:
+        run: calls the model once on a few rows, the same on all tensor ranks.
+        as_dtensors: parts become DTensors, as FSDP2 wants them; else plain tensors.
+        loss_parallel: logits of a split vocabulary stay split until something but a cross entropy reads them, which
+            then all ranks have to do; else they are gathered where they are made.
+
+    Raises:
+        ArgumentError: `run` does not call the model, or the processes have other models, marks or rows.
+    """
+    degree = mesh.size("tensor")
+    if degree == 1:
+        return TensorSplit()
+    marked = marked_parameters(model, _is_distributed)
+    agree(sorted(marked), "what is marked for tensor parallelism", ArgumentError, "as name {}".format)
+    fill([model], torch.device("cpu"), delayed_values(model))
+    synchronise([*model.parameters(), *model.buffers()])
+    share_random_state(mesh.group("tensor"), next((each.device for each in model.parameters()), torch.device("cpu")))
+    if not marked:
+        logger.warning(
+            "tensor_parallel_degree is %s, but nothing of %s is marked for tensor parallelism: each of these processes "
+            "holds all of it. Make it inside smp.tensor_parallelism(), call smp.set_tensor_parallelism(model), or use "
+            "modules of smp.nn", degree, type(model).__name__,
+        )  # fmt: skip
+        return TensorSplit(degree, mesh.rank("tensor"), mesh.group("tensor"))
+    matrices = _Matrix.all_of(model)
+    options: dict[str, Any] = {"among": marked, "as_dtensors": as_dtensors, "loss_parallel": loss_parallel}
+    with without_checkpointing(model):  # what is recomputed has to be all of it
+        layout = together(lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options))
+    agree(sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError)
+    split = TensorSplit(
+        degree, mesh.rank("tensor"), mesh.group("tensor"), _cuts(layout, matrices), _kept(layout, matrices, marked)
+    )
+    _tell(model, split)
+    return split
+
+
+def distributed_modules(model: nn.Module, split: TensorSplit) -> Iterator[nn.Module]:
+    """The modules of a split model that hold parts, and the outermost distributed modules around such."""
+    outermost: list[str] = []
+    for path, module in model.named_modules():
+        is_below = any(path.startswith(f"{each}.") or not each for each in outermost)
+        is_outermost = isinstance(module, DistributedModule) and not is_below
+        if any(full_name(path, name) in split.cuts for name, _ in module.named_parameters(recurse=is_outermost)):
+            yield module
+            outermost += [path] if is_outermost else []
+
+
+def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: Any) -> bool:
+    """True if a parameter of a split model is this rank's part of one."""
+    named = model.named_parameters(remove_duplicate=False)
+    return any(each is parameter and name in split.cuts for name, each in named)
+
+
+def is_scaled_batch(split: TensorSplit) -> bool:
+    """True if parameters and buffers see the batch of all tensor ranks, so that their gradients are averaged over
+    RDP_GROUP, the ranks that hold the same; else over DP_GROUP. It is the same for all of a model.
+    """
+    return split.degree > 1
+
+
+class _Matrix(NamedTuple):
+    """A parameter by all its names, and its shape."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, model: nn.Module) -> list[_Matrix]:
+        names: dict[int, list[str]] = {}
+        shapes: dict[int, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+            shapes[id(parameter)] = tuple(parameter.shape)
+        return [cls(tuple(each), shapes[key]) for key, each in names.items()]
+
+
+def _cuts(layout: ModelLayout, matrices: Iterable[_Matrix]) -> dict[str, Cut]:
+    cuts: dict[str, Cut] = {}
+    for matrix in matrices:
+        rows = rows_of(matrix.names, layout.rows)
+        if rows is not None:
+            cuts.update(dict.fromkeys(matrix.names, Cut(rows, matrix.shape)))
+    return cuts
+
+
+def _kept(layout: ModelLayout, matrices: Iterable[_Matrix], marked: Set[str]) -> dict[str, str]:
+    """Why what is marked and has rows to split stays whole."""
+    reasons: dict[str, str] = {}
+    for path, block in layout.blocks.items():
+        shared = (name for group in block.groups for name, rows in group.rows.items() if rows.is_shared)
+        reasons.update({full_name(path, name): "several ranks need the same of its rows" for name in shared})
+    reasons.update({each.name: each.reason for each in layout.kept})
+    kept: dict[str, str] = {}
+    for matrix in matrices:
+        if len(matrix.shape) > 1 and marked & set(matrix.names) and rows_of(matrix.names, layout.rows) is None:
+            found = [reasons[name] for name in matrix.names if name in reasons]
+            kept[matrix.names[0]] = next(iter(found), UNKNOWN)
+    return kept
+
+
+def _returning_output(run: Callable[[], Any]) -> Callable[[nn.Module], Any]:
+    """`run` as a function of the model, whose first output it returns."""
+
+    def watched(model: nn.Module) -> Any:
+        outputs: list[Any] = []
+        with model.register_forward_hook(lambda module, args, output: outputs.append(output)):
+            run()
+        if not outputs:
+            raise ArgumentError(
+                f"the step did not call the model, a {type(model).__name__}; call it in the step's body"
+            )
+        return outputs[0]
+
+    return watched
+
+
+def _tell(model: nn.Module, split: TensorSplit) -> None:
+    """Say what was marked and stays whole, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in split.kept.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
+        logger.warning(
+            "tensor parallelism leaves %s%s of %s whole on every rank: %s",
+            ", ".join(names[:MANY]), more, type(model).__name__, reason,
+        )  # fmt: skip
+
+
+def _is_distributed(module: nn.Module) -> bool:
+    return isinstance(module, DistributedModule)

@@ -1,0 +1,1 @@
+"""Optimizers, precision and sharded data parallelism of `smp`."""

@@ -1,0 +1,169 @@
+"""Processes that wait in kernels of NCCL, which nothing but an abort wakes: by a stand-in, over gloo."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from atorch.auto.planner.dry_run.fault_barrier import EARLY_S, Crew, Guard
+from atorch.distributed.collectives import everyone
+from atorch.distributed.mesh import Mesh, current, set_current
+from atorch.distributed.world import World
+from tests.pool import Pool
+
+SLICES = (("tensor", 2), ("data", 2))
+PATIENCE_S = 20.0  # of a test; the aborts come in a fraction of a second
+
+
+class Kernels:
+    """Collectives on a device: the host waits for them where no signal is handled, until their group is aborted."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, threading.Event] = {}
+        self.hung = False  # whether one was never ended
+
+    def _event(self, group: dist.ProcessGroup) -> threading.Event:
+        return self._ended.setdefault(group.group_name, threading.Event())
+
+    @property
+    def aborted(self) -> set[str]:
+        return {name for name, ended in self._ended.items() if ended.is_set()}
+
+    def wait(self, group: dist.ProcessGroup) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        try:
+            self._event(group).wait(PATIENCE_S)
+        finally:
+            self.hung = not self._event(group).is_set()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside, groups are aborted in name, and what lies on a device lies on the host."""
+        kernels, zeros = self, torch.zeros
+
+        def abort(group: dist.ProcessGroup) -> None:
+            kernels._event(group).set()
+
+        def on_host(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+            return zeros(*args, **kwargs)
+
+        with (
+            mock.patch.object(dist.ProcessGroup, "abort", abort),
+            mock.patch.object(torch, "zeros", on_host),
+        ):
+            yield
+
+
+def make_mesh() -> list[str]:
+    """The names of the candidate's groups: of all, and along each axis."""
+    mesh = Mesh(SLICES, None, "cuda")
+    set_current(mesh)
+    found = [everyone(), mesh.group("tensor"), mesh.group("data")]
+    return [each.group_name for each in found if each is not None]
+
+
+def one_runs_out_of_memory(rank: int, size: int) -> tuple[list[str | None], list[list[str]], list[set[str]], int]:
+    """Two candidates, one after the other: their failures, groups, and those that were aborted; groups left behind."""
+    known = dist.distributed_c10d._world.pg_map
+    failures, names, aborted, before = [], [], [], len(known)
+    for _ in range(2):
+        kernels, world = Kernels(), World(rank, size, rank, torch.device("cuda"))
+
+        def step(kernels: Kernels = kernels) -> None:
+            mesh = current()
+            assert mesh is not None
+            if rank == 3:
+                raise torch.OutOfMemoryError("no room for what is gathered")
+            kernels.wait(mesh.group({0: "tensor", 1: "data", 2: "tensor"}[rank]))
+
+        crew = Crew(world)
+        guard = Guard(world, crew, lambda: None, timeout_s=60)
+        with kernels.on_device():
+            made = guard.together(make_mesh)
+            assert made is not None
+            assert guard.together(step) is None
+        crew.close()
+        failures.append(guard.failure)
+        names.append(made[rank])
+        aborted.append(kernels.aborted)
+    return failures, names, aborted, len(known) - before
+
+
+def test_out_of_memory_on_one_rank_wakes_all_whichever_group_they_wait_in(pool: Pool) -> None:
+    for failures, names, aborted, left in pool.run(one_runs_out_of_memory, ranks=4, timeout=2 * PATIENCE_S):
+        assert failures == ["OutOfMemoryError: no room for what is gathered (on rank 3)"] * 2
+        assert aborted == [set(each) for each in names], "of all ranks, and along single axes"
+        assert all(len(set(each)) == 3 for each in names)
+        assert not set(names[0]) & set(names[1]), "a candidate's groups are its own"
+        assert left == 0
+
+
+def all_wait(rank: int, size: int) -> tuple[bool, str | None]:
+    """Each waits for another one, in a group of another axis: nobody fails, and nobody can be interrupted."""
+    kernels, world = Kernels(), World(rank, size, rank, torch.device("cuda"))
+    crew = Crew(world)
+
+    def step() -> None:
+        mesh = current()
+        assert mesh is not None
+        kernels.wait(mesh.group(("tensor", "data")[rank % 2]))
+
+    with kernels.on_device():
+        guard = Guard(world, crew, lambda: None, timeout_s=1.0)
+        assert guard.together(make_mesh) is not None
+        assert guard.together(step) is None
+    crew.close()
+    return kernels.hung, guard.failure
+
+
+def test_who_waits_for_each_other_is_woken_when_time_is_over(pool: Pool) -> None:
+    for hung, failure in pool.run(all_wait, ranks=4, timeout=2 * PATIENCE_S):
+        assert not hung
+        assert "a peer failed, or was waited for too long" in str(failure)
+
+
+def timeout_of_group(rank: int, size: int) -> float:
+    world = World(rank, size, rank, torch.device("cuda"))
+    crew = Crew(world)
+    made: Any = dist.new_group
+    with mock.patch.object(dist, "new_group", side_effect=made) as called:
+        guard = Guard(world, crew, lambda: None, timeout_s=180.0)
+    guard.close()
+    crew.close()
+    return float(called.call_args.kwargs["timeout"].total_seconds())
+
+
+def test_torch_would_end_the_process_later_than_the_watch_aborts(pool: Pool) -> None:
+    assert pool.run(timeout_of_group) == [180.0 + EARLY_S] * 2
+
+
+def connected(rank: int, size: int) -> list[str]:
+    """The groups that a candidate has used once it has made them."""
+    used = []
+    real: Any = dist.all_reduce
+
+    def all_reduce(value: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        used.append(group.group_name)
+        return real(value, *args, group=group, **kwargs)
+
+    world = World(rank, size, rank, torch.device("cuda"))
+    crew = Crew(world)
+    guard = Guard(world, crew, lambda: None, timeout_s=60)
+    with Kernels().on_device(), mock.patch.object(dist, "all_reduce", all_reduce):
+        made = guard.together(make_mesh)
+    assert made is not None
+    guard.close()
+    crew.close()
+    return [each for each in made[rank][1:] if each not in used]
+
+
+def test_groups_along_axes_connect_while_all_ranks_are_there(pool: Pool) -> None:
+    assert pool.run(connected, ranks=4) == [[]] * 4

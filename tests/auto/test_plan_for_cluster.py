@@ -1,0 +1,153 @@
+"""Plans for clusters that are not here: models in numbers, and arguments that do not hold."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import atorch
+from atorch.auto.plan_for_cluster import cluster_of, plan_for, subject_of
+from atorch.cluster.spec import ClusterSpec
+from atorch.errors import ArgumentError
+
+CLUSTER = ClusterSpec.load("8xH100-80GB")
+BATCH = torch.zeros(4, 16)
+
+
+class Plain(nn.Module):
+    """Traces anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, batch):
+        return self.layer(batch)
+
+
+class Born(Plain):
+    """Reads values while it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+
+
+class Branching(Plain):
+    """Goes where the values lead."""
+
+    def forward(self, batch):
+        return super().forward(batch) * (2 if float(batch.sum()) >= 0 else 3)
+
+
+class Huge(Branching):
+    """Has no room here for values."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2**30, 1024)
+
+
+def loss_func(batch, output):
+    return output.pow(2).mean()
+
+
+def test_a_function_is_called_under_the_meta_device():
+    made = []
+
+    def make():
+        made.append(Plain())
+        return made[-1]
+
+    profile = subject_of(make, BATCH, CLUSTER, loss_func=loss_func).profile
+    assert [each.layer.weight.is_meta for each in made] == [True]
+    assert (profile.num_params, profile.batch_size, profile.traced) == (272, 4, True)
+
+
+@pytest.mark.parametrize(("kind", "is_traced"), [(Born, True), (Branching, False)])
+def test_what_asks_for_values_is_made_for_real_and_that_is_said(kind, is_traced, caplog):
+    with caplog.at_level("INFO", logger="atorch"):
+        profile = subject_of(kind, BATCH, CLUSTER, loss_func=loss_func).profile
+    assert (profile.num_params, profile.traced) == (272, is_traced)
+    assert "the model is made for real" in caplog.text
+
+
+def test_what_is_too_large_for_that_is_refused_with_its_size():
+    with pytest.raises(ArgumentError, match=r"made for real it would take 4,096 GiB of "):
+        subject_of(Huge, BATCH, CLUSTER, loss_func=loss_func)
+
+
+def test_a_module_is_traced_as_it_is():
+    model = Plain()
+    subject = subject_of(model, BATCH, CLUSTER, loss_func=loss_func, optim_func=torch.optim.SGD, optim_args={"lr": 0.1})
+    assert subject.profile.optim_state_per_param == 0
+    assert subject.ctx is not None
+    assert subject.ctx.root is model
+    assert not hasattr(model, "_atorch")
+
+
+def test_a_profile_is_taken_as_it_is():
+    profile = subject_of(Plain(), BATCH, CLUSTER).profile
+    assert subject_of(profile, None, CLUSTER).profile is profile
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((Plain(), None), "needs a sample_batch"),
+        ((3, BATCH), "model is 3; give a torch.nn.Module or a function"),
+        ((lambda: 3, BATCH), "the model's function returned 3"),
+    ],
+)
+def test_what_is_no_model_is_named(arguments, told):
+    with pytest.raises(ArgumentError, match=told):
+        subject_of(*arguments, CLUSTER)
+
+
+def test_a_profile_takes_no_batch():
+    profile = subject_of(Plain(), BATCH, CLUSTER).profile
+    with pytest.raises(ArgumentError, match="sample_batch is given with a profile"):
+        subject_of(profile, BATCH, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"global_batch": 0}, "global_batch is 0"),
+        ({"global_batch": 2.5}, "global_batch is 2.5"),
+        ({"reserve": 1.0}, "reserve is 1.0"),
+        ({"verify": 33}, "verify is 33; it is how many are simulated, from 0 to 32"),
+    ],
+)
+def test_numbers_that_do_not_hold_are_named(arguments, told):
+    subject = subject_of(Plain(), BATCH, CLUSTER)
+    with pytest.raises(ArgumentError, match=told):
+        plan_for(subject, CLUSTER, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("positional", "keywords", "told"),
+    [
+        ((), {"cluster": "8xH10"}, "there is no cluster named 'H10'"),
+        ((), {"cluster": 8}, "cluster is 8; give a description"),
+        ((BATCH,), {"cluster": "8xH100-80GB", "global_bach": 8}, "did you mean 'global_batch'?"),
+        ((BATCH,), {"cluster": "8xH100-80GB", "dataset": []}, "plan for a cluster has no argument 'dataset'"),
+        ((DataLoader([]),), {"cluster": "8xH100-80GB"}, "sample_batch is a DataLoader; give one batch"),
+        ((BATCH, 8), {"cluster": "8xH100-80GB"}, "3 arguments by position; these are model, sample_batch"),
+        ((BATCH,), {"cluster": "8xH100-80GB", "sample_batch": BATCH}, "sample_batch twice"),
+        ((), {"global_batch": 8}, "global_batch is for a plan for a cluster; give one"),
+        ((), {"optim_fun": 8}, "did you mean 'optim_func'?"),
+        ((torch.optim.SGD, [], loss_func, 1), {}, "5 arguments by position; these are model, optim_func"),
+        ((torch.optim.SGD,), {}, "so they need dataset and loss_func"),
+    ],
+)
+def test_the_door_names_what_does_not_hold(positional, keywords, told):
+    with pytest.raises(ArgumentError) as error:
+        atorch.plan(Plain(), *positional, **keywords)
+    assert told in str(error.value)
+
+
+def test_a_cluster_is_a_description_a_file_or_a_value(tmp_path):
+    CLUSTER.save(tmp_path / "mine.json")
+    assert cluster_of(CLUSTER) is CLUSTER
+    assert cluster_of("8xH100-80GB") == cluster_of(tmp_path / "mine.json") == CLUSTER

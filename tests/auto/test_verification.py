@@ -1,0 +1,527 @@
+"""A strategy that computes something else than plain training is refused; one that computes the same never is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from atorch import auto_accelerate
+from atorch.auto import reference_step
+from atorch.auto.context import Context
+from atorch.auto.job import make_context
+from atorch.auto.opt_lib.shared.defaults import complete
+from atorch.auto.planner import dry_run
+from atorch.auto.planner.dry_run.trial_context import Feed
+from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
+from atorch.distributed import world as worlds
+from atorch.errors import ArgumentError, StrategyError
+from atorch.model.state import put_back, still, untouched
+from atorch.runtime.gradients.backward_targets import expects_none
+from tests.auto.planner.jobs import cluster
+from tests.pool import Pool, RankFailure
+
+ROWS, FEATURES = 8, 6
+CHECKPOINT = ("checkpoint", (nn.Linear,))
+
+
+class Net(nn.Module):
+    """Leaves behind what a pass can: running statistics, random numbers drawn, a counter, the last activations."""
+
+    def __init__(self, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(FEATURES, 16)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(16, 3)
+        self.calls, self.last = 0, None
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.norm(self.inner(inputs).relu()))
+        self.calls, self.last = self.calls + 1, hidden.detach()
+        return self.head(hidden)
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2 * ROWS, FEATURES, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (2 * ROWS,), generator=generator))
+
+
+def loss_func(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+def accelerate(model: nn.Module, load_strategy: Any, **more: Any) -> Any:
+    given = {
+        "optim_func": torch.optim.SGD,
+        "optim_args": {"lr": 0.1},
+        "dataset": samples(),
+        "loss_func": loss_func,
+        "dataloader_args": {"batch_size": ROWS},
+        "model_input_format": "unpack_sequence",
+        **more,
+    }
+    return auto_accelerate(model, load_strategy=load_strategy, **given)[1]
+
+
+@contextmanager
+def registered(apply: Callable[[Context], Any], **settings: Any) -> Iterator[str]:
+    """A method of the name "broken" that does `apply` to the context, which stays as it is otherwise."""
+
+    @method("broken", phase=Phase.SHARD, **settings)
+    class Broken(Method):
+        def apply(self, ctx: Context) -> Context:
+            apply(ctx)
+            return ctx
+
+    try:
+        yield "broken"
+    finally:
+        METHODS.remove("broken")
+
+
+def detach_inner(ctx: Context) -> None:
+    ctx.root.inner.register_forward_hook(lambda module, args, output: output.detach())
+
+
+def scale_gradients(ctx: Context) -> None:
+    ctx.root.head.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def lose_values(ctx: Context) -> None:
+    ctx.root.inner.weight.data.fill_(float("nan"))
+
+
+def change_values(ctx: Context) -> None:
+    ctx.root.head.bias.data[0] += 0.05
+
+
+@pytest.mark.parametrize("damage", [detach_inner, scale_gradients, lose_values, change_values])
+@pytest.mark.parametrize("model", [{}, {"norm": True, "dropout": 0.3}], ids=["exact", "random"])
+def test_what_computes_something_else_is_refused(model: dict[str, Any], damage: Callable[[Context], None]) -> None:
+    with registered(damage) as broken, pytest.raises(StrategyError, match=r"broken does not compute .* plain") as error:
+        accelerate(Net(**model), [broken])
+    assert str(error.value).count("gradient norm") == 2, "both figures"
+    assert "verify=False" in str(error.value)
+
+
+class Twins(Net):
+    """Two layers of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Linear(16, 16)
+        self.other = nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.head(self.other(self.outer(self.inner(inputs).relu()).tanh()))
+
+
+def exchange(ctx: Context) -> None:
+    """Each of two parameters gets the other's gradient."""
+    one, other = ctx.root.outer.weight, ctx.root.other.weight
+
+    def swap(_: Any) -> None:
+        one.grad, other.grad = other.grad, one.grad
+
+    one.register_post_accumulate_grad_hook(expects_none(swap))  # comes last
+
+
+def turn_round(ctx: Context) -> None:
+    ctx.root.outer.weight.register_hook(torch.neg)
+
+
+def shift(ctx: Context) -> None:
+    ctx.root.outer.weight.register_hook(lambda gradient: gradient.roll(1, 0))
+
+
+def rescale(ctx: Context) -> None:
+    """One gradient half as large, another larger by what keeps the norm of all."""
+    one, other = ctx.root.outer.weight, ctx.root.other.weight
+
+    def share_out(_: Any) -> None:
+        lost, has = 0.75 * one.grad.square().sum(), other.grad.square().sum()
+        one.grad.mul_(0.5)
+        other.grad.mul_((1 + lost / has).sqrt())
+
+    one.register_post_accumulate_grad_hook(expects_none(share_out))
+
+
+@pytest.mark.parametrize("damage", [exchange, turn_round, shift, rescale])
+def test_the_norm_of_all_gradients_does_not_hide_whose_they_are(damage: Callable[[Context], None]) -> None:
+    with registered(damage) as broken, pytest.raises(StrategyError, match="gradient of (outer|other).weight is off"):
+        accelerate(Twins(), [broken])
+
+
+class Residual(nn.Module):
+    """A block of a ResNet, as torchvision makes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+        for each in self.convolutions:
+            nn.init.kaiming_normal_(each.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.norms[0](self.convolutions[0](x)).relu()
+        return (x + self.norms[1](self.convolutions[1](inner))).relu()
+
+
+class Deep(nn.Module):
+    """110 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(Residual(8) for _ in range(55)))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+
+
+def images(rows: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2 * rows, 3, 8, 8, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 10, (2 * rows,), generator=generator))
+
+
+def halve_all(ctx: Context) -> None:
+    for each in ctx.root.parameters():
+        each.register_hook(lambda gradient: gradient * 0.5)
+
+
+FP16 = ("amp_native", {"dtype": "fp16", "init_scale": 256.0})  # the usual scale overflows at first
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", [("amp_native", "bf16"), ("half", "bf16"), FP16], ids=str)
+def test_a_very_deep_model_may_round_and_lose_nothing(precision: Any) -> None:
+    more = {"dataset": images(ROWS), "dataloader_args": {"batch_size": ROWS}}
+    accelerate(Deep(), [precision, "checkpoint"], **more)
+    with registered(halve_all) as broken, pytest.raises(StrategyError, match="does not compute what plain"):
+        accelerate(Deep(), [precision, broken], **more)
+
+
+def halve_in_training(ctx: Context) -> None:
+    """As what draws random numbers anew in backward does: wrong in training mode alone."""
+    norm, weight = ctx.root.dropout, ctx.root.inner.weight
+    weight.register_hook(lambda gradient: gradient * 0.5 if norm.training else gradient)
+
+
+def halve_from_the_second_on(ctx: Context) -> None:
+    """As what a first pass leaves behind may do."""
+    passes: list[None] = []
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        passes.append(None)
+        return gradient * 0.5 if len(passes) > 1 else gradient
+
+    ctx.root.inner.weight.register_hook(hook)
+
+
+def shared_out(rank: int, size: int, damage: Callable[[Context], None], load_strategy: list[str], **more: Any) -> bool:
+    with registered(damage) as broken, pytest.raises(StrategyError, match="does not compute"):
+        accelerate(Net(norm=True, dropout=0.3), [broken, *load_strategy], **more)
+    return True
+
+
+@pytest.mark.parametrize("damage", [halve_in_training, halve_from_the_second_on])
+def test_training_mode_and_a_second_pass_are_looked_at(pool: Pool, damage: Callable[[Context], None]) -> None:
+    """Whatever depends on the share: of random numbers and statistics, too."""
+    shared_out(0, 1, damage, [])
+    assert all(pool.run(shared_out, damage, ["ddp"]))
+
+
+def compares(rank: int, size: int) -> bool:
+    return shared_out(rank, size, halve_in_training, ["ddp"], loss_func=contrast)
+
+
+def contrast(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return (output @ output.T).logsumexp(1).mean()
+
+
+def test_a_loss_that_compares_samples_is_held_to_that_of_the_shares(pool: Pool) -> None:
+    assert all(pool.run(compares))
+
+
+def test_it_can_be_turned_off() -> None:
+    with registered(scale_gradients) as broken:
+        accelerate(Net(), [broken], verify=False)
+    with pytest.raises(ArgumentError, match="verify is 3"):
+        accelerate(Net(), ["fsdp"], verify=3)
+
+
+@pytest.mark.parametrize(
+    "load_strategy", [[CHECKPOINT], [("micro_batch", {"size": 2})], [("compile", {"backend": "aot_eager"})], ["chunk"]]
+)
+def test_nothing_is_left_of_the_passes(load_strategy: Any) -> None:
+    model = Net(norm=True, dropout=0.3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    result = accelerate(model, load_strategy)
+    assert torch.equal(torch.rand(3), expected)
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert all(parameter.grad is None for parameter in result.model.parameters())
+    assert not result.optim.state_dict()["state"]
+    assert model.training
+
+
+def test_the_plain_pass_leaves_no_trace_on_the_model() -> None:
+    model = Net(norm=True)
+    model.head.bias.grad = torch.ones(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen: list[Any] = []
+
+    def look(ctx: Context) -> None:
+        seen.append((ctx.root.calls, ctx.root.last, ctx.root.head.bias.grad.clone()))
+        assert all(torch.equal(value, before[name]) for name, value in ctx.root.state_dict().items())
+
+    with registered(look) as looking:
+        accelerate(model, [looking])
+    assert seen[0][:2] == (0, None)
+    assert torch.equal(seen[0][2], torch.ones(3))
+    assert torch.equal(model.head.bias.grad, torch.ones(3))
+
+
+def under(rank: int, size: int, load_strategy: Any, model: dict[str, Any], most_shares: int, **more: Any) -> bool:
+    with mock.patch.object(reference_step, "MOST_SHARES", most_shares):
+        accelerate(Net(**model), load_strategy, **more)
+    return True
+
+
+@pytest.mark.parametrize("most_shares", [1, 8])
+@pytest.mark.parametrize("load_strategy", [["ddp"], ["fsdp"], [("micro_batch", {"size": 2}), "zero1"]])
+def test_right_strategies_are_taken(pool: Pool, load_strategy: Any, most_shares: int) -> None:
+    """Also where statistics are of half a batch, and random numbers are other ones."""
+    for model in ({}, {"norm": True}, {"dropout": 0.5}):
+        assert all(pool.run(under, load_strategy, model, most_shares))
+
+
+def sum_loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+
+
+def many(rank: int, size: int) -> bool:
+    """What more processes do whose batch no device runs as a whole; sums, and means over fewer shares, too."""
+    under(rank, size, ["fsdp"], {"dropout": 0.5}, 1, loss_func=sum_loss)
+    under(rank, size, [("ddp", {})], {}, 1, loss_func=lambda batch, output: (output @ output.T).logsumexp(1).mean())
+    with registered(turn_inner_round) as broken, pytest.raises(StrategyError, match="does not compute"):
+        under(rank, size, [broken, "ddp"], {}, 1, loss_func=sum_loss)
+    return True
+
+
+def turn_inner_round(ctx: Context) -> None:
+    ctx.root.inner.weight.register_hook(torch.neg)
+
+
+def test_a_batch_of_many_processes_is_one_share_over_and_over(pool: Pool) -> None:
+    assert all(pool.run(many))
+
+
+def reads(rank: int, size: int, strategies: list[Any]) -> list[str]:
+    """What is said where plain training's gradient of one parameter had the other sign."""
+    told = []
+    sample_of = reference_step.sample_of
+    for load_strategy in strategies:
+        turned = mock.patch.object(reference_step, "sample_of", lambda model, like=None: {
+            name: each * (-1 if name == "inner.weight" else 1) for name, each in sample_of(model, like).items()
+        })  # fmt: skip
+        with turned, pytest.raises(StrategyError) as error:
+            under(rank, size, load_strategy, {}, 8)
+        told.append(str(error.value))
+    return told
+
+
+def test_gradients_are_read_however_they_are_spread(pool: Pool) -> None:
+    split = ("parallel_mode", [("tensor", 2)])
+    strategies = [
+        ["zero1"], ["fsdp", ("amp_native", {"dtype": "bf16"})], [("zero2", {}), ("micro_batch", {"size": 2})],
+        [split, "tensor_parallel"], [split, "tensor_parallel", "fsdp"],
+    ]  # fmt: skip
+    for each in pool.run(reads, strategies):
+        assert all("gradient of inner.weight is off by 200%" in told for told in each)
+
+
+def without_reduction(rank: int, size: int, model: dict[str, Any], most_shares: int) -> None:
+    with registered(lambda ctx: None, slot="data_parallel") as forgetful:
+        under(rank, size, [forgetful], model, most_shares)
+
+
+def reduces_one_twice(rank: int, size: int) -> None:
+    """Rank 1's share of one gradient is lost."""
+
+    def lose(ctx: Context) -> None:
+        if rank == 1:
+            ctx.root.inner.weight.register_hook(torch.zeros_like)
+
+    with registered(lose) as broken:
+        under(rank, size, [broken, "ddp"], {}, 8)
+
+
+@pytest.mark.parametrize("model", [{}, {"norm": True, "dropout": 0.3}], ids=["exact", "random"])
+def test_gradients_that_are_not_reduced_are_noticed(pool: Pool, model: dict[str, Any]) -> None:
+    with pytest.raises(RankFailure, match="does not compute what plain training does") as failure:
+        pool.run(without_reduction, model, 8)
+    assert str(failure.value).count("StrategyError: ") == 2, "on both ranks"
+
+
+def test_a_gradient_that_one_rank_loses_is_noticed_on_all(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="does not compute what plain training does") as failure:
+        pool.run(reduces_one_twice)
+    assert str(failure.value).count("StrategyError: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"model_input_format": None}, "model_input_format is None"),
+        ({"loss_func": lambda batch, output: output.sum() * float("nan")}, "first pass is nan"),
+    ],
+)
+def test_where_plain_training_tells_nothing_that_is_said(
+    more: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "atorch"):
+        accelerate(Net(), [CHECKPOINT], **more)
+    assert "cannot be held to plain training's first pass" in caplog.text
+    assert reason in caplog.text
+
+
+def test_a_model_that_does_not_fit_plainly_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch.object(reference_step, "ROOM", 0.0), caplog.at_level(logging.WARNING, "atorch"):
+        accelerate(Net(), [CHECKPOINT])
+    assert "parameters and gradients take" in caplog.text
+
+
+class Generating(Net):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids.float(), labels)
+
+    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        if self.training or getattr(self, "is_broken", False):
+            raise RuntimeError("cannot generate")
+        return input_ids
+
+
+def break_generate(ctx: Context) -> None:
+    ctx.root.is_broken = True
+
+
+def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    data = [{"input_ids": inputs, "labels": label} for inputs, label in samples()]
+    given = {
+        "dataset": data,
+        "model_input_format": "unpack_dict",
+        "loss_func": lambda batch, output: nn.functional.cross_entropy(output, batch["labels"]),
+    }
+    with caplog.at_level(logging.WARNING, "atorch"):
+        accelerate(Generating(), [CHECKPOINT], **given)
+    assert not caplog.records
+    with registered(break_generate) as broken, caplog.at_level(logging.WARNING, "atorch"):
+        accelerate(Generating(), [broken], **given)
+    assert "model.generate() fails: RuntimeError: cannot generate" in caplog.text
+
+
+def breaks_alone(rank: int, size: int) -> str:
+    """The dry run of a strategy under which the model does not generate on one process."""
+    data = [{"input_ids": inputs, "labels": label} for inputs, label in samples()]
+    ctx = make_context(
+        Generating(),
+        optim_func=torch.optim.SGD,
+        optim_args={"lr": 0.1},
+        dataset=data,
+        loss_func=lambda batch, output: nn.functional.cross_entropy(output, batch["labels"]),
+        dataloader_args={"batch_size": ROWS},
+        model_input_format="unpack_dict",
+        world=worlds.init("cpu"),
+        cluster=cluster(size),
+    )
+    ctx = replace(ctx, plain_pass=reference_step.plain_pass(ctx, size, lambda: Feed(ctx).batches(0, 1)[0]))
+    with registered(break_generate if rank else lambda ctx: None) as broken, pytest.raises(StrategyError) as error:
+        dry_run(ctx, complete(Strategy.of([broken]), size))
+    return str(error.value)
+
+
+def test_a_search_drops_what_cannot_generate(pool: Pool) -> None:
+    for told in pool.run(breaks_alone):
+        assert "model.generate() fails: RuntimeError: cannot generate (on rank 1)" in told
+
+
+def contrastive(rank: int, size: int) -> list[str]:
+    """What is said of a loss that compares samples with one another, none of whose shares tell anything."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("atorch")
+    logger.addHandler(handler)
+    try:
+        accelerate(Net(), ["ddp"], loss_func=contrast)
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def test_a_loss_that_compares_samples_is_told_and_taken(pool: Pool) -> None:
+    told = pool.run(contrastive)
+    assert any("the loss is averaged over the processes" in message for message in told[0])
+
+
+def test_a_look_at_the_model_between_forward_and_backward_changes_nothing() -> None:
+    model = Net(norm=True)
+    inputs, labels = samples()[:ROWS]
+    loss = model(inputs, labels).logsumexp(1).mean()
+    (expected,) = torch.autograd.grad(loss, [next(model.parameters())], retain_graph=True)
+    with untouched(model), still(model), torch.no_grad():
+        model(inputs, labels)
+    loss.backward()
+    assert torch.equal(next(model.parameters()).grad, expected)
+
+
+def test_sparse_gradients_have_no_norm_to_compare() -> None:
+    class Sparse(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, FEATURES, sparse=True)
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs + self.table(labels), labels)
+
+    accelerate(Sparse(), [CHECKPOINT])
+    with registered(change_values) as broken, pytest.raises(StrategyError, match="does not compute"):
+        accelerate(Sparse(), [broken])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_keeps_no_gradient_of_the_plain_pass() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with put_back(model, torch.device("cpu")):
+        model(torch.ones(1, 2)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("damage", [scale_gradients, detach_inner])
+def test_gradients_are_compared_below_the_loss_scale_that_overflows(damage: Callable[[Context], None]) -> None:
+    def loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
+        return 1e3 * loss_func(batch, output)
+
+    fp16 = ("amp_native", "fp16")
+    result = accelerate(Net(), [fp16], loss_func=loss)
+    assert result.optim.state_dict()["loss_scale"]["scale"] == 2.0**16
+    with registered(damage) as broken, pytest.raises(StrategyError, match="does not compute"):
+        accelerate(Net(), [fp16, broken], loss_func=loss)

@@ -1,0 +1,115 @@
+"""Alone a process needs no peer: collectives return at once, with results of the sizes that they have among all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from atorch.distributed.collectives import all_gather_single, reduce_scatter_single
+from atorch.distributed.local_collectives import alone, is_alone
+from tests.pool import Pool
+
+
+def gathered(mine: Tensor) -> list[Tensor]:
+    parts = [torch.full((2, 3), torch.nan) for _ in range(2)]
+    dist.all_gather(parts, mine)
+    return parts
+
+
+def gathered_as_one(mine: Tensor) -> Tensor:
+    whole = torch.full((4, 3), torch.nan)
+    all_gather_single(whole, mine, async_op=True).wait()
+    return whole
+
+
+def scattered(mine: Tensor) -> Tensor:
+    part = torch.full((1, 3), torch.nan)
+    reduce_scatter_single(part, mine)
+    return part
+
+
+def exchanged(mine: Tensor) -> Tensor:
+    given = torch.full((2, 3), torch.nan)
+    dist.all_to_all_single(given, mine)
+    return given
+
+
+def received(mine: Tensor) -> Tensor:
+    given, other = torch.full((2, 3), torch.nan), 1 - dist.get_rank()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, given, other)]):
+        work.wait()
+    return given
+
+
+def reduced(mine: Tensor) -> Tensor:
+    dist.all_reduce(mine)
+    dist.broadcast(mine, 0)
+    dist.barrier()
+    return mine
+
+
+def redistributed(mine: Tensor) -> list[Tensor]:
+    whole = functional.all_gather_tensor(mine, 0, dist.group.WORLD)
+    part = functional.reduce_scatter_tensor(mine, "sum", 0, dist.group.WORLD)
+    total = functional.all_reduce(mine, "sum", dist.group.WORLD)
+    swapped = functional.all_to_all_single(mine, [1, 1], [1, 1], dist.group.WORLD)
+    return [each * 1.0 for each in (whole, part, total, swapped)]
+
+
+CALLS: tuple[Callable[[Tensor], Any], ...] = (
+    gathered, gathered_as_one, scattered, exchanged, received, reduced, redistributed,
+)  # fmt: skip
+
+
+def shapes(made: Any) -> list[tuple[int, ...]]:
+    return [tuple(each.shape) for each in (made if isinstance(made, list) else [made])]
+
+
+def finite(made: Any) -> bool:
+    return all(bool(each.isfinite().all()) for each in (made if isinstance(made, list) else [made]))
+
+
+def alone_and_together(rank: int, size: int) -> list[Any]:
+    """Whether each call gives alone, on rank 0 alone, what has the sizes of what all get together."""
+    made = []
+    if rank == 0:
+        with alone():
+            made = [call(torch.ones(2, 3)) for call in CALLS]
+    together = [shapes(call(torch.ones(2, 3))) for call in CALLS]
+    return [shapes(each) == real and finite(each) for each, real in zip(made, together, strict=False)]
+
+
+def test_a_process_alone_gets_what_has_the_sizes_that_all_get(pool: Pool) -> None:
+    assert pool.run(alone_and_together, timeout=30) == [[True] * len(CALLS), []]
+
+
+def of_parts(rank: int, size: int) -> tuple[list[tuple[int, ...]], list[bool]]:
+    """What DTensors do to their parts, and where backward believes to be."""
+    mesh, told = init_device_mesh("cpu", (size,)), []
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    found = []
+    if rank == 0:
+        with alone():
+            made = weight.redistribute(mesh, [Replicate()]).to_local()
+            made.register_hook(lambda _: told.append(is_alone()))
+            made.sum().backward()
+            assert weight.grad is not None
+            found = [tuple(made.shape), tuple(weight.grad.to_local().shape)]
+    dist.barrier()
+    return found, [*told, is_alone()]
+
+
+def test_what_parts_of_tensors_do_is_alone_too(pool: Pool) -> None:
+    assert pool.run(of_parts, timeout=30) == [([(4, 4), (2, 4)], [True, False]), ([], [False])]
+
+
+def test_where_nobody_else_is_nothing_changes() -> None:
+    with alone():
+        assert not is_alone()

@@ -1,0 +1,268 @@
+"""The repeated blocks of real architectures, and modules found by class and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atorch.errors import StrategyError
+from atorch.model.structure import find_modules, module_names, repeated_blocks, units
+
+SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+TOKENS: dict[str, Any] = {"vocab_size": 32, "max_position_embeddings": 16}
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **TOKENS, num_key_value_heads=2))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SMALL, **TOKENS, num_key_value_heads=2, num_local_experts=2))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=3, n_head=2))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**SMALL, **TOKENS))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=1, num_heads=2)
+    return T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4))
+
+
+def clip() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    return CLIPModel(
+        CLIPConfig(text_config={**SMALL, **TOKENS}, vision_config={**SMALL, "image_size": 8, "patch_size": 4})
+    )
+
+
+class Residual(nn.Module):
+    """Two convolutions around which the input is added."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(channels, channels, 3), nn.BatchNorm2d(channels), nn.ReLU())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images + self.body(images)
+
+
+class Wide(Residual):
+    """A residual block of a class of its own."""
+
+
+class ResNet(nn.Module):
+    """Stem, stages of residual blocks, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.layer1 = nn.Sequential(Residual(4), Residual(4))
+        self.layer2 = nn.Sequential(nn.Conv2d(4, 8, 1), Residual(8), Residual(8))
+        self.head = nn.Linear(8, 10)
+
+
+class ByAttributes(nn.Module):
+    """Blocks that are attributes, not members of a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.other = Residual(4), Residual(4), Wide(4)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def nested() -> nn.Module:
+    return nn.ModuleDict(
+        {"a": nn.Sequential(Residual(4), Residual(4)), "b": nn.ModuleList([nn.Sequential(Wide(4), Wide(4))])}
+    )
+
+
+def without_parameters() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), *(nn.Module() for _ in range(3)), nn.Dropout(), nn.Dropout())
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (llama, [f"model.layers.{n}" for n in range(3)]),
+        (mixtral, [f"model.layers.{n}" for n in range(3)]),
+        (gpt2, [f"transformer.h.{n}" for n in range(3)]),
+        (bert, [f"bert.encoder.layer.{n}" for n in range(3)]),
+        (t5, ["encoder.block.0", "encoder.block.1", "decoder.block.0"]),
+        (ResNet, ["layer1.0", "layer1.1", "layer2.1", "layer2.2"]),
+        (ByAttributes, ["first", "second"]),
+        (nested, ["a.0", "a.1", "b.0.0", "b.0.1"]),
+        (mlp, []),
+        (without_parameters, []),
+        (nn.Module, []),
+    ],
+)
+def test_repeated_blocks(make: Callable[[], nn.Module], paths: list[str]) -> None:
+    model = make()
+    found = repeated_blocks(model)
+    assert list(found) == paths
+    assert all(module is model.get_submodule(path) for path, module in found.items())
+
+
+@pytest.mark.parametrize("make", [vit, clip])
+def test_repeated_blocks_of_vision_models(make: Callable[[], nn.Module]) -> None:
+    found = repeated_blocks(make())
+    assert len(found) == (6 if make is clip else 3)
+    assert {type(block).__name__ for block in found.values()} <= {"ViTLayer", "CLIPEncoderLayer"}
+
+
+def test_blocks_do_not_overlap() -> None:
+    for make in (llama, mixtral, t5, clip, ResNet):
+        blocks = [id(module) for block in repeated_blocks(make()).values() for module in block.modules()]
+        assert len(blocks) == len(set(blocks))
+
+
+class Patched(nn.Module):
+    """A block list whose parent has a parameter of its own, and an embedding that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(4))
+        self.embedding = nn.Embedding(8, 4)
+        self.encoder = nn.Module()
+        self.encoder.scale = nn.Parameter(torch.ones(4))
+        self.encoder.tokens = self.embedding
+        self.encoder.layers = nn.Sequential(Residual(4), Residual(4))
+        self.encoder.attention = nn.MultiheadAttention(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (llama, ["model.embed_tokens", *(f"model.layers.{n}" for n in range(3)), "model.norm", "lm_head"]),
+        (
+            gpt2,
+            [
+                "transformer.wte",
+                "transformer.wpe",
+                *(f"transformer.h.{n}" for n in range(3)),
+                "transformer.ln_f",
+                "lm_head",
+            ],
+        ),
+        (ResNet, ["stem.0", "stem.1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "head"]),
+        (Patched, ["embedding", "encoder.layers.0", "encoder.layers.1", "encoder.attention"]),
+        (mlp, ["0", "2", "4"]),
+        (nn.Module, []),
+        (lambda: nn.Linear(2, 2), []),
+    ],
+)
+def test_units(make: Callable[[], nn.Module], paths: list[str]) -> None:
+    model = make()
+    found = units(model)
+    assert list(found) == paths
+    assert all(module is model.get_submodule(path) for path, module in found.items())
+
+
+@pytest.mark.parametrize("make", [llama, mixtral, gpt2, bert, t5, vit, ResNet, nested])
+def test_units_hold_every_parameter_and_do_not_overlap(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    held = [module for unit in units(model).values() for module in unit.modules()]
+    assert len(held) == len(set(held))
+    assert {id(p) for module in held for p in module.parameters()} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("Linear", ["head"]),
+        ("head", ["head"]),
+        (".head", ["head"]),
+        ("layer2.1.body", ["layer2.1.body"]),
+        ("body", ["layer1.0.body", "layer1.1.body", "layer2.1.body", "layer2.2.body"]),
+        ("body.1", ["layer1.0.body.1", "layer1.1.body.1", "layer2.1.body.1", "layer2.2.body.1"]),
+        ("Residual", ["layer1.0", "layer1.1", "layer2.1", "layer2.2"]),
+        (f"{Residual.__module__}.Residual", ["layer1.0", "layer1.1", "layer2.1", "layer2.2"]),
+        ("torch.nn.modules.linear.Linear", ["head"]),
+        ("_NormBase", ["stem.1", "layer1.0.body.1", "layer1.1.body.1", "layer2.1.body.1", "layer2.2.body.1"]),
+        ("ResNet", [""]),
+    ],
+)
+def test_modules_by_class_subclass_qualified_class_and_path(name: str, paths: list[str]) -> None:
+    assert list(find_modules(ResNet(), [name], "test")) == paths
+
+
+def test_a_list_of_modules_means_its_members() -> None:
+    assert list(find_modules(gpt2(), ["h"], "test")) == [f"transformer.h.{n}" for n in range(3)]
+    assert list(find_modules(gpt2(), ["transformer.h", "wte"], "test"))[0] == "transformer.wte"
+    assert list(find_modules(llama(), ["mlp"], "test")) == [f"model.layers.{n}.mlp" for n in range(3)]
+
+
+def test_a_class_means_its_subclasses_only_where_it_is_not_there_itself() -> None:
+    model = ByAttributes()
+    assert list(find_modules(model, ["Residual"], "test")) == ["first", "second"]
+    del model.first, model.second
+    assert list(find_modules(model, ["Residual"], "test")) == ["other"]
+
+
+def test_several_names_give_each_module_once_in_the_order_of_the_model() -> None:
+    assert list(find_modules(ResNet(), ["head", "Linear", "stem"], "test")) == ["stem", "head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Residul", r"fsdp atorch_wrap_cls names 'Residul', but ResNet has no module .*; did you mean 'Residual'\?"),
+        ("layer1.00", r"did you mean 'layer1.0'\?"),
+        ("", "known: BatchNorm2d, Conv2d, Linear, ReLU, ResNet, Residual"),
+        ("Module", "has no module of that class or name"),
+        ("os.system", "has no module of that class or name"),
+    ],
+)
+def test_a_name_that_means_nothing_in_the_model(name: str, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        find_modules(ResNet(), [name], "fsdp atorch_wrap_cls")
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (Residual, ("Residual",)),
+        ("Residual", ("Residual",)),
+        ((Residual, "head"), ("Residual", "head")),
+        ([Wide, Residual], ("Wide", "Residual")),
+        ({Wide, Residual, "head"}, ("Residual", "Wide", "head")),
+        ((), ()),
+    ],
+)
+def test_classes_become_names(config: Any, names: tuple[str, ...]) -> None:
+    assert module_names(config, "test") == names
+
+
+@pytest.mark.parametrize("config", [None, 5, int, [int], [""], "", [None], {"a": 1}, nn.Linear(1, 1)])
+def test_what_is_no_module_class(config: Any) -> None:
+    with pytest.raises(StrategyError, match=r"^checkpoint (has|was given) .*; give module classes or their names"):
+        module_names(config, "checkpoint")

@@ -1,0 +1,271 @@
+"""Global batches are split over ranks: together the ranks see exactly what one process would."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from atorch.errors import ArgumentError
+from atorch.runtime.data.loader import LargeSampler, Permutation, make_loader, to_device
+from tests.runtime.sharing import CopiesToHost
+
+DATA = list(range(24))
+
+
+def batches(arguments: dict[str, Any], size: int, epoch: int = 0, data: Any = DATA, **more: Any) -> list[list[int]]:
+    """The global batches, each as the sorted union of what the ranks see."""
+    loaders = [make_loader(data, arguments, rank, size, **more) for rank in range(size)]
+    for loader in loaders:
+        loader.set_epoch(epoch)
+    return [sorted(int(i) for part in parts for i in part) for parts in zip(*loaders, strict=True)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_together_see_the_single_process_batches(size: int, shuffle: bool) -> None:
+    arguments = {"batch_size": 8, "shuffle": shuffle}
+    assert batches(arguments, size) == batches(arguments, 1)
+
+
+def test_shuffling_is_reproducible_and_changes_with_the_epoch() -> None:
+    arguments = {"batch_size": 8, "shuffle": True}
+    assert batches(arguments, 2) == batches(arguments, 2)
+    assert batches(arguments, 2, epoch=1) != batches(arguments, 2)
+    assert batches(arguments, 2, seed=5) != batches(arguments, 2)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 1000, 4097])
+def test_a_computed_order_has_every_sample_once(num: int) -> None:
+    order = Permutation(num, seed=3)(np.arange(num))
+    assert sorted(order.tolist()) == list(range(num))
+    if num >= 1000:
+        assert order.tolist() != Permutation(num, seed=4)(np.arange(num)).tolist()
+        assert abs(np.corrcoef(np.arange(num), order)[0, 1]) < 0.1
+        steps = np.abs(np.diff(order))
+        assert np.mean(steps) == pytest.approx(num / 3, rel=0.1)  # as of two random numbers
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_computed_order_is_shared_out_as_torchs(shuffle: bool, drop_last: bool) -> None:
+    def drawn(kind: type[DistributedSampler[Any]]) -> list[list[int]]:
+        samplers = [kind(range(1003), 4, rank, shuffle=shuffle, drop_last=drop_last) for rank in range(4)]
+        for sampler in samplers:
+            sampler.set_epoch(2)
+        return [list(sampler) for sampler in samplers]
+
+    computed, torchs = drawn(LargeSampler), drawn(DistributedSampler)
+    assert [len(each) for each in computed] == [len(each) for each in torchs]
+    whole = [index for turn in zip(*computed, strict=True) for index in turn]
+    assert len(set(whole)) == min(1003, len(whole))
+    assert whole[1003:] == whole[: max(0, len(whole) - 1003)]
+    if not shuffle:
+        assert computed == torchs
+
+
+def test_a_thousand_million_samples_take_little_memory_and_no_wait() -> None:
+    loader = make_loader(range(10**9), {"batch_size": 64, "shuffle": True}, rank=3, size=8)
+    tracemalloc.start()
+    try:
+        first = next(iter(loader))
+        assert tracemalloc.get_traced_memory()[1] < 30 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert len(set(first.tolist())) == 8
+    assert len(loader) == 10**9 // 64
+
+
+@pytest.mark.parametrize("make", [SequentialSampler, RandomSampler, lambda data: WeightedRandomSampler([1.0] * 24, 24)])
+def test_a_users_sampler_is_shared_out(make: Any) -> None:
+    arguments = {"batch_size": 8, "sampler": make(DATA)}
+    seen = batches(arguments, 2)
+    assert [len(batch) for batch in seen] == [8, 8, 8]
+    if not isinstance(arguments["sampler"], WeightedRandomSampler):
+        assert sorted(sum(seen, [])) == DATA
+
+
+def test_a_users_batch_sampler_is_shared_out() -> None:
+    arguments = {"batch_sampler": BatchSampler(SequentialSampler(DATA), 6, drop_last=False)}
+    assert batches(arguments, 2) == [DATA[i : i + 6] for i in range(0, 24, 6)]
+
+
+def test_an_uneven_batch_of_a_batch_sampler_is_refused() -> None:
+    loader = make_loader(DATA, {"batch_sampler": BatchSampler(SequentialSampler(DATA), 5, drop_last=False)}, 0, 2)
+    with pytest.raises(ArgumentError, match="5, the global batch"):
+        list(loader)
+
+
+def test_an_uneven_last_batch_is_refused_before_the_epoch() -> None:
+    loader = make_loader(DATA, {"batch_sampler": BatchSampler(SequentialSampler(DATA[:21]), 8, drop_last=False)}, 0, 2)
+    with pytest.raises(ArgumentError, match="5, the global batch"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("num", [11, 15, 21, 24])
+@pytest.mark.parametrize("more", [{}, {"sampler": None}])
+def test_drop_last_makes_no_batch_out_of_padding(num: int, more: dict[str, Any]) -> None:
+    data = list(range(num))
+    arguments = {"batch_size": 8, "drop_last": True, **{name: SequentialSampler(data) for name in more}}
+    assert batches(arguments, 4, data=data) == batches(arguments, 1, data=data)
+
+
+class ShuffledByPython(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(DATA, len(DATA)))
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+
+def test_a_sampler_of_pythons_random_numbers_has_one_order_on_all_ranks() -> None:
+    random.seed(1)
+    state = random.getstate()
+    seen = batches({"batch_size": 8, "sampler": ShuffledByPython()}, 2)
+    assert sorted(sum(seen, [])) == DATA
+    assert random.getstate() == state
+
+
+def test_batch_size_none_takes_samples_as_batches() -> None:
+    data = [torch.arange(3), torch.arange(4)]
+    loader = make_loader(data, {"batch_size": None}, 0, 1)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_a_distributed_sampler_of_this_rank_is_taken_as_it_is() -> None:
+    given = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type, var-annotated]
+    loader = make_loader(DATA, {"batch_size": 8, "sampler": given}, 1, 2)  # type: ignore[arg-type]
+    assert next(iter(loader)).tolist() == [1, 3, 5, 7]
+    with pytest.raises(ArgumentError, match="for rank 1 of 2, but this process is 0 of 1"):
+        make_loader(DATA, {"batch_size": 8, "sampler": given}, 0, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "message"),
+    [
+        (DATA, {"sampler": SequentialSampler(DATA)}, "beside sampler"),
+        (DATA, {"batch_sampler": BatchSampler(SequentialSampler(DATA), 6, drop_last=False)}, "beside batch_sampler"),
+        (None, {}, "beside an IterableDataset"),
+    ],
+)
+def test_a_sampler_class_beside_another_order_is_refused(data: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make_loader(data or Stream(), arguments, 0, 2, sampler_cls=EveryThird)
+
+
+def test_what_is_no_dataset_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="dataset is a int"):
+        make_loader(3, {}, 0, 1)  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(21))
+
+
+class Endless(Sampler[Any]):
+    """Random indices without an end, as samplers for training by steps draw them."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(len(DATA), ()))
+
+
+def test_a_sampler_without_an_end_is_drawn_from_as_it_is_used() -> None:
+    ranks = [iter(make_loader(DATA, {"sampler": Endless(), "batch_size": 4}, rank, 2)) for rank in range(2)]
+    ours = [torch.cat([next(each) for _ in range(1500)]) for each in ranks]
+    torch.manual_seed(0)  # between draws the user's own random numbers go on, and the sampler's do as well
+    drawn = torch.stack([torch.randint(len(DATA), ()) for _ in range(6000)])
+    expected = torch.tensor(DATA)[drawn]
+    assert torch.equal(ours[0], expected[0::2])
+    assert torch.equal(ours[1], expected[1::2])
+
+
+def test_batches_without_an_end_are_shared_out() -> None:
+    loader = iter(make_loader(DATA, {"batch_sampler": BatchSampler(Endless(), 4, drop_last=True)}, 0, 2))
+    assert [len(next(loader)) for _ in range(3)] == [2, 2, 2]
+
+
+def test_a_stream_is_shared_out_and_its_uneven_rest_left() -> None:
+    assert batches({"batch_size": 4}, 2, data=Stream()) == [list(range(i, i + 4)) for i in range(0, 20, 4)]
+
+
+class EveryThird(torch.utils.data.distributed.DistributedSampler[int]):
+    """Draws only multiples of three."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank * 3, 24, self.num_replicas * 3))
+
+
+def test_a_distributed_sampler_class_is_used() -> None:
+    seen = batches({"batch_size": 4}, 2, sampler_cls=EveryThird)
+    assert sorted(sum(seen, [])) == list(range(0, 24, 3))
+
+
+def test_arguments_are_not_changed() -> None:
+    arguments = {"batch_size": 8, "shuffle": True}
+    make_loader(DATA, arguments, 0, 2)
+    assert arguments == {"batch_size": 8, "shuffle": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 5}, "batch_size is 5, the global batch, which does not divide over 2 .*; use 4 or 6$"),
+        ({"batch_size": 1}, "batch_size is 1, the global batch, .*; use 2, or fewer processes$"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"batch_size": True}, "batch_size True"),
+        ({"batchsize": 4}, "did you mean 'batch_size'"),
+        ({"batch_size": 64, "drop_last": True}, "24 samples and the global batch is 64"),
+        ({"batch_size": 8, "sampler": SequentialSampler(DATA), "shuffle": True}, "both sampler and shuffle"),
+        ({"batch_size": None}, "batch_size None"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make_loader(DATA, arguments, 0, 2)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def test_nested_data_moves_to_the_device() -> None:
+    tensor = torch.ones(2)
+    data = {"a": [tensor, Pair(tensor, 3)], "b": "text", "c": (tensor,)}
+    moved = to_device(data, "meta")
+    assert moved["a"][0].is_meta
+    assert moved["a"][1].left.is_meta
+    assert moved["a"][1].right == 3
+    assert moved["b"] == "text"
+    assert moved["c"][0].is_meta
+    assert not data["a"][0].is_meta
+
+
+def test_a_packed_sequence_moves_by_itself() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device(packed, "meta")
+    assert moved.data.is_meta
+    assert not moved.batch_sizes.is_meta
+
+
+def test_copies_to_the_host_are_waited_for() -> None:
+    with FakeTensorMode(), CopiesToHost() as copies:
+        to_device({"tokens": [torch.empty(4, device="cuda")]}, torch.device("cpu"))
+    assert copies.waited == [True]

@@ -1,0 +1,223 @@
+"""Streams that say how they are divided: each rank reads its own part alone, and all have as many batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
+
+from atorch import auto_accelerate
+from atorch.errors import ArgumentError
+from atorch.runtime.data.loader import Loader, RankStream, make_loader
+from tests.pool import Pool, RankFailure
+
+
+class Shards(IterableDataset[Any]):
+    """Lists of numbers, as files are, which workers share out; notes what was read."""
+
+    def __init__(self, shards: Sequence[Sequence[int]], broken: int | None = None) -> None:
+        self.shards, self.broken, self.epoch = shards, broken, 0
+        self.read: list[int] = []
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shards)
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        part = Shards(self.shards[index::num_shards], self.broken)
+        part.read = self.read
+        return part
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        mine = self.shards if worker is None else self.shards[worker.id :: worker.num_workers]
+        for number in (number + 1000 * self.epoch for shard in mine for number in shard):
+            if number == self.broken:
+                raise ValueError("this file is cut off")
+            self.read.append(number)
+            yield number
+
+
+class Samples(Shards):
+    """The same as inputs of a model."""
+
+    def shard(self, num_shards: int, index: int) -> Samples:
+        return Samples(self.shards[index::num_shards])
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield sample(number)
+
+
+def sample(number: int) -> tuple[Tensor, Tensor]:
+    return torch.tensor([number / 10, 1.0]), torch.tensor([number % 3 - 1.0])
+
+
+def uneven() -> list[list[int]]:
+    """Of four shards two are longer: of two ranks one has 13 samples and the other 10."""
+    return [list(range(7)), list(range(10, 15)), list(range(20, 26)), list(range(30, 35))]
+
+
+def in_a_group(loader: Loader) -> Loader:
+    loader.group = dist.group.WORLD
+    return loader
+
+
+def test_a_rank_reads_its_own_part_alone() -> None:
+    whole = Shards(uneven())
+    first = [batch.tolist() for batch in make_loader(whole, {"batch_size": 4}, 0, 2)]
+    assert first == [[0, 1], [2, 3], [4, 5], [6, 20], [21, 22], [23, 24]], "and the 25th is left: batches are full"
+    assert whole.read == [*range(7), *range(20, 26)]
+
+
+def test_an_epoch_reaches_the_part() -> None:
+    loader = make_loader(Shards(uneven()), {"batch_size": 4}, 1, 2)
+    loader.set_epoch(1)
+    assert next(iter(loader)).tolist() == [1010, 1011]
+
+
+def test_one_process_reads_the_stream_as_it_is() -> None:
+    stream = Shards(uneven())
+    assert make_loader(stream, {"batch_size": 4}, 0, 1).dataset is stream
+
+
+def test_shards_that_do_not_divide_are_read_by_all(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(Shards(uneven()), {"batch_size": 3}, 0, 3)
+    assert isinstance(loader.dataset, RankStream)
+    assert "4 shards, which do not divide over 3 processes" in caplog.text
+
+
+def test_what_has_a_shard_of_another_kind_is_read_by_all() -> None:
+    class Named(Shards):
+        num_shards = None  # type: ignore[assignment]
+
+    assert isinstance(make_loader(Named(uneven()), {"batch_size": 2}, 0, 2).dataset, RankStream)
+
+
+def test_what_was_divided_already_is_refused() -> None:
+    part = Shards(uneven())
+    part._distributed = (1, 2)  # type: ignore[attr-defined]  # as datasets.distributed.split_dataset_by_node leaves it
+    with pytest.raises(ArgumentError, match="divided already, by split_dataset_by_node"):
+        make_loader(part, {"batch_size": 2}, 1, 2)
+
+
+def test_a_part_that_is_no_stream_is_refused() -> None:
+    class Lists(Shards):
+        def shard(self, num_shards: int, index: int) -> Any:
+            return self.shards[index]
+
+    with pytest.raises(ArgumentError, match=r"Lists.shard\(num_shards=2, index=0\) returned .*; it returns an Iter"):
+        make_loader(Lists(uneven()), {"batch_size": 2}, 0, 2)
+
+
+def numbers(loader: Loader) -> list[int]:
+    return [int(number) for batch in loader for number in batch]
+
+
+def read_all(rank: int, size: int, epochs: int) -> list[list[int]]:
+    loader = in_a_group(make_loader(Shards(uneven()), {"batch_size": 2 * size}, rank, size))
+    return [numbers(loader) for _ in range(epochs)]
+
+
+def test_all_ranks_have_as_many_batches_and_no_sample_twice(pool: Pool) -> None:
+    for found in zip(*pool.run(read_all, 2), strict=True):
+        assert [len(each) for each in found] == [10, 10]
+        assert len(set(sum(found, []))) == 20
+        assert set(sum(found, [])) <= set(sum(uneven(), []))
+
+
+def test_workers_share_out_the_part_of_their_rank() -> None:
+    parts = [numbers(make_loader(Shards(uneven()), {"batch_size": 4, "num_workers": 2}, rank, 2)) for rank in range(2)]
+    assert sorted(parts[0]) == [*range(6), *range(20, 26)], "each worker leaves what fills no batch"
+    assert sorted(parts[1]) == [*range(10, 14), *range(30, 34)]
+
+
+def read_broken(rank: int, size: int) -> str:
+    loader = in_a_group(make_loader(Shards(uneven(), broken=12), {"batch_size": 2 * size}, rank, size))
+    try:
+        for count, batch in enumerate(loader):
+            dist.all_reduce(batch, group=dist.group.WORLD)  # a step, in which all must be
+            del count
+    except (ArgumentError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_where_one_cannot_read_all_stop(pool: Pool) -> None:
+    assert pool.run(read_broken) == [
+        "another process failed to read its part of the stream; its own error says why",
+        "this file is cut off",
+    ]
+
+
+def read_too_few(rank: int, size: int) -> None:
+    list(in_a_group(make_loader(Shards([[1, 2, 3], [4]]), {"batch_size": 2 * size}, rank, size)))
+
+
+def test_a_rank_without_a_batch_is_told_of_on_all(pool: Pool) -> None:
+    with pytest.raises(RankFailure) as failure:
+        pool.run(read_too_few)
+    assert str(failure.value).count("has no full batch in its part of the stream") == 2
+
+
+class Net(nn.Module):
+    """A model that takes a sample and its label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def loss_func(batch: Any, output: Tensor) -> Tensor:
+    return (output - batch[1]).square().mean()
+
+
+def train(rank: int, size: int, load_strategy: list[Any]) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """(the numbers that this rank saw, step by step; the parameters afterwards)."""
+    model = Net()
+    status, result, _ = auto_accelerate(
+        model, torch.optim.SGD, Samples(uneven()), loss_func, optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": 2 * size}, model_input_format="unpack_sequence", load_strategy=load_strategy,
+    )  # fmt: skip
+    assert status
+    assert result is not None
+    seen = []
+    for batch in result.dataloader:
+        seen.append([round(float(x[0]) * 10) for x in batch[0]])
+        loss = result.loss_func(batch, result.model(*batch))
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+    return seen, {name: value.detach().clone() for name, value in result.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_training_is_that_of_one_process_on_the_same_batches(pool: Pool, name: str) -> None:
+    (first, trained), (second, other) = pool.run(train, [name])
+    assert len(first) == len(second) == 5, "until the rank with 10 samples has no more"
+    assert sorted(sum(first, [])) == [*range(7), *range(20, 23)]
+    assert sorted(sum(second, [])) == [*range(10, 15), *range(30, 35)]
+    model = Net()
+    begun = {key: value.clone() for key, value in model.state_dict().items()}
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for mine, theirs in zip(first, second, strict=True):
+        x, label = map(torch.stack, zip(*map(sample, [*mine, *theirs]), strict=True))
+        loss_func((x, label), model(x, label)).backward()
+        optim.step()
+        optim.zero_grad()
+    for key, value in model.state_dict().items():
+        moved = (value - begun[key]).norm()
+        assert (trained[key] - value).norm() <= 1e-4 * moved
+        assert torch.equal(trained[key], other[key])

@@ -1,0 +1,107 @@
+"""Processes that compute one batch together are told where they were given different ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from atorch.errors import ArgumentError
+from atorch.logs import logger
+from atorch.runtime.data_parallel.batch_consistency import LOOKS, watch_batches
+from tests.auto.opt_lib.sharing_job import Tokens, accelerated
+from tests.pool import Pool
+
+PIPELINE = ("pipeline_parallel", {"micro_batches": 2})
+
+
+class Takes(nn.Module):
+    """Anything, in nested arguments."""
+
+    def forward(self, given: Any, *, mask: Tensor | None = None) -> Tensor:
+        return torch.ones(1)
+
+
+def told(rank: int, size: int, kind: str, first: int) -> str:
+    """What is said where rank 1 is given something else from the pass `first` on."""
+    model, other = Takes(), rank if kind else 0
+    watch_batches(model, {"tensor": dist.group.WORLD} if size > 1 else {})
+    with mock.patch.object(logger, "warning") as warning:
+        for number in range(LOOKS + 2):
+            differs = other if number >= first else 0
+            rows = torch.arange(2 * (3 + (differs if kind == "shape" else 0)))
+            given = {"ids": [rows + (differs if kind == "tokens" else 0), "text"]}
+            mask = torch.ones(2, 2) + (1e-6 * differs if kind == "floats" else 0)
+            try:
+                model(given, mask=mask)
+            except ArgumentError as error:
+                return f"raised: {error}"
+            with torch.no_grad():
+                model(torch.full((2,), rank))  # an evaluation, which may be of each process's own
+    return "warned: " + warning.call_args.args[0] % warning.call_args.args[1:] if warning.called else ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "expected"),
+    [
+        ("", 0, ""),
+        ("tokens", 0, "raised: processes along tensor compute one batch together"),
+        ("tokens", 1, "raised: "),
+        ("shape", 0, "raised: "),
+        ("floats", 0, "warned: processes along tensor"),
+        ("tokens", LOOKS, ""),  # looked at no more
+    ],
+)
+def test_different_batches_are_told_on_all_processes(pool: Pool, kind: str, first: int, expected: str) -> None:
+    for said in pool.run(told, kind, first):
+        assert said.startswith(expected)
+        assert bool(said) == bool(expected)
+
+
+def copied(rank: int, size: int) -> bool:
+    model = Takes()
+    watch_batches(model, {"tensor": dist.group.WORLD})
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        twin(torch.full((2,), rank))
+    return True
+
+
+def test_copies_of_the_model_may_be_given_anything(pool: Pool) -> None:
+    assert pool.run(copied) == [True, True]
+
+
+def dealt_by_rank(rank: int, size: int, strategy: Any) -> str:
+    """What a loop is told that deals samples out by rank itself."""
+    result = accelerated(strategy, "llama")
+    tokens = Tokens().tokens[rank::size][:2]
+    try:
+        result.loss_func(tokens, result.model(tokens)).backward()
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("axes", "methods", "says"),
+    [
+        ([("tensor", 2)], ["tensor_parallel"], "along tensor compute"),
+        ([("pipeline", 2)], [PIPELINE], "along pipeline compute"),
+        ([("sequence", 2)], ["sequence_parallel"], "along sequence compute"),
+        ([("tensor", 2), ("pipeline", 2)], ["tensor_parallel", PIPELINE], "along tensor × pipeline compute"),
+        ([("data", 2)], ["ddp"], ""),
+        ([("zero", 2)], ["fsdp"], ""),
+    ],
+    ids=lambda each: str(each),
+)
+def test_a_loop_that_deals_samples_out_by_rank_is_told(pool: Pool, axes: Any, methods: list[Any], says: str) -> None:
+    ranks = math.prod(degree for _, degree in axes)
+    for said in pool.run(dealt_by_rank, [("parallel_mode", (axes, None)), *methods], ranks=ranks):
+        assert says in said
+        assert bool(said) == bool(says)

@@ -1,0 +1,459 @@
+"""Replication averages gradients like plain training on the whole batch, and speaks the user's names."""
+
+from __future__ import annotations
+
+import copy
+import re
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from atorch.errors import StrategyError
+from atorch.runtime.data_parallel import replicate as module
+from atorch.runtime.data_parallel.replicate import Replicated, average_before_steps, replicate
+from tests.pool import Pool
+from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train
+
+CPU = torch.device("cpu")
+
+
+def trained(rank: int, size: int, name: str, accumulate: int) -> float:
+    model = replicate(make(name, seed=rank), world(), CPU)  # rank 0's weights count
+    train(model, sgd(param_groups(model)), rank, size, accumulate)
+    copied = copy.deepcopy(model)  # as weights are averaged over steps
+    assert all(map(torch.equal, copied.parameters(), model.parameters()))
+    return deviation(model, name, accumulate)
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["awkward", "llama"])
+def test_trains_as_one_process_does(pool: Pool, name: str, accumulate: int) -> None:
+    assert max(pool.run(trained, name, accumulate)) <= 1e-4
+
+
+def names(rank: int, size: int) -> dict[str, Any]:
+    plain = make("awkward")
+    model = replicate(make("awkward"), world(), CPU)
+    assert isinstance(model, Replicated)
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.scale.fill_(9.0)
+    model.load_state_dict(saved)
+    model.eval()
+    return {
+        "state": list(saved) == list(plain.state_dict()),
+        "parameters": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()],
+        "buffers": [n for n, _ in model.named_buffers()],
+        "modules": [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()],
+        "loaded": float(model.scale.detach()),
+        "attribute": model.config,
+        "method": model.greet(),
+        "submodule": model.get_submodule("blocks.1") is model.module.blocks[1],
+        "eval": any(module.training for module in model.module.modules()),
+    }
+
+
+def test_names_and_attributes_are_the_users(pool: Pool) -> None:
+    for seen in pool.run(names):
+        assert seen == {
+            "state": True,
+            "parameters": True,
+            "buffers": ["shift"],
+            "modules": True,
+            "loaded": 1.5,
+            "attribute": {"width": 12},
+            "method": "width 12",
+            "submodule": True,
+            "eval": False,
+        }
+
+
+def missing(rank: int, size: int) -> str:
+    model = replicate(make("awkward"), world(), CPU)
+    with pytest.raises(AttributeError) as caught:
+        _ = model.nothing
+    return str(caught.value)
+
+
+def test_a_missing_attribute_is_missed_in_the_users_class(pool: Pool) -> None:
+    assert "'Awkward' object has no attribute 'nothing'" in pool.run(missing)[0]
+
+
+def untrainable(rank: int, size: int) -> bool:
+    model = make("awkward").requires_grad_(False)
+    return replicate(model, world(), CPU) is model
+
+
+def test_nothing_to_train_stays_as_it_is(pool: Pool) -> None:
+    assert all(pool.run(untrainable))
+
+
+def test_one_process_stays_as_it_is(pool: Pool) -> None:
+    assert pool.run(alone, ranks=1) == [True]
+
+
+def alone(rank: int, size: int) -> bool:
+    model = Awkward()
+    return replicate(model, world(), CPU) is model
+
+
+class Halves(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: torch.Tensor, which: int) -> Any:
+        return self.layers[which](x)
+
+
+def unused(rank: int, size: int) -> list[float]:
+    model = replicate(Halves(), world(), CPU, find_unused_parameters=True)
+    for which in (0, 1, 0):
+        model.zero_grad()
+        model(torch.full((1, 2), float(rank + 1)), which).sum().backward()
+    return [float(p.grad[0, 0]) for p in (model.layers[0].weight,)]
+
+
+def test_unused_parameters_do_not_block(pool: Pool) -> None:
+    assert pool.run(unused) == [[1.5], [1.5]]
+
+
+class TwoHeads(nn.Module):
+    """A body and two heads, of which one can be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        return self.head(hidden) + self.other(hidden)
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.body(x).tanh())
+
+
+def ordinary(model: Any, x: torch.Tensor) -> None:
+    model(x).mean().backward()
+
+
+def retained(model: Any, x: torch.Tensor) -> None:
+    output = model(x)
+    output.mean().backward(retain_graph=True)
+    output.square().mean().backward()
+
+
+def two_forwards(model: Any, x: torch.Tensor) -> None:
+    outputs = [model(x), model(2 * x)]
+    for output in outputs:
+        output.square().mean().backward()
+
+
+def a_method(model: Any, x: torch.Tensor) -> None:
+    model.second(x).square().mean().backward()
+
+
+def a_submodule(model: Any, x: torch.Tensor) -> None:
+    model.body(x).square().mean().backward()
+
+
+def a_penalty(model: Any, x: torch.Tensor) -> None:
+    model(x).mean().backward()
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+
+
+def unfrozen(model: Any, x: torch.Tensor) -> None:
+    model.other.requires_grad_(False)
+    model(x).mean().backward()
+    model.other.requires_grad_(True)
+    model(x).square().mean().backward()
+
+
+PASSES = {each.__name__: each for each in (retained, two_forwards, a_method, a_submodule, a_penalty, unfrozen)}
+
+
+def gradients_of_passes(rank: int, size: int, name: str, find_unused: bool) -> float:
+    """How far the gradients of unusual backward passes, over two rounds, are from those of the whole batch."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    if name == "unfrozen":
+        model.other.requires_grad_(False)  # when it is made
+    x = torch.randn(4, 3)
+    replicas = replicate(model, world(), CPU, find_unused_parameters=find_unused)
+    off = []
+    for backward in (PASSES[name], ordinary, PASSES[name]):
+        backward(whole, x)
+        backward(replicas, x[rank::size])
+        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None and theirs.grad is not None:
+                off.append(float((mine.grad - theirs.grad).abs().max()))
+    return max(off)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("name", PASSES)
+def test_every_backward_pass_averages(pool: Pool, name: str, find_unused: bool) -> None:
+    assert max(pool.run(gradients_of_passes, name, find_unused)) <= 1e-6
+
+
+def assigned(model: Any, x: torch.Tensor) -> None:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(model(x).square().mean(), parameters)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient
+
+
+def edited(model: Any, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.grad = 2 * parameter.grad
+
+
+def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
+    """How far parameters are from those of the whole batch, and when gradients were averaged beside backward."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 3)
+    replicas = replicate(model, world(), CPU)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    average_before_steps(optims[1], [replicas])
+    ordinary(replicas, x)
+    optims[1].zero_grad()  # a pass that is thrown away
+    averaged = []
+    with mock.patch.object(module, "average_gradients", wraps=module.average_gradients) as average:
+        for backward in (assigned, edited, ordinary, assigned):
+            backward(whole, x)
+            backward(replicas, x[rank::size])
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+            averaged.append(average.call_count)
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs), averaged
+
+
+def test_gradients_by_hand_are_averaged_before_a_step(pool: Pool) -> None:
+    for off, averaged in pool.run(steps_by_hand):
+        assert off <= 1e-6
+        assert averaged == [1, 1, 1, 2]
+
+
+def added(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> Any:
+    """Gradients of `torch.autograd.grad` in place, behind those of a backward pass."""
+    model(x).mean().backward()
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(model(x).square().mean(), parameters), strict=True):
+        parameter.grad += gradient
+    return optim.step()
+
+
+def in_a_closure(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> Any:
+    def closure() -> torch.Tensor:
+        optim.zero_grad()
+        assigned(model, x)
+        return model(x).detach().square().mean()
+
+    return optim.step(closure)
+
+
+STEPS = {each.__name__: each for each in (added, in_a_closure)}
+
+
+def steps_with_gradients_taken(rank: int, size: int, name: str) -> float:
+    """How far parameters are from those of the whole batch."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 3)
+    replicas = replicate(model, world(), CPU)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    average_before_steps(optims[1], [replicas])
+    for _ in range(3):
+        for each, part, optim in ((whole, x, optims[0]), (replicas, x[rank::size], optims[1])):
+            STEPS[name](each, part, optim)
+            optim.zero_grad()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_that_were_taken_are_averaged(pool: Pool, name: str) -> None:
+    assert max(pool.run(steps_with_gradients_taken, name)) <= 1e-6
+
+
+def grown(rank: int, size: int) -> float:
+    """How far parameters are from those of the whole batch, where a layer was put into the model later."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 3)
+    replicas: Any = replicate(model, world(), CPU)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    torch.manual_seed(3 + rank)
+    whole.body, model.body = (nn.Sequential(each.body, nn.Linear(4, 4)) for each in (whole, model))
+    replicas.take_parameters(model.body.parameters())
+    whole.body.load_state_dict(model.body.state_dict())
+    for each, optim in zip((whole, model), optims, strict=True):
+        optim.add_param_group({"params": each.body[1].parameters()})
+    for backward in (ordinary, a_method, ordinary):
+        backward(whole, x)
+        backward(replicas, x[rank::size])
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+def test_parameters_that_come_later_are_averaged(pool: Pool) -> None:
+    assert max(pool.run(grown)) <= 1e-6
+
+
+class Blocks(nn.Module):
+    """Blocks in reentrant checkpoints, and heads of which a call uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, heads: Any = (0, 1, 2), again: bool = False) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        for block in (*self.blocks, *(self.blocks[1:2] if again else ())):
+            x = checkpoint(block, x, use_reentrant=True).tanh()
+        return [self.heads[each](x) for each in heads]
+
+
+def all_heads(model: Any, x: torch.Tensor, step: int) -> None:
+    sum(model(x)).square().mean().backward()
+
+
+def a_head_each(model: Any, x: torch.Tensor, step: int) -> None:
+    first, second = model(x, heads=(0, 1))
+    first.square().mean().backward(retain_graph=True)
+    second.square().mean().backward()
+
+
+def accumulated(model: Any, x: torch.Tensor, step: int) -> None:
+    with getattr(model, "no_sync", nullcontext)():
+        model(x, heads=(0,))[0].square().mean().backward()
+    model(x, heads=(1,))[0].square().mean().backward()
+
+
+def stepped(optim: torch.optim.Optimizer, _: torch.Tensor) -> None:
+    optim.step()
+    optim.zero_grad()
+
+
+def a_step_in_backward(model: Any, x: torch.Tensor, step: int) -> None:
+    if not step:
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(partial(stepped, torch.optim.AdamW([each], lr=0.1)))
+    all_heads(model, x, step)
+
+
+def signs(model: Any, x: torch.Tensor, step: int) -> None:
+    """Gradients of two passes, each of which a hook makes signs of."""
+    if not step:
+        for each in model.parameters():
+            each.register_hook(torch.sign)
+    a_head_each(model, x, step)
+    model(x, heads=(2,))[0].square().mean().backward()
+
+
+def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
+    """Gradients of each sample, clipped."""
+
+    def loss(values: Any, row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (row[None],)).square().mean()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
+    for name, parameter in model.named_parameters():
+        parameter.grad = found[name].detach().clamp(-0.1, 0.1).mean(0)
+
+
+LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, signs, a_sample)}
+
+
+def off_after_steps(rank: int, size: int, name: str, options: dict[str, bool]) -> float:
+    """How far parameters are from those of the whole batch, after a few steps."""
+    torch.manual_seed(3)
+    whole, model = (nn.Linear(3, 1), nn.Linear(3, 1)) if name == "a_sample" else (Blocks(), Blocks())
+    model.load_state_dict(whole.state_dict())
+    x = torch.randn(4, 4, 3)
+    replicas = replicate(model, world(), CPU, **options)
+    optims = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (whole, model)]
+    average_before_steps(optims[1], [replicas])
+    for step, batch in enumerate(x):
+        for each, part, optim in ((whole, batch, optims[0]), (replicas, batch[rank::size], optims[1])):
+            LOOPS[name](each, part, step)
+            optim.step()
+            optim.zero_grad()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_train_as_one_process_does(pool: Pool, name: str) -> None:
+    assert max(pool.run(off_after_steps, name, {})) <= 1e-5
+
+
+def left_out(rank: int, size: int) -> list[Any]:
+    """The gradients of heads that both ranks, one and none have used."""
+    model: Any = replicate(Blocks(), world(), CPU)
+    for heads in ((0, 1, 2), (0, rank), (0, rank)):
+        model.zero_grad()
+        sum(model(torch.ones(1, 3), heads=heads)).sum().backward()
+    return [None if head.bias.grad is None else float(head.bias.grad) for head in model.heads]
+
+
+def test_what_a_rank_leaves_out_counts_as_zero(pool: Pool) -> None:
+    assert pool.run(left_out) == [[1.5, 0.5, None]] * 2
+
+
+def hooked(rank: int, size: int) -> list[Any]:
+    """Calls of a hook on a gradient, and the gradient, of passes of which the first is not averaged."""
+    linear, seen = nn.Linear(1, 1, bias=False), list[float]()
+    model: Any = replicate(linear, world(), CPU)
+    linear.weight.register_hook(lambda gradient: seen.append(float(gradient)) or gradient.clamp(max=1.0))
+    x = torch.full((1, 1), float(rank))
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x + 1).sum().backward()
+    (taken,) = torch.autograd.grad(model(x + 2).sum(), linear.weight)
+    return [*seen, float(linear.weight.grad), float(taken)]
+
+
+def test_hooks_on_gradients_see_averages_and_what_is_taken(pool: Pool) -> None:
+    assert pool.run(hooked) == [[2.0, 2.0, 1.0, 1.0], [2.0, 3.0, 1.0, 1.0]]
+
+
+def refusal(rank: int, size: int, options: dict[str, bool], again: bool) -> str:
+    model: Any = replicate(Blocks(), world(), CPU, **options)
+    with pytest.raises(StrategyError) as caught:
+        sum(model(torch.ones(1, 3), again=again)).sum().backward()
+    return str(caught.value)
+
+
+def test_what_reentrant_checkpoints_hide_is_refused(pool: Pool) -> None:
+    for told in pool.run(refusal, {"find_unused_parameters": True}, False):
+        assert "find_unused_parameters=True does not see" in told
+    for told in pool.run(refusal, {}, True):
+        assert re.search(r"blocks.1.(weight|bias) is used in two reentrant checkpoints", told)

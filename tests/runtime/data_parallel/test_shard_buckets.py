@@ -1,0 +1,79 @@
+"""Parameters side by side are shared evenly, however large the largest is, and gathered where they were."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atorch.runtime.data_parallel import shard_buckets as module
+from atorch.runtime.data_parallel.shard_buckets import ALIGNMENT, can_cut, gather, sliced_buckets
+from tests.pool import Pool
+
+LAYER_70B = ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *[(28672, 8192)] * 3, (8192,), (8192,))
+SHAPES_70B = ((128256, 8192), *LAYER_70B * 80, (8192,), (128256, 8192))
+
+
+@pytest.mark.parametrize("num_ranks", [8, 512, 4096, 16384])
+def test_no_rank_has_much_more_of_70_billion_parameters_than_the_mean(num_ranks: int) -> None:
+    shapes = [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in SHAPES_70B]
+    made = sliced_buckets(shapes, num_ranks)
+    mean = sum(map(math.prod, SHAPES_70B)) / num_ranks
+    held = [where for bucket in made for _, where in bucket.held(0)]  # of the first rank, which has most
+    assert sum(where.stop - where.start for where in held) <= 1.001 * mean
+    assert sum(bucket.share for bucket in made) <= 1.001 * mean
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.integers(2, 9))
+def test_every_element_is_on_one_rank(sizes: list[int], num_ranks: int) -> None:
+    params = [torch.empty(size, device="meta") for size in sizes]
+    made = sliced_buckets(params, num_ranks)
+    ends = dict.fromkeys(params, 0)
+    held = [[part for bucket in made for part in bucket.held(rank)] for rank in range(num_ranks)]
+    for param, where in (part for parts in held for part in parts):  # ranks have slices in their order
+        assert where.start == ends[param]
+        assert where.start % ALIGNMENT == 0
+        ends[param] = where.stop
+    assert ends == {param: param.numel() for param in params}
+    counts = [sum(where.stop - where.start for _, where in parts) for parts in held]
+    assert max(counts) <= sum(sizes) / num_ranks + ALIGNMENT * (len(params) + len(made))
+
+
+def test_what_lies_otherwise_is_not_cut() -> None:
+    square = torch.ones(4, 6)
+    others = [square.t(), torch.ones(1, 4).expand(3, 4), torch.ones(0, 4), square.to_sparse(), square[:, 1:]]
+    assert can_cut(square)
+    assert not any(map(can_cut, others))
+
+
+def arrived(rank: int, size: int, most: int) -> list[bool]:
+    """Parameters of several dtypes, of which each rank has another number in its slices."""
+    shapes = [(3,), (5, 40), (64 * size,), (), (100,), (4096,)]
+    params = [torch.full(shape, -1.0, dtype=kind) for shape in shapes for kind in (torch.float32, torch.bfloat16)]
+    group: Any = dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BUCKET_BYTES", most)
+        made = sliced_buckets(params, size)
+    for bucket in made:
+        for param, where in bucket.held(rank):
+            param.view(-1)[where] = rank
+    gather(made, group)
+    expected = {
+        param: torch.cat([param.new_full((part.stop - part.start,), float(each)) for each, part in parts])
+        for param, parts in {
+            param: [(each, w) for each in range(size) for bucket in made for p, w in bucket.held(each) if p is param]
+            for param in params
+        }.items()
+    }
+    return [torch.equal(param.view(-1), expected[param]) for param in params]
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 2**25), (3, 600)])
+def test_slices_of_others_arrive(pool: Pool, ranks: int, most: int) -> None:
+    for found in pool.run(arrived, most, ranks=ranks):
+        assert all(found)

@@ -1,0 +1,411 @@
+"""Sharded optimizers step as whole ones do, hold their share of the state, and save what any rank count can load."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from atorch.compat.fairscale_zero import shard_gradients, shard_states
+from atorch.errors import ArgumentError, CheckpointError
+from atorch.model.elementwise_optimizers import ELEMENTWISE
+from atorch.runtime.data_parallel import buckets
+from atorch.runtime.data_parallel.buckets import broadcast
+from atorch.runtime.data_parallel.replicate import replicate
+from atorch.runtime.data_parallel.zero1 import ShardedOptimizer, deal_out
+from atorch.runtime.precision.master_weights import to_half, with_master_weights
+from tests.pool import Pool
+from tests.runtime.sharing import deviation, make, param_groups, sgd, train
+
+CPU = torch.device("cpu")
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
+def test_shares_are_within_the_largest_item_of_each_other(sizes: list[int], num_ranks: int) -> None:
+    owners = deal_out(sizes, num_ranks)
+    loads = [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(num_ranks)]
+    assert len(owners) == len(sizes)
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def trained(rank: int, size: int, backend: str, name: str, accumulate: int) -> float:
+    model: nn.Module = make(name, seed=0)
+    groups = param_groups(model)
+    if backend == "fairscale 2":
+        optim = shard_states(groups, sgd, world())
+        model = shard_gradients(model, optim, world())
+    else:
+        model = replicate(model, world(), CPU)
+        optim = shard_states(groups, sgd, world()) if backend == "fairscale 1" else None
+        optim = optim or ShardedOptimizer(groups, sgd, world())
+    train(model, optim, rank, size, accumulate)
+    return deviation(model, name, accumulate)
+
+
+def clear(optim: torch.optim.Optimizer) -> None:
+    optim.state.clear()
+
+
+def replace(optim: torch.optim.Optimizer) -> None:
+    optim.state = defaultdict(dict)
+
+
+def put(optim: torch.optim.Optimizer) -> None:
+    for param, state in optim.state.items():
+        if state:
+            optim.state[param] = {"momentum_buffer": torch.zeros_like(state["momentum_buffer"])}
+
+
+def wiped(rank: int, size: int) -> list[float]:
+    found = []
+    for wipe in (clear, replace, put):
+        weights = []
+        for optimizer in (sgd, lambda groups: ShardedOptimizer(groups, sgd, world())):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+            optim = optimizer(list(model.parameters()))
+            for step in range(4):
+                if step == 2:
+                    wipe(optim)
+                for param in model.parameters():
+                    param.grad = torch.full_like(param, 1.0 + step)
+                optim.step()
+            weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+        found.append(float((weights[0] - weights[1]).abs().max()))
+    return found
+
+
+def test_states_that_are_taken_away_are_gone(pool: Pool) -> None:
+    assert max(max(each) for each in pool.run(wiped)) == 0.0
+
+
+@pytest.mark.parametrize("name", ["awkward", "llama"])
+@pytest.mark.parametrize("backend", ["torch", "fairscale 1", "fairscale 2"])
+def test_trains_as_one_process_does(pool: Pool, backend: str, name: str) -> None:
+    assert max(pool.run(trained, backend, name, 1)) <= 1e-4
+
+
+@pytest.mark.parametrize("backend", ["torch", "fairscale 1", "fairscale 2"])
+def test_accumulates(pool: Pool, backend: str) -> None:
+    assert max(pool.run(trained, backend, "awkward", 2)) <= 1e-4
+
+
+def test_three_ranks_share_unevenly(pool: Pool) -> None:
+    assert max(pool.run(trained, "torch", "awkward", 1, ranks=3)) <= 1e-4
+
+
+def held(rank: int, size: int) -> dict[str, Any]:
+    model = make("llama")
+    optim = ShardedOptimizer(param_groups(model), sgd, world())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optim.step()
+    sizes = [p.numel() for p in model.parameters()]
+    return {
+        "total": sum(sizes),
+        "largest": max(sizes),
+        "states": sum(state["momentum_buffer"].numel() for state in optim.state.values() if state),
+        "rates": [group["lr"] for group in optim.param_groups],
+        "digest": [float(p.detach().sum()) for p in model.parameters()],
+    }
+
+
+def test_each_rank_holds_its_share_of_the_state(pool: Pool) -> None:
+    first, second = pool.run(held)
+    assert first["states"] + second["states"] == first["total"]
+    assert abs(first["states"] - second["states"]) <= first["largest"]
+    assert first["rates"] == second["rates"] == [0.05, 0.15]
+    assert first["digest"] == second["digest"]
+
+
+def adam(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def stepped(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) if p.requires_grad else None
+    optim.step()
+    optim.zero_grad()
+
+
+def saved_and_loaded(rank: int, size: int, saved: Any) -> Any:
+    """Two steps, saved; or what was saved loaded into a new optimizer, and a third step."""
+    model = make("awkward")
+    optim = ShardedOptimizer(model.parameters(), adam, world())
+    if saved is None:
+        stepped(model, optim, 1)
+        stepped(model, optim, 2)
+        own = ShardedOptimizer(model.parameters(), adam, world())
+        own.load_state_dict(optim.local_state_dict())  # a share loads where it was written
+        assert own.local_state_dict()["state"].keys() == optim.local_state_dict()["state"].keys()
+        assert own.state_dict()["state"].keys() == optim.state_dict()["state"].keys()
+        return optim.full_state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+    state, weights = copy.deepcopy(saved)  # what came over lies in shared memory, and stepping writes it
+    model.load_state_dict(weights)
+    optim.load_state_dict(state)
+    stepped(model, optim, 3)
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def test_state_moves_to_another_number_of_ranks_and_to_a_plain_optimizer(pool: Pool) -> None:
+    (state, weights), (nothing, _) = pool.run(saved_and_loaded, None)
+    assert nothing is None
+    plain = make("awkward")
+    plain.load_state_dict(weights)
+    optim = adam(plain.parameters())
+    optim.load_state_dict(copy.deepcopy(state))
+    stepped(plain, optim, 3)
+    for ranks in (2, 3):
+        for loaded in pool.run(saved_and_loaded, (state, weights), ranks=ranks):
+            for key, value in plain.state_dict().items():
+                torch.testing.assert_close(loaded[key], value)
+
+
+def wrong_share(rank: int, size: int) -> str:
+    optim = ShardedOptimizer(make("awkward").parameters(), adam, world())
+    others = dict(optim.local_state_dict())
+    box = [None] * size
+    dist.all_gather_object(box, others)
+    with pytest.raises(CheckpointError) as caught:
+        optim.load_state_dict(box[1 - rank])
+    return str(caught.value)
+
+
+def test_another_ranks_share_is_refused(pool: Pool) -> None:
+    assert all("load the whole state" in message for message in pool.run(wrong_share))
+
+
+def with_masters(rank: int, size: int) -> tuple[float, list[str], int]:
+    model, plain = make("llama"), make("llama")
+    values, plain_values = to_half([model], torch.bfloat16), to_half([plain], torch.bfloat16)
+    optim = ShardedOptimizer(model.parameters(), with_master_weights(adam, values=values), world())
+    reference = with_master_weights(adam, values=plain_values)(plain.parameters())
+    for seed in range(3):
+        stepped(model, optim, seed)
+        stepped(plain, reference, seed)
+    full = optim.full_state_dict()
+    keys = [] if full is None else sorted(full["state"][0])
+    same = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    held = [entry["master"].numel() for entry in optim.local_state_dict()["state"].values()]
+    return same, keys, sum(held)
+
+
+def test_fp32_masters_exist_for_the_own_share_alone(pool: Pool) -> None:
+    results = pool.run(with_masters)
+    assert [difference for difference, _, _ in results] == [0.0, 0.0]
+    assert results[0][1] == ["exp_avg", "exp_avg_sq", "master", "step"]
+    assert sum(held for _, _, held in results) == sum(p.numel() for p in make("llama").parameters())
+
+
+def names_kept(rank: int, size: int) -> list[str]:
+    model = nn.Linear(2, 2)
+    optim = ShardedOptimizer(model.named_parameters(), adam, world())
+    full = optim.full_state_dict()
+    return [] if full is None else full["param_groups"][0]["param_names"]
+
+
+def test_named_parameters_keep_their_names(pool: Pool) -> None:
+    assert pool.run(names_kept) == [["weight", "bias"], []]
+
+
+def few(rank: int, size: int) -> tuple[float, str]:
+    weight = nn.Parameter(torch.ones(2))
+    optim = ShardedOptimizer([weight], sgd, world())
+    weight.grad = torch.ones(2)
+    optim.step()
+    with pytest.raises(ArgumentError) as caught:
+        optim.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    return weight[0].item(), str(caught.value)
+
+
+def test_a_rank_may_have_nothing_to_step(pool: Pool) -> None:
+    for value, refusal in pool.run(few):
+        assert value == pytest.approx(0.95)
+        assert "optim_param_func" in refusal
+
+
+def sent(rank: int, size: int) -> list[bool]:
+    """Tensors of several dtypes and layouts, in buckets of a few of them."""
+    like = [
+        torch.ones(3),
+        torch.ones(5, dtype=torch.bfloat16),
+        torch.ones(2, 4).t(),
+        torch.ones(0),
+        torch.ones(100),
+        torch.ones(()),
+    ]
+    mine = [tensor * (rank + 1) for tensor in like]
+    theirs = [tensor.clone() * (rank + 1) for tensor in like]
+    broadcast([(0, mine), (size - 1, theirs)], world())
+    return [bool((a == 1).all() and (b == size).all()) for a, b in zip(mine, theirs, strict=True)]
+
+
+def in_small_buckets(rank: int, size: int) -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "BUCKET_BYTES", 40)
+        return sent(rank, size)
+
+
+@pytest.mark.parametrize("send", [sent, in_small_buckets])
+def test_broadcast_in_buckets(pool: Pool, send: Any) -> None:
+    for arrived in pool.run(send):
+        assert all(arrived)
+
+
+def thawed(rank: int, size: int) -> tuple[float, bool]:
+    """How far apart ranks are once a layer was unfrozen, and whether gradients that are zeroed stay where they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
+    model[1].requires_grad_(False)
+    replicas = replicate(model, world(), CPU)
+    optim = ShardedOptimizer(list(model.parameters()), adam, world())
+    x = torch.randn(4, 3)[rank::size]
+    for step in range(4):
+        model[1].requires_grad_(step > 1)
+        replicas(x).square().mean().backward()
+        optim.step()
+        optim.zero_grad(set_to_none=False)
+    kept = all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return float((mine - first).abs().max()), kept
+
+
+def test_what_is_unfrozen_is_sent_and_gradients_can_be_zeroed(pool: Pool) -> None:
+    assert pool.run(thawed) == [(0.0, True), (0.0, True)]
+
+
+class Various(nn.Module):
+    """Parameters that are large, small, without dims, transposed, frozen, and never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(40, 7))
+        self.wide = nn.Parameter(torch.randn(30, 50).t())
+        self.bias, self.scale = nn.Parameter(torch.randn(50)), nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(100), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(90))
+        self.wider = nn.Parameter(torch.randn(70, dtype=torch.float64))
+
+    def groups(self) -> list[dict[str, Any]]:
+        first = [self.table, self.bias, self.frozen, self.wider]
+        return [{"params": first}, {"params": [self.wide, self.scale, self.unused], "lr": 0.03}]
+
+    def draw_gradients(self, seed: int, sparse: bool) -> None:
+        torch.manual_seed(seed)
+        for param in (self.table, self.wide, self.bias, self.scale, self.wider):
+            param.grad = torch.randn_like(param, memory_format=torch.contiguous_format)
+        if sparse:
+            rows = torch.tensor([[3, 0, 3, 21, 20]])
+            self.table.grad = torch.sparse_coo_tensor(rows, torch.randn(5, 7), (40, 7), check_invariants=True)
+
+
+MAKERS: dict[str, Any] = {kind.__name__: kind for kind in ELEMENTWISE}
+MAKERS |= {
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "foreach": lambda groups: torch.optim.Adam(groups, foreach=True, amsgrad=True, weight_decay=0.1),
+    "fused": lambda groups: torch.optim.AdamW(groups, fused=True, weight_decay=0.1),
+    "sparse": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
+    "sparse momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+def same_as_plain(rank: int, size: int) -> list[str]:
+    """The makers whose optimizers, stepped on shares, come to other bits or other states than on the whole."""
+    wrong = []
+    for name, make_optimizer in MAKERS.items():
+        plain, shared, loaded = Various(), Various(), Various()
+        reference = make_optimizer(plain.groups())
+        optim = ShardedOptimizer(shared.groups(), make_optimizer, world())
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.7) for each in (reference, optim)]
+        for seed in range(3):
+            for model, each, scheduler in zip((plain, shared), (reference, optim), schedulers, strict=True):
+                model.draw_gradients(seed, "sparse" in name)
+                each.step()
+                each.zero_grad()
+                scheduler.step()
+        again = make_optimizer(loaded.groups())
+        again.load_state_dict(reference.state_dict())  # which casts what counts steps
+        pairs = [((list(plain.parameters()), reference), (list(shared.parameters()), optim))]
+        for state in (reference.state_dict(), optim.local_state_dict()):  # what one process saved, and this one
+            fresh = ShardedOptimizer(loaded.groups(), make_optimizer, world())
+            fresh.load_state_dict(state)
+            pairs.append((((), again), ((), fresh)))
+        rounding = 1e-6 if "sparse" in name else 0.0  # entries of one row are added up in another order
+        if not all(same(*((params, each.state_dict()) for params, each in pair), rounding) for pair in pairs):
+            wrong.append(name)
+    return wrong
+
+
+def same(expected: Any, got: Any, rounding: float) -> bool:
+    """Whether nested values have the same numbers, and tensors of the same kinds, at the same places."""
+    flat = [{keystr(path): leaf for path, leaf in tree_flatten_with_path(each)[0]} for each in (expected, got)]
+    return flat[0].keys() == flat[1].keys() and all(
+        alike(value, flat[1][place], rounding) if isinstance(value, torch.Tensor) else value == flat[1][place]
+        for place, value in flat[0].items()
+    )
+
+
+def alike(expected: torch.Tensor, got: torch.Tensor, rounding: float) -> bool:
+    is_kind = (expected.shape, expected.dtype) == (got.shape, got.dtype)
+    return is_kind and torch.allclose(got.to_dense(), expected.to_dense(), rounding, rounding)
+
+
+def test_slices_are_stepped_saved_and_loaded_as_the_whole(pool: Pool) -> None:
+    assert pool.run(same_as_plain) == [[], []]
+
+
+class ScheduleFree(torch.optim.SGD):
+    """SGD with methods of its own, of which one takes a norm."""
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.5)
+
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad / parameter.grad.norm())
+
+    def clear(self) -> None:
+        self.zero_grad()
+
+
+def own_methods(rank: int, size: int) -> tuple[bool, str, bool]:
+    model = make("awkward")
+    expected = [each.detach() * 0.5 for each in model.parameters()]
+    optim: Any = ShardedOptimizer(model.parameters(), lambda groups: ScheduleFree(groups, lr=0.1), world())
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    with pytest.raises(ArgumentError) as caught:
+        optim.first_step()
+    optim.eval()
+    same = all(map(torch.equal, model.parameters(), expected))
+    optim.clear()
+    return same, str(caught.value), all(each.grad is None for each in model.parameters())
+
+
+def test_methods_of_the_optimizers_own_work_on_the_whole(pool: Pool) -> None:
+    for same, told, cleared in pool.run(own_methods):
+        assert same
+        assert "reads gradients" in told
+        assert cleared

@@ -1,0 +1,350 @@
+"""Sharding: plain training's updates, each rank's share of the bytes, and what is gathered together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from atorch.errors import ArgumentError
+from atorch.runtime.fsdp.groups import Group, arrange, by_block, without_trainable
+from atorch.runtime.fsdp.shard import _make_contiguous, shard
+from tests.pool import Pool
+from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train, whole
+
+
+def flat(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+
+
+def blocks(model: nn.Module) -> list[Group]:
+    return arrange(model, by_block(model))
+
+
+def root_alone(model: nn.Module) -> list[Group]:
+    return []
+
+
+def outmost(model: nn.Module) -> list[Group]:
+    return arrange(model, without_trainable(by_block(model)))
+
+
+GROUPINGS: dict[str, Callable[[nn.Module], list[Group]]] = {
+    "blocks": blocks,
+    "root alone": root_alone,
+    "outmost": outmost,
+}
+
+
+def trained(rank: int, size: int, name: str, grouping: str, options: dict[str, Any], accumulate: int) -> float:
+    mesh = flat(size)
+    if size == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "zero"))
+    model = make(name, seed=rank)  # rank 0's weights count
+    shard(model, mesh, GROUPINGS[grouping](model), **options)
+    train(model, sgd(param_groups(model)), rank, size, accumulate)
+    return deviation(model, name, accumulate)
+
+
+@pytest.mark.parametrize("name", ["awkward", "llama"])
+@pytest.mark.parametrize(
+    ("grouping", "options", "accumulate"),
+    [
+        ("blocks", {}, 1),
+        ("blocks", {}, 2),
+        ("blocks", {"reshard_after_forward": False}, 1),
+        ("blocks", {"forward_prefetch": True}, 1),
+        ("blocks", {"offload": True}, 1),
+        ("blocks", {"offload": 0.5}, 2),
+        ("root alone", {}, 1),
+        ("outmost", {}, 1),
+    ],
+)
+def test_trains_as_one_process_does(
+    pool: Pool, name: str, grouping: str, options: dict[str, Any], accumulate: int
+) -> None:
+    assert max(pool.run(trained, name, grouping, options, accumulate)) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["awkward", "llama"])
+def test_replicas_of_shards_train_as_one_process_does(pool: Pool, name: str) -> None:
+    assert max(pool.run(trained, name, "blocks", {}, 1, ranks=4)) <= 1e-4
+
+
+def test_a_head_that_shares_with_an_embedding_and_with_its_parent_trains(pool: Pool) -> None:
+    assert max(pool.run(trained, "bert", "blocks", {}, 1)) <= 1e-4
+
+
+def test_one_process_shards_too(pool: Pool) -> None:
+    assert max(pool.run(trained, "awkward", "blocks", {}, 1, ranks=1)) <= 1e-4
+
+
+def with_ignored(rank: int, size: int) -> tuple[float, bool]:
+    model = make("awkward", seed=rank)
+    shard(model, flat(size), blocks(model), ignored=model.mixer.parameters())
+    train(model, sgd(param_groups(model)), rank, size, accumulate=2)
+    return deviation(model, "awkward", accumulate=2), isinstance(model.mixer.weight, DTensor)
+
+
+def test_ignored_parameters_stay_whole_and_are_averaged(pool: Pool) -> None:
+    for error, is_sharded in pool.run(with_ignored):
+        assert error <= 1e-4
+        assert not is_sharded
+
+
+def held(rank: int, size: int) -> tuple[int, int, int]:
+    model = make("llama")
+    total = sum(p.numel() for p in model.parameters())
+    shard(model, flat(size), blocks(model))
+    optim = sgd(param_groups(model))
+    train(model, optim, rank, size)
+    parameters = [p.to_local().numel() for p in model.parameters()]
+    states = [s["momentum_buffer"].to_local().numel() for s in optim.state.values()]
+    return total, sum(parameters), sum(states)
+
+
+def test_each_rank_holds_its_share_of_parameters_and_states(pool: Pool) -> None:
+    shares = pool.run(held)
+    total = shares[0][0]
+    assert sum(parameters for _, parameters, _ in shares) == total
+    assert sum(states for _, _, states in shares) == total
+    assert all(abs(parameters - total / 2) <= 0.02 * total for _, parameters, _ in shares)
+
+
+def waiting(rank: int, size: int, share: float) -> tuple[list[str], float]:
+    model = make("llama")
+    total = sum(p.numel() for p in model.parameters())
+    on_host = set(map(id, shard(model, flat(size), blocks(model), offload=share)))
+    found = {name: p.numel() for name, p in model.named_parameters() if id(p) in on_host}
+    return list(found), sum(found.values()) / total
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_whole_groups_wait_on_the_host_blocks_first(pool: Pool, share: float) -> None:
+    ((names, waits),) = pool.run(waiting, share, ranks=1)
+    assert waits <= share
+    if share == 0.5:
+        assert waits > 0.2
+        assert any(name.endswith("layers.0.mlp.up_proj.weight") for name in names)
+    assert (waits == 1.0) == (share == 1.0)
+
+
+def unequal(rank: int, size: int) -> bool:
+    model = make("awkward", seed=rank)
+    shard(model, flat(size), blocks(model), sync_module_states=False)
+    expected = make("awkward", seed=rank).mixer.weight
+    return bool(torch.equal(model.mixer.weight.to_local(), expected.chunk(size)[rank]))
+
+
+def test_without_synchronising_each_rank_gives_its_own_shard(pool: Pool) -> None:
+    assert all(pool.run(unequal))
+
+
+def after_evaluation(rank: int, size: int) -> tuple[bool, bool]:
+    model = make("awkward")
+    shard(model, flat(size), blocks(model), reshard_after_forward=False)
+    tokens = torch.arange(6).expand(2, 6)
+    model(tokens).sum().backward()
+    with torch.no_grad():
+        before = model(tokens)
+    is_sharded = all(isinstance(p, DTensor) for p in model.parameters() if p.dim())
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data.add_(p.grad, alpha=-0.1)
+    return is_sharded, bool(torch.equal(before, model(tokens)))
+
+
+def test_a_step_after_an_evaluation_is_seen(pool: Pool) -> None:
+    for is_sharded, is_stale in pool.run(after_evaluation):
+        assert is_sharded
+        assert not is_stale
+
+
+def in_bf16(rank: int, size: int) -> tuple[str, str, float]:
+    model = make("llama")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, flat(size), blocks(model), mp_policy=policy)
+    seen = []
+    model.llama.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(str(args[0].dtype)))
+    train(model, sgd(param_groups(model)), rank, size)
+    return seen[0], str(next(model.parameters()).dtype), deviation(model, "llama")
+
+
+def test_low_precision_is_gathered_and_fp32_kept(pool: Pool) -> None:
+    for seen, stored, error in pool.run(in_bf16):
+        assert (seen, stored) == ("torch.bfloat16", "torch.float32")
+        assert error <= 3e-2
+
+
+class Fillable(nn.Module):
+    """Parameters that only a function can fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 2))
+
+
+def from_meta(rank: int, size: int) -> tuple[bool, bool, str]:
+    with torch.device("meta"):
+        reset, filled, empty = nn.Linear(4, 4), Fillable(), Fillable()
+    shard(reset, flat(size), [])
+    shard(filled, flat(size), [], param_init_fn=lambda module: nn.init.ones_(module.weight))
+    with pytest.raises(ArgumentError) as caught:
+        shard(empty, flat(size), [])
+    return whole(reset.weight).std().item() > 0, bool((whole(filled.weight) == 1).all()), str(caught.value)
+
+
+def test_meta_modules_are_filled_once_sharded(pool: Pool) -> None:
+    for is_reset, is_filled, refusal in pool.run(from_meta):
+        assert is_reset
+        assert is_filled
+        assert "param_init_fn" in refusal
+
+
+def names_of(model: nn.Module, groups: list[Group]) -> list[tuple[list[str], bool]]:
+    names = {module: name for name, module in model.named_modules()}
+    return [([names[module] for module in group.modules], group.keep) for group in groups]
+
+
+def test_tied_embedding_and_head_are_one_group() -> None:
+    model = make("llama")
+    found = names_of(model, blocks(model))
+    assert (["llama.model.embed_tokens", "llama.lm_head"], True) in found
+    assert [group for group, _ in found if "layers" in group[0]] == [[f"llama.model.layers.{i}"] for i in range(2)]
+
+
+def test_untied_embedding_and_head_have_groups_of_their_own() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": Awkward().blocks, "small": nn.Linear(4, 4)})
+    model["head"] = nn.Linear(4, 8)
+    found = names_of(model, by_block(model))
+    assert (["embed"], True) in found
+    assert (["head"], True) in found
+    assert not any("small" in group for group, _ in found)
+
+
+def test_units_that_share_a_parameter_are_one_group() -> None:
+    model = Awkward()
+    groups = [group for group, _ in names_of(model, blocks(model))]
+    assert ["blocks.0", "blocks.2"] in groups
+    assert ["blocks.1"] in groups
+    assert ["tokens", "places"] in groups
+
+
+def test_what_shares_a_parameter_with_one_that_joined_joins_too() -> None:
+    model = make("bert")
+    groups = [group for group, _ in names_of(model, blocks(model))]
+    assert not any("bert.cls.predictions.decoder" in group for group in groups)  # its parent holds another group
+    assert ["bert.cls.predictions.transform.dense"] in groups
+
+
+def test_a_parameter_of_the_root_leaves_its_unit_to_the_root() -> None:
+    model = Awkward()
+    model.tied = model.blocks[1].up.weight
+    assert ["blocks.1"] not in [group for group, _ in names_of(model, blocks(model))]
+
+
+def test_children_come_before_parents() -> None:
+    model = Awkward()
+    units = [Group((model.blocks[1],)), Group((model.blocks[1].up,))]
+    assert [group for group, _ in names_of(model, arrange(model, units))] == [["blocks.1.up"], ["blocks.1"]]
+
+
+def test_by_size_takes_the_smallest_modules_that_are_large_enough() -> None:
+    from atorch.runtime.fsdp.groups import by_size
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(8, 8), nn.Linear(2, 2))
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[module] for module in by_size(model, 40)] == ["0", "1"]
+    assert [names[module] for module in by_size(model, 20)] == ["0.0", "0.1", "1"]
+
+
+def test_what_trains_goes_to_the_root_and_what_is_frozen_stays() -> None:
+    model = Awkward().requires_grad_(False)
+    model.blocks[0].down.requires_grad_(True)
+    model.blocks[1].up.bias.requires_grad_(True)  # beside a frozen weight: stays with its block
+    groups = without_trainable([Group((block,)) for block in model.blocks])
+    assert [group for group, _ in names_of(model, groups)] == [
+        ["blocks.0.norm", "blocks.0.up"],
+        ["blocks.1.norm", "blocks.1.up", "blocks.1.down"],
+        ["blocks.2"],
+    ]
+
+
+def normalized_in_bf16(rank: int, size: int, autocast: bool) -> tuple[torch.dtype, torch.dtype, bool]:
+    block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
+    model = nn.Sequential(block, nn.Flatten(), nn.Linear(8, 1))
+    shard(model, flat(size), [Group((block,))], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(torch.randn(4, 2, 2, 2)).sum().backward()
+    has_gradients = all(parameter.grad is not None for parameter in model.parameters())
+    block.unshard()  # type: ignore[operator]
+    block[1].unshard()  # type: ignore[operator]
+    conv, norm = block[0].weight, block[1].weight
+    return norm.dtype, conv.dtype, has_gradients  # type: ignore[union-attr, return-value]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_batch_norms_stay_in_fp32(pool: Pool, autocast: bool) -> None:
+    expected = (torch.float32, torch.bfloat16, True)
+    assert pool.run(normalized_in_bf16, autocast, ranks=2) == [expected, expected]
+
+
+def hooked(rank: int, size: int) -> list[str]:
+    said = []
+    for when in ("before", "after"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        try:
+            if when == "before":
+                model[1].weight.register_hook(lambda gradient: gradient * 0.5)
+            shard(model, flat(size), [])
+            model[1].weight.register_hook(lambda gradient: gradient * 0.5)
+            model(torch.randn(2, 3))
+        except ArgumentError as error:
+            said.append(f"{when}: {error}")
+    return said
+
+
+def test_hooks_on_gradients_that_would_not_be_called_are_refused(pool: Pool) -> None:
+    for said in pool.run(hooked):
+        assert [each.partition(" has a hook")[0] for each in said] == ["before: 1.weight", "after: 1.weight"]
+
+
+def channels_last(rank: int, size: int) -> bool:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+    shard(model, flat(size), [])
+    return bool(model(torch.ones(1, 4, 3, 3)).isfinite().all())
+
+
+def test_weights_that_lose_their_memory_format_are_told(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    assert all(pool.run(channels_last))
+    model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+    _make_contiguous(model.named_parameters())
+    assert "such as 0.weight, lose their memory format" in caplog.text
+
+
+def looked_at(rank: int, size: int, reshard: bool | None) -> list[float]:
+    """What forward gives before and after a step, in passes with gradients that no backward follows."""
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
+    if size > 1:
+        shard(model, flat(size), [], reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().mean().backward()
+        seen.append(float(model(torch.ones(2, 4)).detach().sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(model(torch.ones(2, 4)).detach().sum()))
+    return seen
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_pass_without_backward_leaves_nothing_stale(pool: Pool, reshard: bool | None) -> None:
+    alone = looked_at(0, 1, reshard)
+    assert pool.run(looked_at, reshard) == [pytest.approx(alone, rel=1e-5)] * 2

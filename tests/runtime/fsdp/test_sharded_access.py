@@ -1,0 +1,355 @@
+"""Between passes a sharded model's parameters are those that its optimizer has, whatever is kept for backward."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
+
+from atorch.errors import ArgumentError, StrategyError
+from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.shard import shard
+from atorch.runtime.fsdp.sharded_access import Outside, step_as_ordinary
+from tests.pool import Pool
+from tests.runtime.sharing import whole
+
+WIDTH = 5
+
+
+class Model(nn.Module):
+    """Layers that are freed after forward, between two that are kept for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def made(size: int = 0, reshard: int | None = None, **options: Any) -> Model:
+    """The same model every time, sharded over `size` ranks if that is not 0."""
+    torch.manual_seed(0)
+    model = Model()
+    if size:
+        groups = [*(Group((each,)) for each in model.layers), Group((model.head,), keep=True)]
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+        shard(model, mesh, groups, reshard_after_forward=reshard, **options)
+    return model
+
+
+def penalty(model: nn.Module) -> Any:
+    return 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def penalty_after(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    (model(x).square().mean() + penalty(model)).backward()
+
+
+def penalty_before(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    given = penalty(model)
+    (given + model(x).square().mean()).backward()
+
+
+def penalty_alone(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    penalty(model).backward()
+
+
+def norms(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    (loss + torch.stack([parameter.norm() for parameter in model.layers.parameters()]).sum()).backward()
+
+
+def head_by_hand(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    F.linear(model(x), model.head.weight).square().mean().backward()
+
+
+def cleared(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    model(x).sum().backward()
+    loss = model(x).square().mean()
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss.backward()
+
+
+def written(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    model(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        model.head.weight.data.clamp_(-0.1, 0.1)
+    model(x).square().mean().backward()
+
+
+def frozen(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    model.head.bias.requires_grad = False
+    model.layers[0].bias.requires_grad_(False)
+    loss.backward()
+
+
+def another_optimizer(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    other = torch.optim.SGD(model.head.parameters(), lr=0.3)
+    loss.backward()
+    other.step()
+
+
+LOOPS: list[Callable[[Model, torch.optim.Optimizer, Tensor], None]] = [
+    penalty_after,
+    penalty_before,
+    penalty_alone,
+    norms,
+    head_by_hand,
+    written,
+    frozen,
+    another_optimizer,
+]
+
+
+def trained(rank: int, size: int, loop: Callable[[Model, Any, Tensor], None], reshard: int | None) -> float:
+    """The largest difference from plain training."""
+    models = made(size, reshard), made()
+    data = torch.randn(3, size * 4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for model, mine in zip(models, (data.chunk(size, 1)[rank], data), strict=True):
+        optim = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        for x in mine:
+            loop(model, optim, x)
+            optim.step()
+            optim.zero_grad()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return max(float((whole(mine) - theirs.detach()).abs().max()) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("loop", LOOPS, ids=[loop.__name__ for loop in LOOPS])
+def test_loops_that_touch_parameters_train_as_plain_ones(pool: Pool, loop: Any, reshard: int | None) -> None:
+    assert max(pool.run(trained, loop, reshard)) < 1e-6
+
+
+@pytest.mark.parametrize("loop", [cleared, written])
+def test_parameters_that_wait_on_fewer_processes_are_those_of_all(pool: Pool, loop: Any) -> None:
+    assert max(pool.run(trained, loop, 2, ranks=4)) < 1e-6
+
+
+def read(rank: int, size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = made(size, False, mp_policy=policy)
+    plain, before = made(), list(model.parameters())
+    loss = model(torch.ones(2, WIDTH)).float().sum()
+    between = list(model.parameters())
+    for mine, held, theirs in zip(between, before, plain.parameters(), strict=True):
+        assert (mine.dtype, mine.shape, mine.is_leaf) == (torch.float32, theirs.shape, True)
+        assert float(mine.sum()) == pytest.approx(float(theirs.sum()), abs=1e-6)
+        assert torch.equal(whole(mine), theirs.detach())
+        assert type(copy.deepcopy(mine)) is type(copy.deepcopy(held)) is DTensor
+        mine.grad = torch.zeros_like(mine)
+        assert held.grad is mine.grad
+        stored = io.BytesIO()
+        torch.save([mine.detach(), held.detach()], stored)
+    loss.backward()
+    assert all(isinstance(each.grad, DTensor) and each.grad.abs().sum() for each in model.head.parameters())
+
+
+def test_parameters_that_are_kept_in_16_bits_read_as_they_are(pool: Pool) -> None:
+    pool.run(read, ranks=1)
+
+
+def refused(rank: int, size: int) -> None:
+    model, x = made(size), torch.ones(2, WIDTH, requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"embed.weight is sharded while its model does not run.*linear takes"):
+            model.features(x)
+        with pytest.raises(ArgumentError, match=r"embed.weight is sharded, and its shards cannot be laid out.*view"):
+            parameters_to_vector(model.parameters())
+        out = model(x)
+        with pytest.raises(ArgumentError, match=r"torch.autograd.grad was asked for the gradient of embed.weight"):
+            torch.autograd.grad(out.sum(), list(model.parameters()), retain_graph=True)
+        with pytest.raises(ArgumentError, match=r"create_graph=True.*beyond fsdp and zero2"):
+            torch.autograd.grad(out.sum(), x, create_graph=True)
+        out.sum().backward()
+    assert torch.equal(x.grad, 2 * torch.autograd.grad(made()(x).sum(), x)[0])
+
+
+def test_what_cannot_be_outside_of_forward_is_named(pool: Pool) -> None:
+    pool.run(refused)
+
+
+def stepped(rank: int, size: int) -> list[set[type]]:
+    """The kinds of the parameters within a step and after it."""
+    model = made(size)
+    optim, kinds = step_as_ordinary(torch.optim.SGD(model.parameters(), lr=0.1)), []
+    optim.register_step_pre_hook(lambda *_: kinds.append({type(each) for each in model.parameters()}))
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optim.step()
+    return [*kinds, {type(each) for each in model.parameters()}]
+
+
+def test_in_a_step_parameters_are_ordinary(pool: Pool) -> None:
+    assert pool.run(stepped, ranks=1) == [[{DTensor}, {Outside}]]
+
+
+def numbers(model: nn.Module) -> list[float]:
+    """What scripts read of gradients and parameters, in the ways that they do."""
+    held = list(model.parameters())
+    gradients = [each.grad for each in held if each.grad is not None]
+    total = torch.zeros(())
+    for each in gradients:
+        total += each.norm() ** 2
+    unit = held[1].detach().norm().clamp_(min=1e-3).mul_(0.01)
+    steps = torch.where(gradients[1].norm() < unit, gradients[1], gradients[1] * (unit / gradients[1].norm()))
+    norms = torch.stack([each.norm() for each in gradients])
+    return [
+        *(each.norm().item() for each in (*held, *gradients)),
+        *(float(each.abs().max()) for each in gradients),
+        float((gradients[0] * held[0].data).sum() < 0),
+        float(f"{gradients[1].mean():.6f}"),
+        *gradients[1].tolist(),
+        float(total),
+        norms.norm().item(),
+        float(torch.nn.utils.clip_grad_norm_(held, 1e9, norm_type=float("inf"))),
+        steps.square().sum().item(),
+    ]
+
+
+def narrow() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def read_numbers(rank: int, size: int, reshard: bool) -> None:
+    plain, model = narrow(), narrow()
+    shard(model, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), [], reshard_after_forward=reshard)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    assert numbers(model) == pytest.approx(numbers(plain), rel=1e-4, abs=1e-6)
+    assert model[0].weight.grad.to_local().norm() < plain[0].weight.grad.norm()  # what is asked for, is given
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_numbers_that_a_script_reads_are_those_of_the_whole(pool: Pool, reshard: bool) -> None:
+    pool.run(read_numbers, reshard)
+
+
+def read_alone(rank: int, size: int) -> None:
+    model = made(size)
+    x = torch.randn(4, WIDTH)
+    model(x).sum().backward()
+    with pytest.raises(StrategyError, match="reads what is sharded"):
+        model.head.weight.grad.norm().item() if rank == 0 else model(x)
+
+
+def test_one_process_that_reads_alone_is_told_on_all(pool: Pool) -> None:
+    pool.run(read_alone)
+
+
+class Switching(nn.Module):
+    """A reference's pass with its adapters frozen one by one, as peft does it, before one with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def switch(self, on: bool) -> None:
+        for each in self.layers.parameters():
+            each.requires_grad = on
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.switch(False)
+        with torch.no_grad():
+            reference = self.run(x + 1)
+        self.switch(True)
+        return self.run(x) - reference
+
+
+def switched(rank: int, size: int, reshard: bool) -> None:
+    torch.manual_seed(0)
+    plain, x = Switching(), torch.randn(4, WIDTH)
+    model = copy.deepcopy(plain)
+    groups = [Group((each,)) for each in model.layers]
+    shard(model, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), groups, reshard_after_forward=reshard)
+    for _ in range(2):
+        for each in (plain, model):
+            each(x).square().sum().backward()
+    for mine, held in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), held.grad)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_forward_freezes_and_thaws_is_what_trains(pool: Pool, reshard: bool) -> None:
+    pool.run(switched, reshard)
+
+
+class Forces(nn.Sequential):
+    """The gradient of what layers give, by the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return gradient
+
+
+def forces(rank: int, size: int, reshard: bool) -> None:
+    model = Forces(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    shard(
+        model, init_device_mesh("cpu", (size,)), [Group((model[0],)), Group((model[2],))], reshard_after_forward=reshard
+    )
+    with pytest.raises(ArgumentError, match="train with ddp or zero1"):
+        model(torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gradients_of_gradients_within_forward_are_refused(pool: Pool, reshard: bool) -> None:
+    pool.run(forces, reshard)
+
+
+class Mixed(nn.Module):
+    """A block with weights of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.inner(x.bfloat16()).float()
+
+
+def train_two_dtypes(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Mixed(), Mixed()), torch.randn(size, 4, WIDTH)
+    model = copy.deepcopy(plain)
+    shard(model, init_device_mesh("cpu", (size,)), [Group((each,)) for each in model])
+    plain(x.flatten(0, 1)).square().mean().backward()
+    model(x[rank]).square().mean().backward()
+    assert not isinstance(model[0].scale, DTensor)
+    assert isinstance(model[0].inner.weight, DTensor)
+    for mine, held in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad).float(), held.grad.float(), rtol=3e-2, atol=1e-3)
+
+
+def test_a_block_may_have_two_dtypes(pool: Pool) -> None:
+    pool.run(train_two_dtypes)

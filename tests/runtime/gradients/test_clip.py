@@ -1,0 +1,214 @@
+"""The norm is that of plain training on the whole batch, whatever the gradients are spread over, and clips by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import functional as F
+
+from atorch.compat.fairscale_zero import shard_gradients, shard_states
+from atorch.distributed.mesh import Mesh
+from atorch.errors import ArgumentError
+from atorch.runtime.data_parallel.replicate import replicate
+from atorch.runtime.fsdp.groups import arrange, by_block
+from atorch.runtime.fsdp.shard import shard
+from atorch.runtime.gradients.clip import clip_grad_norm, clip_grads
+from tests.pool import Pool
+from tests.runtime.sharing import BATCH, SEQ, VOCAB, CopiesToHost, make, sgd, whole
+
+MAX_NORM = 0.1
+
+
+def backward(model: nn.Module, rank: int = 0, size: int = 1, scale: float = 1.0) -> None:
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(5))
+    mine = tokens.chunk(size)[rank]
+    loss = F.cross_entropy(model(mine)[:, :-1].reshape(-1, VOCAB), mine[:, 1:].reshape(-1))
+    (loss * scale).backward()
+
+
+def wrapped(kind: str, rank: int, size: int) -> nn.Module:
+    model = make("awkward")
+    world = dist.group.WORLD
+    assert world is not None
+    if kind == "ddp":
+        return replicate(model, world, torch.device("cpu"))
+    if kind == "fairscale":
+        return shard_gradients(model, shard_states(model.parameters(), sgd, world), world)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "zero"))
+    ignored = model.mixer.parameters() if kind == "mixed" else ()
+    shard(model, mesh, arrange(model, by_block(model)), ignored=ignored)
+    return model
+
+
+def clipped(rank: int, size: int, kind: str, norm_type: float) -> tuple[float, float, float]:
+    """Norm, expected norm, and the largest distance of a clipped gradient from what it should be."""
+    model, plain = wrapped(kind, rank, size), make("awkward")
+    backward(model, rank, size)
+    backward(plain)
+    norm = clip_grad_norm(model, MAX_NORM, norm_type)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, norm_type)
+    distance = 0.0
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (want.grad is None) or (got.grad is not None) or kind == "fairscale"
+        if got.grad is not None:
+            distance = max(distance, (whole(got.grad) - want.grad).abs().max().item())
+    return float(norm), float(expected), distance
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "mixed", "fairscale"])
+def test_the_norm_is_global_and_clips(pool: Pool, kind: str, norm_type: float) -> None:
+    for norm, expected, distance in pool.run(clipped, kind, norm_type):
+        assert expected > MAX_NORM
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert distance <= 1e-6
+
+
+def test_gradients_in_fp64_are_clipped() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert float(clip_grads([parameter], 1.0)) == 5.0
+    assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8], dtype=torch.float64), atol=1e-6)
+
+
+def test_replicas_of_shards_are_counted_once(pool: Pool) -> None:
+    for norm, expected, distance in pool.run(clipped, "hybrid", 2.0, ranks=4):
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert distance <= 1e-6
+
+
+@dataclass
+class Bound:
+    """What is known about an accelerated model."""
+
+    mesh: Mesh | None
+    scale: float
+    layout: None = None
+
+    def loss_scale(self) -> float:
+        return self.scale
+
+
+def bind(model: nn.Module, mesh: Mesh | None, scale: float) -> nn.Module:
+    object.__setattr__(model, "_atorch", Bound(mesh, scale))
+    return model
+
+
+def test_scaled_gradients_have_the_true_norm_and_stay_scaled() -> None:
+    plain, scaled = make("awkward"), bind(make("awkward"), None, 1024.0)
+    backward(plain)
+    backward(scaled, scale=1024.0)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
+    assert float(clip_grad_norm(scaled, MAX_NORM)) == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(scaled.mixer.weight.grad, 1024.0 * plain.mixer.weight.grad)
+
+
+def test_gradients_in_host_memory_wait_for_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with FakeTensorMode(allow_non_fake_inputs=True), CopiesToHost() as copies:
+        parameters = [nn.Parameter(torch.empty(4, device=device)) for device in ("cuda", "cpu")]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        clip_grads(parameters, 1.0)
+    assert copies.waited == [True]
+
+
+def test_small_gradients_are_left_alone() -> None:
+    model = make("awkward")
+    backward(model)
+    before = model.mixer.weight.grad.clone()
+    norm = clip_grad_norm(model, 1e6)
+    assert norm.dim() == 0
+    assert torch.equal(model.mixer.weight.grad, before)
+
+
+def test_mixed_dtypes_do_not_overflow() -> None:
+    half, full = nn.Parameter(torch.zeros(4, dtype=torch.float16)), nn.Parameter(torch.zeros(3))
+    half.grad, full.grad = torch.full((4,), 60000.0, dtype=torch.float16), torch.full((3,), 100.0)
+    norm = clip_grads([half, full, half], 1.0)
+    assert float(norm) == pytest.approx(math.sqrt(4 * 6e4**2 + 3e4))
+    assert full.grad.tolist() == pytest.approx([100.0 / float(norm)] * 3)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_no_gradient_is_norm_zero(norm_type: float) -> None:
+    assert float(clip_grad_norm(nn.Linear(2, 2), 1.0, norm_type)) == 0.0
+
+
+NET = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *[((NET, 1.0, norm), "norm_type; it is a number above 0") for norm in (0.0, -1.0, math.nan, "2")],
+        *[((NET, norm), "max_norm; it is a number above 0") for norm in (0.0, -1.0, math.nan, "1", None, True)],
+        ((NET, torch.optim.SGD(NET.parameters(), 0.1)), "given SGD .* as max_norm"),
+        ((NET, 1.0, torch.optim.SGD(NET.parameters(), 0.1)), "given SGD .* as norm_type"),
+        ((NET.parameters(), 1.0), "a generator, .* give the model itself"),
+        ((nn.Linear, 1.0), "an instance of Linear"),
+        ((mock.Mock(model=NET), 1.0), "give result.model"),
+    ],
+)
+def test_what_does_not_hold_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"(?s){message}"):
+        clip_grad_norm(*given)
+
+
+@pytest.mark.parametrize("max_norm", [1, np.float32(1.0), torch.tensor(1.0), math.inf])
+@pytest.mark.parametrize("norm_type", ["inf", 2])
+def test_numbers_of_any_kind_hold(max_norm: Any, norm_type: Any) -> None:
+    assert float(clip_grad_norm(NET, max_norm, norm_type)) == 0.0
+
+
+def over_stages(rank: int, size: int, norm_type: float) -> tuple[float, list[float]]:
+    model = bind(nn.Linear(2, 1, bias=False), Mesh((("pipeline", 2),), None, "cpu"), 1.0)
+    model.weight.grad = torch.tensor([[3.0, 0.0]]) if rank == 0 else torch.tensor([[0.0, 4.0]])
+    return float(clip_grad_norm(model, 1.0, norm_type)), model.weight.grad.flatten().tolist()
+
+
+def test_pipeline_stages_add_up(pool: Pool) -> None:
+    (first, on_first), (second, on_second) = pool.run(over_stages, 2.0)
+    assert first == second == pytest.approx(5.0)
+    assert on_first == pytest.approx([0.6, 0.0], abs=1e-5)
+    assert on_second == pytest.approx([0.0, 0.8], abs=1e-5)
+    assert [norm for norm, _ in pool.run(over_stages, math.inf)] == [4.0, 4.0]
+
+
+def partial(rank: int, size: int) -> tuple[float, Any]:
+    mesh = init_device_mesh("cpu", (size,))
+    weight = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+    weight.grad = DTensor.from_local(torch.tensor([3.0, 4.0]) / size, mesh, [Partial()])
+    norm = clip_grads([weight], 1.0)
+    return float(norm), weight.grad.to_local().tolist()
+
+
+def test_gradients_still_to_be_summed_are_summed(pool: Pool) -> None:
+    for norm, grad in pool.run(partial):
+        assert norm == pytest.approx(5.0)
+        assert grad == pytest.approx([0.6, 0.8], abs=1e-5)
+
+
+def unevenly_present(rank: int, size: int) -> float:
+    mesh = init_device_mesh("cpu", (size,))
+    model = nn.Linear(1, 1)  # one row: one rank has nothing
+    shard(model, mesh, [])
+    model(torch.ones(1, 1)).sum().backward()
+    return float(clip_grad_norm(model, 1.0, math.inf))
+
+
+def test_a_rank_without_a_shard_takes_part(pool: Pool) -> None:
+    assert pool.run(unevenly_present) == [1.0, 1.0]

@@ -1,0 +1,786 @@
+"""Checkpointed modules against plain ones: values, gradients, buffers, random numbers, memory, lifetime."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import itertools
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from atorch.errors import ArgumentError
+from atorch.runtime.memory import recompute
+from atorch.runtime.memory.recompute import (
+    checkpoint_sequential,
+    checkpoint_wrapper,
+    disable_checkpointing,
+    is_recomputing,
+)
+
+FORMS = {
+    "plain": {},
+    "offload": {"offload_to_cpu": True},
+    "counter": {"maintain_forward_counter": True},
+    "reentrant": {"reentrant": True},
+    "reentrant-offload": {"reentrant": True, "offload_to_cpu": True},
+    "selective": {"selective": True},
+    "selective-counter": {"selective": True, "maintain_forward_counter": True},
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+@pytest.fixture(autouse=True)
+def _host_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an accelerator `.to("cpu")` copies nothing; a clone makes the offloaded input a tensor of its own."""
+
+    def to_host(tensor: Tensor) -> Any:
+        kept, device, version = moved(tensor)
+        return (kept, device, version) if tensor.is_leaf else (kept.clone(), device, 0)
+
+    moved = recompute._to_host
+    monkeypatch.setattr(recompute, "_to_host", to_host)
+
+
+@dataclass
+class Stats:
+    mean: Tensor
+    count: int
+
+
+class Block(nn.Module):
+    """What real blocks do: keywords, nested inputs and outputs, dropout, a norm with statistics, a residual."""
+
+    def __init__(self, width: int = 8, outputs: type = dict) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.dropout = nn.BatchNorm1d(width), nn.Dropout(0.5)
+        self.outputs = outputs
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, extra: Any = None) -> Any:
+        hidden = self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        if mask is not None:
+            hidden = hidden * mask
+        if extra is not None:
+            hidden = hidden + extra["bias"][0]
+        out = x + scale * hidden
+        if self.outputs is Stats:
+            return Stats(out, len(out))
+        return {"out": out, "aux": (hidden.mean(), "name", None, 3)}
+
+
+def pair(module: nn.Module, **form: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain module and its checkpointed twin."""
+    twin = copy.deepcopy(module)
+    return module, checkpoint_wrapper(twin, **form)
+
+
+def step(module: nn.Module, *tensors: Tensor, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
+    """Loss, gradients of parameters and `tensors`, and buffers after one seeded forward and backward."""
+    torch.manual_seed(7)
+    for tensor in tensors:
+        tensor.grad = None
+    loss = (run or (lambda m, *t: m(*t).sum()))(module, *tensors)
+    loss.backward()
+    after = torch.rand(1)  # the stream of random numbers must not have been disturbed
+    grads = [tensor.grad for tensor in (*module.parameters(), *tensors) if tensor.grad is not None]
+    assert grads
+    return [loss.detach(), after, *(grad.clone() for grad in grads), *(b.clone() for b in module.buffers())]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(got) == len(wanted)
+    for left, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def calls_of(module: nn.Module) -> list[bool]:
+    """A list that gets `is_recomputing()` of every call of `module` from now on."""
+    seen: list[bool] = []
+    module.register_forward_pre_hook(lambda *_: seen.append(is_recomputing()))
+    return seen
+
+
+@contextmanager
+def saved_bytes() -> Iterator[list[int]]:
+    """The bytes that autograd keeps for backward, each storage once, in a list of one number."""
+    sizes: dict[int, int] = {}
+    total: list[int] = []
+
+    @torch.compiler.disable
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+    total.append(sum(sizes.values()))
+
+
+# --- values and gradients
+
+
+@every_form
+def test_step_is_that_of_the_plain_module(form):
+    plain, twin = pair(Block(), **form)
+    x, mask, bias = torch.randn(6, 8, requires_grad=True), torch.ones(6, 8), torch.randn(8, requires_grad=True)
+
+    def run(module, x, bias):
+        h = module(x * 1.5, mask=mask, scale=2.0, extra={"bias": [bias]})
+        assert h["aux"][1:] == ("name", None, 3)
+        return (h["out"] * h["out"]).sum() + h["aux"][0]
+
+    seen = calls_of(twin.up)
+    assert_equal(step(twin, x, bias, run=run), step(plain, x, bias, run=run))
+    assert seen == [False, True]
+
+
+def test_dataclass_output():
+    plain, twin = pair(Block(outputs=Stats))
+    x = torch.randn(6, 8, requires_grad=True)
+    assert_equal(step(twin, x, run=lambda m, x: m(x).mean.sum()), step(plain, x, run=lambda m, x: m(x).mean.sum()))
+
+
+def test_reentrant_refuses_tensors_it_would_cut_off():
+    twin = checkpoint_wrapper(Block(outputs=Stats), reentrant=True)
+    with pytest.raises(ArgumentError, match="returned a Stats"):
+        twin(torch.randn(6, 8))
+
+
+@every_form
+def test_inputs_that_need_no_gradient(form):
+    plain, twin = pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), **form)
+    x = torch.randn(3, 4)
+    assert_equal(step(twin, run=lambda m: m(x).sum()), step(plain, run=lambda m: m(x).sum()))
+
+
+@every_form
+def test_nothing_needs_gradient(form):
+    twin = checkpoint_wrapper(nn.Linear(4, 4).requires_grad_(False), **form)
+    assert not twin(torch.randn(3, 4)).requires_grad
+
+
+@every_form
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast_holds_in_the_recompute(form, backward_inside):
+    plain, twin = pair(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), **form)
+    x = torch.randn(5, 16, requires_grad=True)
+
+    def run(module, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = module(x)
+            assert out.dtype is torch.bfloat16
+            loss = out.float().square().sum()
+            if backward_inside:
+                loss.backward()
+                return loss.detach().requires_grad_()
+        return loss
+
+    assert_equal(step(twin, x, run=run), step(plain, x, run=run))
+
+
+@every_form
+def test_weight_shared_in_one_autocast_region_keeps_its_gradient(form):
+    plain, twin = pair(nn.Linear(8, 8), **form)
+    x = torch.randn(5, 8)
+
+    def run(module):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return nn.functional.linear(module(x), module.weight).float().sum()
+
+    # A recompute casts the weight again, so that its two uses are added in float32, not in bfloat16.
+    for got, wanted in zip(step(twin, run=run), step(plain, run=run), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("form", [FORMS["plain"], FORMS["offload"], FORMS["counter"]])
+def test_autograd_grad_and_double_backward(form):
+    plain, twin = pair(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), **form)
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def penalty(module):
+        (grad,) = torch.autograd.grad(module(x * 2).sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), list(module.parameters()), allow_unused=True)
+
+    for got, wanted in zip(penalty(twin), penalty(plain), strict=True):
+        assert (got is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted)
+
+
+def test_backward_twice_through_one_graph():
+    plain, twin = pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    x = torch.randn(3, 4)
+    for module in (plain, twin):
+        loss = module(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    torch.testing.assert_close(twin[0].weight.grad, plain[0].weight.grad)
+
+
+@every_form
+def test_called_twice_in_one_forward(form):
+    plain, twin = pair(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()), **form)
+    x = torch.randn(5, 4, requires_grad=True)
+    assert_equal(step(twin, x, run=lambda m, x: m(m(x)).sum()), step(plain, x, run=lambda m, x: m(m(x)).sum()))
+
+
+@pytest.mark.parametrize("outer", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("inner", FORMS.values(), ids=FORMS)
+def test_nested(outer, inner):
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(3)))
+    twin = copy.deepcopy(plain)
+    for child in twin:
+        checkpoint_wrapper(child, **inner)
+    checkpoint_wrapper(twin, **outer)
+    x = torch.randn(6, 4, requires_grad=True)
+    assert_equal(step(twin, x), step(plain, x))
+
+
+@every_form
+def test_one_tensor_given_three_times_stays_one(form):
+    # Attention takes another path, and saves other tensors, where query, key and value are not the same object.
+    plain, twin = pair(nn.MultiheadAttention(8, 2, dropout=0.2), **form)
+    x = torch.randn(5, 2, 8, requires_grad=True)
+
+    def run(module, x):
+        h = x * 2
+        return module(h, h, value=h)[0].sum()
+
+    assert_equal(step(twin, x, run=run), step(plain, x, run=run))
+
+
+@every_form
+def test_containers_are_the_callers_own_and_filled_once(form):
+    class Collect(nn.Linear):
+        def forward(self, x, log):
+            log.append(len(log))
+            return super().forward(x).tanh()
+
+    twin, log = checkpoint_wrapper(Collect(4, 4), **form), []
+    twin(torch.randn(2, 4), log=log).sum().backward()
+    assert log == [0]
+
+
+def test_an_input_changed_in_place_is_refused():
+    for form in (FORMS["plain"], FORMS["offload"]):
+        for x in (torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)):
+            twin = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), **form)
+            loss = twin(x).sum()
+            with torch.no_grad():
+                x.add_(1)
+            with pytest.raises(RuntimeError, match="in ?place"):
+                loss.backward()
+
+
+def test_scripted_function_under_the_reentrant_form():
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
+        gelu = torch.jit.script(_scripted_gelu)
+
+    class Scripted(nn.Linear):
+        def forward(self, x):
+            return gelu(super().forward(x))
+
+    plain, twin = pair(Scripted(4, 4), reentrant=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    for _ in range(4):  # the executor optimises, and saves differently, after its first runs
+        assert_equal(step(twin, x), step(plain, x))
+
+
+def _scripted_gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
+
+
+# --- buffers
+
+
+@every_form
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_updated_once(form, momentum):
+    norms = nn.Sequential(
+        nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4, momentum=momentum), nn.InstanceNorm1d(4, track_running_stats=True)
+    )
+    plain, twin = pair(norms, **form)
+    x = torch.randn(3, 2, 5, requires_grad=True)
+    for _ in range(3):
+        assert_equal(
+            step(twin, x, run=lambda m, x: m(x).square().sum()), step(plain, x, run=lambda m, x: m(x).square().sum())
+        )
+    assert twin[1].num_batches_tracked == 3
+
+
+@every_form
+def test_buffers_changed_in_place_or_replaced_are_changed_once(form):
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("replaced", torch.zeros(()))
+            self.register_buffer("changed", torch.zeros(()))
+            self.register_buffer("absent", None)
+
+        def forward(self, x):
+            self.replaced = self.replaced + 1
+            self.changed += 1
+            return super().forward(x).tanh()
+
+    twin = checkpoint_wrapper(Counts(), **form)
+    changed = twin.changed
+    h = twin(twin(torch.randn(2, 4)))
+    h.sum().backward()
+    assert (twin.replaced.item(), twin.changed.item(), twin.absent) == (2, 2, None)
+    assert twin.changed is changed
+
+
+@every_form
+def test_statistics_that_kernels_change_without_a_trace_are_changed_once(form):
+    plain, twin = pair(nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()), **form)
+    plain[0].num_batches_tracked = twin[0].num_batches_tracked = None
+    x = torch.randn(5, 4, requires_grad=True)
+    assert_equal(step(twin, x), step(plain, x))
+
+
+def test_untouched_buffers_are_not_copied():
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("mask", torch.ones(4))
+
+        def forward(self, x):
+            seen.append(self.mask)
+            return super().forward(x) * self.mask
+
+    seen: list[Tensor] = []
+    twin = checkpoint_wrapper(Masked())
+    twin(torch.randn(2, 4)).sum().backward()
+    assert len(seen) == 2
+    assert seen[0] is seen[1]
+
+
+# --- memory
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16), nn.Tanh())
+
+
+def test_only_the_inputs_are_kept():
+    model = nn.Sequential(*(Wide() for _ in range(4)))
+    weights = sum(p.nbytes for p in model.parameters())
+    x = torch.randn(32, 16, requires_grad=True)
+    with saved_bytes() as plain:
+        model(x)
+    for block in model:
+        checkpoint_wrapper(block)
+    with saved_bytes() as kept:
+        out = model(x)
+    assert kept == [4 * x.nbytes]
+    assert plain[0] - weights > 8 * kept[0]
+    out.sum().backward()
+
+
+def test_offload_moves_the_computed_inputs_and_nothing_else(monkeypatch):
+    to_host, kept = recompute._to_host, []
+
+    def watched(tensor):
+        packed = to_host(tensor)
+        if tensor.numel():  # torch 2.11 has one of its own that is empty
+            kept.append((tuple(tensor.shape), packed[0] is not tensor))
+        return packed
+
+    monkeypatch.setattr(recompute, "_to_host", watched)
+    block = checkpoint_wrapper(Block(), offload_to_cpu=True)
+    x = torch.randn(6, 8, requires_grad=True)
+    h = x * 2
+    block(h, mask=torch.ones(6, 8), extra={"bias": [x[0]], "again": h})
+    assert sorted(kept) == [((6, 8), False), ((6, 8), True), ((8,), True)]
+
+
+def test_offload_leaves_leaves_where_they_are():
+    leaf = torch.empty(3, device="meta", requires_grad=True)
+    assert recompute._to_host(leaf)[0] is leaf
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):  # what is no leaf is on its way
+        recompute._to_host(leaf * 2)
+
+
+def test_offloaded_input_is_freed_before_backward():
+    class Forget(nn.Module):
+        def forward(self, x):
+            return x.sin().cos()
+
+    twin = checkpoint_wrapper(Forget(), offload_to_cpu=True)
+    leaf = torch.randn(4, requires_grad=True)
+    x = leaf * 2
+    alive = weakref.ref(x.untyped_storage())
+    out = twin(x)
+    del x
+    assert alive() is None
+    out.sum().backward()
+    torch.testing.assert_close(leaf.grad, -torch.sin(torch.sin(2 * leaf)) * torch.cos(2 * leaf) * 2)
+
+
+@every_form
+def test_gradients_disabled_is_the_plain_forward(form):
+    twin = checkpoint_wrapper(nn.Linear(4, 4), **form)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, saved_bytes() as kept:
+            assert not twin(torch.randn(2, 4)).requires_grad
+        assert kept == [0]
+
+
+# --- lifetime and copies
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@every_form
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("backward", [True, False])
+def test_module_is_freed_by_reference_count_alone(form, backward):
+    twin = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **form)
+    x = torch.randn(3, 4, requires_grad=True)
+    h = x * 2
+    out = twin(h)
+    if backward:
+        out.sum().backward()
+    alive = [weakref.ref(twin), weakref.ref(twin[0].weight), weakref.ref(h), weakref.ref(out)]
+    del twin, h, out
+    assert [ref() for ref in alive] == [None] * 4
+
+
+def test_graph_outlives_the_callers_reference_to_the_module():
+    twin = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    weight, loss = twin[0].weight, twin(torch.randn(2, 4)).sum()
+    del twin
+    loss.backward()
+    assert weight.grad is not None
+
+
+def test_forward_without_its_module_says_so():
+    forward = checkpoint_wrapper(nn.Linear(4, 4)).forward
+    with pytest.raises(ReferenceError, match="Keep the module"):
+        forward(torch.randn(2, 4))
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))  # noqa: S301  our own bytes
+
+
+@every_form
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+def test_a_copy_checkpoints_itself(form, copied):
+    original = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), **form)
+    root = copied(nn.ModuleList([original]))
+    twin = root[0]
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(twin(x), twin[0].bias.tanh().expand(2, 4))
+    del original, root
+    seen = calls_of(twin[0])
+    twin(x).sum().backward()
+    assert seen == [False, True]
+    assert twin[0].weight.grad is not None
+
+
+def test_what_people_see_of_the_module_stays():
+    plain, twin = pair(Block())
+    assert type(twin) is Block
+    assert twin.state_dict().keys() == plain.state_dict().keys()
+    assert [name for name, _ in twin.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert inspect.signature(twin.forward) == inspect.signature(plain.forward)
+
+
+def test_wrapping_twice_is_refused():
+    twin = checkpoint_wrapper(nn.Linear(4, 4))
+    with pytest.raises(ArgumentError, match="a Linear that it has wrapped already"):
+        checkpoint_wrapper(twin, offload_to_cpu=True)
+
+
+def test_a_forward_that_the_instance_already_had_is_kept():
+    module = nn.Linear(4, 4)
+    module.forward = lambda x: x.exp()
+    x = torch.randn(2, 4, requires_grad=True)
+    torch.testing.assert_close(checkpoint_wrapper(module)(x), x.exp())
+
+
+# --- counters and is_recomputing
+
+
+def counters(module: nn.Module) -> list[int]:
+    return [inner._checkpoint_fwd_counter for inner in module.modules()]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_counters_rise_in_forward_and_fall_in_the_recompute(reentrant):
+    # The modules at the end save nothing, so that a recompute which stops early would never reach them.
+    twin = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Identity(), nn.Identity())
+    checkpoint_wrapper(twin, maintain_forward_counter=True, reentrant=reentrant)
+    assert counters(twin) == [0] * 5
+    h = twin(torch.randn(2, 4))
+    assert counters(twin) == [1] * 5
+    h = twin(h)
+    assert counters(twin) == [2] * 5
+    h.sum().backward()
+    assert counters(twin) == [0] * 5
+    with torch.no_grad():
+        twin(torch.randn(2, 4))
+    assert counters(twin) == [0] * 5
+
+
+@pytest.mark.parametrize("reentrant", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("inner_first", [False, True])
+@pytest.mark.parametrize("inner_counts", [False, True])
+def test_counters_of_nested_checkpoints_return_to_zero(reentrant, inner_first, inner_counts):
+    twin = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Identity()), nn.Identity())
+    wraps = [
+        lambda: checkpoint_wrapper(twin[1], maintain_forward_counter=inner_counts, reentrant=reentrant[0]),
+        lambda: checkpoint_wrapper(twin, maintain_forward_counter=True, reentrant=reentrant[1]),
+    ]
+    for wrap in wraps if inner_first else reversed(wraps):
+        wrap()
+    h = twin(torch.randn(2, 4))
+    assert counters(twin) == [1] * 7
+    h.sum().backward()
+    assert counters(twin) == [0] * 7
+
+
+def test_inner_forward_in_an_outer_recompute_is_recomputing():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    seen = calls_of(inner[0])
+    outer = checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(inner), nn.Linear(4, 4), nn.Tanh()))
+    outer(torch.randn(2, 4)).sum().backward()
+    assert seen == [False, True, True]
+
+
+def test_recomputing_is_seen_by_its_own_thread_only():
+    seen: dict[str, bool] = {}
+
+    class Ask(nn.Linear):
+        def forward(self, x):
+            if is_recomputing():
+                other = threading.Thread(target=lambda: seen.update(other=is_recomputing()))
+                other.start()
+                other.join()
+                seen["own"] = is_recomputing()
+            return super().forward(x).tanh()
+
+    checkpoint_wrapper(Ask(4, 4))(torch.randn(2, 4)).sum().backward()
+    assert seen == {"own": True, "other": False}
+    assert not is_recomputing()
+
+
+@every_form
+def test_a_recompute_in_a_thread_of_autograds_own_sees_the_context_of_its_forward(form):
+    variable: ContextVar[str] = ContextVar("variable", default="nobody's")
+    seen: list[str] = []
+
+    class Ask(nn.Linear):
+        def forward(self, x):
+            seen.append(variable.get())
+            return super().forward(x).tanh()
+
+    token = variable.set("forward's")
+    loss = checkpoint_wrapper(nn.Sequential(Ask(4, 4), nn.Tanh()), **form)(torch.randn(2, 4)).sum()
+    variable.reset(token)
+    autograds = threading.Thread(target=loss.backward)  # for a CUDA device it has one, whose context is empty
+    autograds.start()
+    autograds.join()
+    assert seen == ["forward's"] * 2
+
+
+@every_form
+def test_a_failing_recompute_leaves_everything_as_it_was(form):
+    class Fails(nn.BatchNorm1d):
+        def forward(self, x):
+            h = super().forward(x)
+            if is_recomputing():
+                raise KeyError("recompute")
+            return h.tanh()
+
+    twin = checkpoint_wrapper(Fails(4), **form)
+    loss = twin(torch.randn(3, 4)).sum()
+    mean = twin.running_mean
+    wanted = mean.clone()
+    with pytest.raises(KeyError):
+        loss.backward()
+    assert not is_recomputing()
+    assert twin.running_mean is mean
+    assert torch.equal(mean, wanted)
+
+
+# --- together with the compiler and with sharding
+
+
+# Dynamo asks a non-leaf for its gradient, and hides the warning in a way that an error filter does not see.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_block():
+    plain, twin = pair(Block())
+    plain.dropout.p = twin.dropout.p = 0.0
+    twin.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(6, 8, requires_grad=True)
+
+    def run(module, x):
+        h = module(x * 2, mask=None, scale=2.0, extra={"bias": [x[0]]})
+        return h["out"].square().sum() + h["aux"][0]
+
+    for got, wanted in zip(step(twin, x, run=run), step(plain, x, run=run), strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert twin.norm.num_batches_tracked == 1
+
+
+def test_compiled_block_keeps_only_its_inputs():
+    plain, twin = pair(Wide())
+    x = torch.randn(64, 16, requires_grad=True)
+    kept = []
+    for module in (plain, twin):
+        module.compile(backend="aot_eager_decomp_partition")
+        with saved_bytes() as saved:
+            module(x).sum().backward()
+        kept += saved
+    hidden = 64 * 256 * 4
+    assert kept[1] <= kept[0] - hidden
+    with saved_bytes() as saved, disable_checkpointing():
+        twin(x).sum().backward()
+    assert saved == kept[1:], "compiled code goes on checkpointing"
+
+
+@pytest.mark.parametrize("form", [FORMS["offload"], FORMS["counter"], FORMS["reentrant"]])
+def test_options_that_need_python_in_backward_run_uncompiled(form):
+    plain, twin = pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), **form)
+    x = torch.randn(3, 4, requires_grad=True)
+    seen = calls_of(twin[0])
+    twin.compile(backend="aot_eager")
+    assert_equal(step(twin, x), step(plain, x))
+    assert seen == [False, True]
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="need Python in backward"):
+        torch.compile(checkpoint_wrapper(nn.Linear(4, 4), **form), backend="aot_eager", fullgraph=True)(x)
+
+
+def check_sharded(rank: int, size: int, form: dict[str, Any]) -> float:
+    """Relative distance of an FSDP2 step on checkpointed blocks from a plain step on the whole batch."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Wide() for _ in range(2)))
+    twin = copy.deepcopy(plain)
+    for block in twin:
+        seen = calls_of(checkpoint_wrapper(block, **form)[0])
+        fully_shard(block)
+    fully_shard(twin)
+    batch = torch.randn(4 * size, 16)
+    for _ in range(2):
+        plain(batch).square().mean().backward()
+        twin(batch.chunk(size)[rank]).square().mean().backward()
+    assert seen == [False, True] * 2
+    parts = []
+    for got, wanted in zip(twin.parameters(), plain.parameters(), strict=True):
+        assert isinstance(got.grad, DTensor)
+        parts.append((got.grad.full_tensor() - wanted.grad, wanted.grad))
+    distance, length = (sum(part[i].square().sum() for part in parts) ** 0.5 for i in (0, 1))
+    return float(distance / length)
+
+
+@every_form
+def test_sharded_after_wrapping(pool, form):
+    assert max(pool.run(check_sharded, form, ranks=2)) < 1e-5
+
+
+# --- checkpoint_sequential
+
+
+@pytest.mark.parametrize("form", [{}, {"offload_to_cpu": True}, {"reentrant": True}])
+@pytest.mark.parametrize("segments", [1, 2, 3, 5])
+def test_sequential_is_the_plain_one(form, segments):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2))
+    plain, twin = model, copy.deepcopy(model)
+    seen = calls_of(twin[0])
+    x = torch.randn(5, 4)
+    got = step(twin, run=lambda m: checkpoint_sequential(m, segments, x, **form).square().sum())
+    assert_equal(got, step(plain, run=lambda m: m(x).square().sum()))
+    assert seen == ([False] if segments == 1 else [False, True])
+
+
+def test_sequential_takes_any_callables():
+    layer = nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    out = checkpoint_sequential([torch.sin, layer, torch.cos, lambda h: h * 2], 2, x)
+    torch.testing.assert_close(out, layer(x.sin()).cos() * 2)
+    out.sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_sequential_keeps_less():
+    model, x = nn.Sequential(*(Wide() for _ in range(4))), torch.randn(32, 16, requires_grad=True)
+    with saved_bytes() as last:
+        model[3](x)
+    with saved_bytes() as kept:
+        checkpoint_sequential(model, 4, x)
+    assert kept[0] == last[0] + 3 * x.nbytes
+
+
+@pytest.mark.parametrize("segments", [0, -1, 3])
+def test_sequential_refuses_segments_without_functions(segments):
+    with pytest.raises(ArgumentError, match=f"{segments} segments of 2 functions"):
+        checkpoint_sequential(nn.Sequential(nn.Tanh(), nn.Tanh()), segments, torch.randn(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: checkpoint_wrapper(nn.Linear), "the class Linear; give an instance"),
+        (lambda: checkpoint_wrapper(len), "built-in function len>; it takes a torch.nn.Module"),
+        (lambda: checkpoint_wrapper([nn.Linear(2, 2)]), "call it for each of them"),
+        (lambda: checkpoint_wrapper(nn.ModuleList([nn.Linear(2, 2)])), "a ModuleList, which has no forward"),
+        (lambda: checkpoint_wrapper(nn.Linear(2, 2), "cpu"), "'cpu' as offload_to_cpu"),
+        (lambda: checkpoint_sequential(nn.Linear(1, 1), 2, torch.ones(1)), "the module Linear, which is no sequence"),
+        (lambda: checkpoint_sequential(2, nn.Sequential(), torch.ones(1)), "2, which is no sequence"),
+        (lambda: checkpoint_sequential({"a": len}, 1, torch.ones(1)), "is no sequence"),
+        (lambda: checkpoint_sequential([len, 3], 1, torch.ones(1)), "given 3 in its sequence"),
+        (lambda: checkpoint_sequential([nn.Linear], 1, torch.ones(1)), "Linear'> in its sequence"),
+        (lambda: checkpoint_sequential([len], 1.0, torch.ones(1)), "given 1.0 as segments"),
+        (lambda: checkpoint_sequential([len], torch.ones(2), 1), r"given tensor\(.* as segments"),
+    ],
+)
+def test_what_cannot_be_checkpointed_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+def test_checkpointing_can_be_disabled_for_a_while() -> None:
+    calls = []
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return self.layer(x)
+
+    module = checkpoint_wrapper(Counting())
+    with disable_checkpointing():
+        module(torch.ones(1, 2)).sum().backward()
+    assert len(calls) == 1
+    module(torch.ones(1, 2)).sum().backward()
+    assert len(calls) == 3

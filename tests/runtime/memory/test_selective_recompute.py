@@ -1,0 +1,204 @@
+"""Selective recomputation against the plain module: what is kept, what runs again, and that the numbers are equal."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from atorch.errors import ArgumentError
+from atorch.runtime.memory.recompute import checkpoint_wrapper
+from atorch.runtime.memory.selective_recompute import policy
+
+ATEN = torch.ops.aten
+
+
+class Block(nn.Module):
+    """A transformer's block, with dropout in its attention and behind it."""
+
+    def __init__(self, dropout: float = 0.0, written_out: bool = False) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down, self.dropout = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(dropout)
+        self.written_out = written_out
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        if self.written_out:
+            mixed = torch.softmax(q @ k.mT, -1) @ v
+        else:
+            mixed = scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + scale * self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations, and watches whether their results live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.results: list[tuple[str, Callable[[], Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.count[name] += 1
+        out = func(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, tuple) else out
+        if isinstance(first, Tensor):
+            self.results.append((name, weakref.ref(first.untyped_storage())))
+        return out
+
+    def alive(self) -> Counter[str]:
+        """How many results of each operation are still held."""
+        return Counter(name for name, storage in self.results if storage() is not None)
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def gradients(module: nn.Module, autocast: bool = False) -> list[Tensor]:
+    torch.manual_seed(5)
+    x = inputs()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = module(x * 2, scale=0.5).square().sum()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None), x.grad]
+
+
+def pair(**knobs: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = Block(**knobs)
+    return plain, checkpoint_wrapper(copy.deepcopy(plain), selective=True)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("knobs", [{}, {"dropout": 0.5}, {"written_out": True}], ids=str)
+def test_gradients_are_those_of_the_plain_module(knobs: dict[str, Any], autocast: bool) -> None:
+    plain, twin = pair(**knobs)
+    for got, wanted in zip(gradients(twin, autocast), gradients(plain, autocast), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_products_and_attention_run_once_and_the_rest_again() -> None:
+    plain, twin = pair()
+    counts = []
+    for module in (plain, twin):
+        with Calls() as calls:
+            gradients(module)
+        counts.append(calls.count)
+    again = counts[1] - counts[0]
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert counts[0][attention] == 1
+    assert not any(again[name] for name in (attention, "mm", "addmm"))
+    assert (again["tanh"], again["native_layer_norm"]) == (1, 1)
+
+
+def test_scores_of_attention_that_is_written_out_run_again() -> None:
+    plain, twin = pair(written_out=True)
+    counts = []
+    for module in (plain, twin):
+        with Calls() as calls:
+            gradients(module)
+        counts.append(calls.count)
+    assert (counts[1] - counts[0])["bmm"] == 2
+
+
+def test_results_of_products_and_attention_are_what_is_kept() -> None:
+    _, twin = pair()
+    x = inputs()
+    with Calls() as calls:
+        out = twin(x * 2)
+    alive = calls.alive()
+    assert alive["addmm"] == 4
+    assert alive["_scaled_dot_product_flash_attention_for_cpu"] == 1
+    assert not alive["tanh"]
+    assert not alive["native_layer_norm"]
+    out.sum().backward()
+    del out
+    assert not calls.alive()["addmm"], "nothing is held once backward is through"
+
+
+Q = torch.empty(0)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "kept"),
+    [
+        (ATEN.mm.default, (Q, Q), {}, True),
+        (ATEN.convolution.default, (Q, Q), {}, True),
+        (ATEN.bmm.default, (Q, Q), {}, False),
+        (ATEN.tanh.default, (Q,), {}, False),
+        (ATEN._scaled_dot_product_flash_attention.default, (Q, Q, Q), {}, True),
+        (ATEN._scaled_dot_product_flash_attention.default, (Q, Q, Q, 0.0, True), {}, True),
+        (ATEN._scaled_dot_product_flash_attention.default, (Q, Q, Q, 0.1), {}, False),
+        (ATEN._scaled_dot_product_efficient_attention.default, (Q, Q, Q, None, True, 0.1), {}, False),
+        (ATEN._scaled_dot_product_cudnn_attention.default, (Q, Q, Q, None, True), {"dropout_p": 0.1}, False),
+    ],
+)
+def test_attention_that_draws_random_numbers_runs_again(op: Any, args: Any, kwargs: Any, kept: bool) -> None:
+    assert (policy(None, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE) == kept
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["twice in the module", "before it"])
+def test_under_autocast_a_weight_may_be_used_twice(before: bool) -> None:
+    """A recompute casts anew what forward found in autocast's cache."""
+    plain = Block()
+    module, x = checkpoint_wrapper(copy.deepcopy(plain), selective=True), torch.randn(2, 4, 16)
+
+    def gradient(block: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = nn.functional.linear(x, block.out.weight) if before else block(x)
+            loss = block(hidden).float().square().mean()
+        loss.backward()
+        found = block.out.weight.grad
+        assert found is not None
+        return found
+
+    torch.testing.assert_close(gradient(module), gradient(plain), rtol=0.02, atol=1e-3)
+
+
+def test_backward_runs_once() -> None:
+    _, twin = pair()
+    loss = twin(inputs()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError):  # torch 2.11 does not say why
+        loss.backward()
+
+
+def test_gradients_of_chosen_tensors() -> None:
+    plain, twin = pair()
+    got, wanted = (torch.autograd.grad(m(x).square().sum(), x)[0] for m, x in ((twin, inputs()), (plain, inputs())))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_what_is_kept_must_not_be_changed_in_place() -> None:
+    module = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), selective=True)
+    loss = module(torch.randn(2, 4, requires_grad=True)).sum()
+    with pytest.raises(RuntimeError, match="mutated"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("other", ["reentrant", "offload_to_cpu"])
+def test_it_does_not_go_with_what_keeps_nothing_on_the_device(other: str) -> None:
+    with pytest.raises(ArgumentError, match=f"selective and {other}"):
+        checkpoint_wrapper(nn.Linear(2, 2), selective=True, **{other: True})
+
+
+# Dynamo asks a non-leaf for its gradient, and hides the warning in a way that an error filter does not see.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_it_becomes_part_of_a_compiled_graph() -> None:
+    plain, twin = pair()
+    twin.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    for got, wanted in zip(gradients(twin), gradients(plain), strict=True):
+        torch.testing.assert_close(got, wanted)

@@ -1,0 +1,182 @@
+"""Models that are cut by their graph, or between modules that are no blocks, train as they do on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from atorch import auto_accelerate
+from atorch.errors import StrategyError
+from atorch.model.structure_copy import copy_structure
+from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
+from tests.pool import Pool
+from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model
+from tests.runtime.pipeline.test_pipeline import check, stages
+from tests.runtime.pipeline.test_refusals import refused
+
+
+@pytest.mark.parametrize("name", ["functional", "leaving", "layers"])
+def test_trains_as_on_one_process(pool: Pool, name: str) -> None:
+    found = check(pool, name, stages(micro_batches=4), accumulate=2)
+    assert all(len(each["names"]) < len(each["all"]) for each in found), "a stage has its own parameters alone"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "strategy", "ranks", "band"),
+    [
+        ("functional", [*stages(data=2, micro_batches=2), "ddp"], 4, 1e-4),
+        ("leaving", [*stages(data=2, micro_batches=2), "zero1"], 4, 1e-4),
+        ("functional", stages(schedule="interleaved", micro_batches=4), 2, 1e-4),
+        ("leaving", stages(schedule="gpipe", micro_batches=4), 2, 1e-4),
+        ("layers", [*stages(data=2, micro_batches=2), "fsdp"], 4, 1e-4),
+    ],
+)
+def test_beside_others(pool: Pool, name: str, strategy: list[Any], ranks: int, band: float) -> None:
+    check(pool, name, strategy, ranks=ranks, band=band, steps=2, even=True)
+
+
+def evaluated(rank: int, size: int) -> float:
+    """How far outputs for batches of other shapes, in eval mode, are from the plain model's."""
+    model = make_model("functional")
+    _, result, _ = auto_accelerate(
+        model, torch.optim.SGD, Samples("functional", ROWS), loss_func, model_input_format="unpack_dict",
+        optim_args={"lr": 0.1}, dataloader_args={"batch_size": ROWS}, load_strategy=stages(micro_batches=2),
+    )  # fmt: skip
+    assert result is not None
+    result.model.eval()
+    worst = 0.0
+    for rows, length in ((3, SEQ), (ROWS, SEQ + 4)):
+        batch = Samples("functional", rows, length).data
+        with torch.no_grad():
+            given, expected = result.model(**batch), make_model("functional").eval()(**batch)
+        worst = max(worst, *(float((given[name] - expected[name]).abs().max()) for name in expected))
+    return worst
+
+
+def test_batches_of_other_shapes_are_evaluated(pool: Pool) -> None:
+    assert max(pool.run(evaluated, ranks=2)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "messages"),
+    [
+        ("functional", ["checkpoint"], ["Functional has 0", "checkpoint acts where modules are called"]),
+        ("choosing", [], ["layers.0 makes a tensor that", "torch.export does not take Choosing"]),
+        ("counting", [], ["Counting has 0", "changes its buffers"]),
+    ],
+)
+def test_both_reasons_are_told(pool: Pool, name: str, beside: list[Any], messages: list[str]) -> None:
+    for kind, told in pool.run(refused, name, [*stages(), *beside], True, ranks=2):
+        assert kind == StrategyError.__name__
+        assert all(message in told for message in messages), told
+
+
+def exported(model: nn.Module, segments: int) -> Exported:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    return Exported(copy_structure(model, fake), mode, segments, Speeds(1e11, 1e10))
+
+
+def tokens(rows: int = 4, length: int = SEQ) -> torch.Tensor:
+    return torch.arange(rows * length).reshape(rows, length) % 64
+
+
+@pytest.mark.parametrize("name", ["functional", "leaving"])
+def test_segments_do_what_the_model_does_and_go(name: str) -> None:
+    model = make_model(name)
+    kind, names = type(model), [path for path, _ in model.named_modules()]
+    expected, state = model(tokens())["logits"], list(model.state_dict())
+    segments = install(model, exported(model, 3), 3)
+    assert model(tokens())["logits"].equal(expected)
+    assert list(model.state_dict()) == state
+    assert not [each for segment in segments.values() for each in segment.parameters()]
+    uninstall(model)
+    assert type(model) is kind
+    assert [path for path, _ in model.named_modules()] == names
+    assert model(tokens())["logits"].equal(expected)
+
+
+def test_boundaries_are_where_little_crosses() -> None:
+    """Between blocks one tensor of the stream crosses; a mask that no parameter has a part in is made anew."""
+    model = make_model("functional")
+    program = exported(model, 2).program(model, (tokens(),), {})
+    assert len(program.segments[0].gives) == 1
+    assert {"p_outer_0", "p_outer_1"} <= set(program.segments[0].takes)
+    assert {"p_outer_2", "p_outer_3"} <= set(program.segments[1].takes)
+    assert program.free.gives
+
+
+class Dropping(nn.Module):
+    """Dropout in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.eye(4)) for _ in range(4))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = self.dropout(x @ weight)
+        return x
+
+
+def test_each_module_trains_or_not() -> None:
+    model, x = Dropping(), torch.ones(64, 4)
+    install(model, exported(model, 2), 2)
+    assert 0 < float((model(x) == 0).float().mean()) < 1
+    model.dropout.eval()
+    assert model(x).equal(x)
+    assert model.eval()(x).equal(x)
+
+
+class Lengthy(nn.Module):
+    """It does more for longer inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.eye(4)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x.tanh() if len(x) > 2 else x
+
+
+def test_other_operations_on_another_shape_are_told() -> None:
+    model = Lengthy()
+    install(model, exported(model, 2), 2)
+    model(torch.ones(2, 4))
+    with pytest.raises(StrategyError, match="other operations on this batch"):
+        model(torch.ones(3, 4))
+
+
+def test_more_segments_than_operations_are_refused() -> None:
+    model = Lengthy()
+    with pytest.raises(StrategyError, match="too few operations"):
+        exported(model, 9).program(model, (torch.ones(2, 4),), {})
+
+
+HELD: list[nn.Module] = []
+
+
+class ByName(Dropping):
+    """Reaches a parameter of its own by a global variable."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ HELD[0].weights[0]
+
+
+def test_a_parameter_that_is_reached_by_a_name_is_no_constant() -> None:
+    model = ByName()
+    HELD[:] = [model]
+    with pytest.raises(StrategyError, match=r"the model reaches weights.0 by a global variable"):
+        exported(model, 2).program(model, (torch.ones(2, 4),), {})

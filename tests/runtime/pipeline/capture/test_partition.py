@@ -1,0 +1,142 @@
+"""Cuts into stages against brute force over all cuts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atorch.errors import StrategyError
+from atorch.runtime.pipeline.capture.partition import partition
+
+Pairs = list[tuple[int, int]]
+
+
+@dataclass
+class Given:
+    """What is to be cut; integers, so that cuts that are equally good are exactly so."""
+
+    costs: list[int]
+    stages: int
+    memory: list[int]
+    activations: list[int]
+    in_flight: list[float]
+    limit: float
+    tied: Pairs = field(default_factory=list)
+    joined: Pairs = field(default_factory=list)
+
+    def cut(self) -> tuple[int, ...]:
+        return partition(
+            self.costs, self.stages, self.memory, self.limit, activations=self.activations, in_flight=self.in_flight,
+            tied=self.tied, joined=self.joined,
+        )  # fmt: skip
+
+    def all_cuts(self) -> Iterator[tuple[int, ...]]:
+        """Every cut that is allowed."""
+        for starts in itertools.combinations(range(1, len(self.costs)), self.stages - 1):
+            spans = list(enumerate(zip((0, *starts), (*starts, len(self.costs)), strict=True)))
+            fits = all(
+                sum(self.memory[a:b]) + self.in_flight[s] * sum(self.activations[a:b]) <= self.limit
+                for s, (a, b) in spans
+            )
+            if fits and not any(low < start <= high for low, high in self.joined for start in starts):
+                yield (0, *starts)
+
+    def merit(self, starts: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
+        """What the chosen cut has the least of."""
+        spans = list(zip(starts, (*starts[1:], len(self.costs)), strict=True))
+        sums = [sum(self.costs[a:b]) for a, b in spans]
+        parted = sum(not any(a <= low and high < b for a, b in spans) for low, high in self.tied)
+        return max(sums), parted, sum(each * each for each in sums), starts
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Given:
+    count = draw(st.integers(1, 8))
+    stages = draw(st.integers(1, count))
+    figures = st.lists(st.integers(0, 6), min_size=count, max_size=count)
+    indices = st.integers(0, count - 1)
+    pairs = st.lists(st.tuples(indices, indices).map(lambda pair: (min(pair), max(pair))), max_size=2)
+    return Given(
+        costs=draw(figures),
+        stages=stages,
+        memory=draw(figures),
+        activations=draw(figures),
+        in_flight=sorted(draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages)), reverse=True),
+        limit=draw(st.one_of(st.just(math.inf), st.integers(0, 40))),
+        tied=draw(pairs),
+        joined=draw(pairs),
+    )
+
+
+@given(problems())
+def test_the_cut_is_the_best_of_all(problem: Given) -> None:
+    best = min(map(problem.merit, problem.all_cuts()), default=None)
+    if best is None:
+        with pytest.raises(StrategyError):
+            problem.cut()
+    else:
+        assert problem.cut() == best[-1]
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=40), st.data())
+def test_the_slowest_stage_is_near_the_mean(costs: list[float], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    starts = partition(costs, stages)
+    slowest = max(sum(costs[a:b]) for a, b in zip(starts, (*starts[1:], len(costs)), strict=True))
+    assert slowest <= (sum(costs) / stages + (1 - 1 / stages) * max(costs)) * (1 + 1e-9)
+
+
+def test_a_large_head_gets_fewer_blocks_beside_it() -> None:
+    # 126 blocks on 16 stages, with an embedding and a head that are each about a block: 405B's layout.
+    costs = [1.0] * 128
+    starts = partition(costs, 16)
+    assert starts == tuple(range(0, 128, 8))
+    assert partition([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0], 2) == (0, 4)
+
+
+def test_tied_units_are_together_only_where_it_costs_nothing() -> None:
+    assert partition([1, 1, 1, 1], 3) == (0, 1, 2)
+    assert partition([1, 1, 1, 1], 3, tied=[(1, 0)]) == (0, 2, 3)
+    assert partition([1, 1, 1, 1], 3, tied=[(0, 3)]) == (0, 1, 2)
+    assert partition([2, 2, 0, 2, 2], 2) == (0, 2)
+    assert partition([2, 2, 0, 2, 2], 2, tied=[(1, 2)]) == (0, 3)
+
+
+@pytest.mark.parametrize("stages", [0, 3, 9])
+def test_more_stages_than_units_are_refused(stages: int) -> None:
+    with pytest.raises(StrategyError, match=rf"{stages} stages is asked of 2 units; give at most 2"):
+        partition([1.0, 1.0], stages)
+
+
+def test_units_that_one_stage_must_have_are_not_counted_apart() -> None:
+    with pytest.raises(
+        StrategyError, match="3 stages is asked of 3 units, 2 of which can begin a stage; give at most 2"
+    ):
+        partition([1, 1, 1], 3, joined=[(2, 1)])
+
+
+def test_what_fits_nowhere_is_told_with_the_bytes_and_the_units() -> None:
+    names = ["embedding", "block.0", "block.1", "head"]
+    told = r"needs the least has 30 B on stage 0 \(embedding to block.0\), 5 B too many"
+    with pytest.raises(StrategyError, match=told):
+        partition([1, 1, 1, 1], 2, [10, 20, 15, 5], 25, names=names)
+    with pytest.raises(StrategyError, match=r"has 40 B on stage 1 \(unit 1\), 10 B too many"):
+        partition([1, 1, 1], 3, [1, 40, 1], 30)
+
+
+def test_early_stages_hold_the_activations_of_more_micro_batches() -> None:
+    costs, kept = [1] * 8, [1] * 8
+    assert partition(costs, 2, activations=kept, in_flight=[2, 1]) == (0, 4)
+    assert partition(costs, 2, limit=6, activations=kept, in_flight=[2, 1]) == (0, 3)
+
+
+@pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])
+def test_costs_are_numbers(cost: float) -> None:
+    with pytest.raises(StrategyError, match="unit 1 costs .*; a pipeline is cut by costs that are finite, at least 0"):
+        partition([1.0, cost], 1)

@@ -1,0 +1,367 @@
+"""Autocast in place, loss scaling, and steps that all ranks skip together."""
+
+import copy
+import gc
+import inspect
+import io
+import math
+import weakref
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch.errors import ArgumentError
+from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, autocast_forward, autocast_loss, scale_loss
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, bias: float = 0.0) -> torch.Tensor:
+        """What comes out."""
+        return self.down(torch.relu(self.up(x))) + bias
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) + self(x)
+
+
+def mse(batch, output):
+    return nn.functional.mse_loss(output, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_forward_runs_under_autocast_and_the_model_stays_itself(dtype):
+    model = Net()
+    names, signature = list(model.state_dict()), inspect.signature(model.forward)
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", dtype):
+        expected = model(x)
+    autocast_forward(model, "cpu", dtype)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert model.forward(x).dtype == model.twice(x).dtype == dtype
+    assert not torch.is_autocast_enabled("cpu")
+    assert list(model.state_dict()) == names
+    assert inspect.signature(model.forward) == signature
+    assert model.forward.__doc__ == "What comes out."
+    assert type(model).__name__ == "Net"
+    assert isinstance(model, Net)
+
+
+def test_a_copy_autocasts_its_own_forward():
+    model = Net()
+    autocast_forward(model, "cpu", torch.bfloat16)
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        twin.down.weight.zero_()
+        twin.down.bias.fill_(2.0)
+    assert twin(x).dtype == torch.bfloat16
+    assert (twin(x) == 2).all()
+    assert not (model(x) == 2).any()
+
+
+def test_a_pickled_model_autocasts():
+    model = Net()
+    autocast_forward(model, "cpu", torch.bfloat16)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+    assert again(x).dtype == torch.bfloat16
+
+
+def test_nothing_refers_back_to_the_model():
+    model = Net()
+    autocast_forward(model, "cpu", torch.bfloat16)
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_forward_on_the_instance_runs_under_autocast():
+    model = Net()
+    model.forward = lambda x: model.down(model.up(x))
+    autocast_forward(model, "cpu", torch.bfloat16)
+    assert model(torch.randn(3, 4)).dtype == torch.bfloat16
+
+
+def test_transformers_generate():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    autocast_forward(model, "cpu", torch.bfloat16)
+    prompt = torch.tensor([[1, 2]])
+    tokens = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert tokens.shape == (1, 5)
+    assert model(tokens).logits.dtype == torch.bfloat16
+
+
+def test_losses_under_autocast_are_computed_in_fp32():
+    loss_func = autocast_loss(nn.functional.cross_entropy, "cpu", torch.float16)
+    loss = loss_func(torch.randn(4, 8).half(), torch.tensor([1, 2, 3, 4]))
+    assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [lambda v: v, lambda v: (v, "more"), lambda v: [v, 3]])
+def test_the_scaled_loss_is_the_true_one_with_larger_gradients(shape):
+    weight = torch.ones(3, requires_grad=True)
+    loss_func = scale_loss(lambda batch, output: shape((output * batch).sum()), LossScale(8.0))
+    loss = loss_func(torch.arange(3.0), weight)
+    if isinstance(loss, (list, tuple)):
+        assert type(loss) is type(shape(None))
+        assert loss[1] == shape(None)[1]
+        loss = loss[0]
+    assert loss.item() == 3.0
+    (loss / 2).backward()
+    assert weight.grad.tolist() == [0.0, 4.0, 8.0]
+
+
+def test_a_loss_without_gradient_passes():
+    assert scale_loss(lambda batch, output: output, LossScale(8.0))(None, torch.tensor(2.0)).item() == 2.0
+
+
+def test_the_scale_grows_and_backs_off_as_torchs():
+    ours = LossScale(16.0, interval=3)
+    theirs = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+    weight = nn.Parameter(torch.ones(2))
+    optim = torch.optim.SGD([weight], lr=0.1)
+    for good in (True, True, True, True, False, True, True, False, False, True, True, True):
+        theirs.scale(torch.ones(()))
+        weight.grad = torch.ones(2) if good else torch.tensor([1.0, math.inf])
+        theirs.step(optim)
+        theirs.update()
+        ours.update(skipped=not good)
+        assert ours() == theirs.get_scale()
+
+
+def test_hysteresis_counts_skipped_steps_as_deepspeed_does():
+    scale = LossScale(64.0, interval=3, hysteresis=2, smallest=8.0)
+    seen = []
+    # False skips: the first one is forgiven, those after it are not, until the scale has grown.
+    for good in (False, False, False, True, True, True, False, False, False, False, False):
+        scale.update(skipped=not good)
+        seen.append(scale())
+    assert seen == [64, 32, 16, 16, 16, 32, 32, 16, 8, 8, 8]
+
+
+def test_a_scale_at_its_smallest_is_told_once(caplog):
+    scale = LossScale(4.0, smallest=1.0)
+    for _ in range(5):
+        scale.update(skipped=True)
+    assert scale() == 1.0
+    assert len(caplog.records) == 1
+
+
+def test_a_saved_scale_goes_on_where_it_was():
+    one, other = (LossScale(64.0, hysteresis=2) for _ in range(2))
+    one.update(skipped=True)
+    other.load_state_dict(one.state_dict())
+    for scale in (one, other):
+        scale.update(skipped=True)
+        assert scale() == 32.0
+    other.load_state_dict({"scale": 8.0, "good_steps": 0})  # as it was saved before there was hysteresis
+    other.update(skipped=True)
+    assert other() == 8.0
+
+
+def test_a_constant_scale_stays():
+    scale = LossScale(64.0, growth=1.0, backoff=1.0, interval=1)
+    for skipped in (True, False, False):
+        scale.update(skipped)
+        assert scale() == 64.0
+
+
+def test_a_scale_below_one_is_told(caplog):
+    scale = LossScale(2.0)
+    for _ in range(4):
+        scale.update(skipped=True)
+    assert len(caplog.records) == 1
+    assert "NaN" in caplog.text
+
+
+def train(wrap, steps=4):
+    torch.manual_seed(1)
+    model = Net()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_func = mse
+    if wrap:
+        scale = LossScale()
+        optim, loss_func = ScaledOptimizer(optim, scale), scale_loss(mse, scale)
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, gamma=0.5)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        loss_func(torch.randn(5, 2, generator=generator), model(torch.randn(5, 4, generator=generator))).backward()
+        optim.step()
+        optim.zero_grad()
+        scheduler.step()
+    return model, optim
+
+
+def test_scaled_training_is_the_plain_one():
+    for mine, theirs in zip(train(True)[0].parameters(), train(False)[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_the_wrapper_is_an_optimizer_like_the_inner_one():
+    model, optim = train(True)
+    assert isinstance(optim, torch.optim.Optimizer)
+    assert optim.param_groups is optim.inner.param_groups
+    assert optim.param_groups[0]["lr"] == 0.1 / 16
+    assert optim.state is optim.inner.state
+    extra = nn.Parameter(torch.ones(2))
+    optim.add_param_group({"params": [extra], "lr": 0.5})
+    assert len(optim.inner.param_groups) == len(optim.param_groups) == 2
+    extra.grad = torch.ones(2) * optim.scale()
+    optim.step()
+    assert extra.tolist() == pytest.approx([0.5 - 0.005] * 2)
+    optim.zero_grad()
+    assert extra.grad is None
+
+
+def test_the_state_carries_the_scale():
+    _, optim = train(True)
+    optim.scale.value, optim.scale.good_steps = 4.0, 7
+    _, other = train(True, steps=1)
+    other.load_state_dict(optim.state_dict())
+    assert (other.scale.value, other.scale.good_steps) == (4.0, 7)
+    assert other.param_groups is other.inner.param_groups
+    assert other.state is other.inner.state
+    steps = [entry["step"].item() for entry in other.state.values()]
+    assert steps == [4.0] * 4
+    other.load_state_dict(train(False)[1].state_dict())  # of a run without a scale
+    assert other.scale.value == 4.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_step_that_is_not_finite_is_skipped(bad):
+    weight = nn.Parameter(torch.ones(2))
+    optim = ScaledOptimizer(torch.optim.SGD([weight], lr=0.1), LossScale(8.0))
+    weight.grad = torch.tensor([8.0, bad])
+    optim.step()
+    assert optim.step_was_skipped
+    assert weight.tolist() == [1.0, 1.0]
+    assert optim.scale() == 4.0
+    weight.grad = torch.tensor([4.0, 4.0])
+    optim.step()
+    assert not optim.step_was_skipped
+    assert weight.tolist() == pytest.approx([0.9, 0.9])
+
+
+def test_sparse_gradients_are_added_up_before_they_are_checked():
+    embedding = nn.Embedding(4, 2, sparse=True, dtype=torch.float16)
+    before = embedding.weight.detach().clone()
+    optim = ScaledOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), LossScale(2.0))
+
+    def step(value):
+        rows, values = torch.tensor([[1, 1]]), torch.full((2, 2), value, dtype=torch.float16)
+        embedding.weight.grad = torch.sparse_coo_tensor(rows, values, (4, 2), check_invariants=True)
+        optim.step()
+
+    step(40000.0)
+    assert optim.step_was_skipped
+    step(1.0)
+    torch.testing.assert_close(embedding.weight[1], before[1] - 0.2, rtol=1e-2, atol=1e-3)
+
+
+def test_a_closure_is_refused():
+    optim = ScaledOptimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), LossScale())
+    with pytest.raises(ArgumentError, match="closure"):
+        optim.step(lambda: 1.0)
+
+
+def one_rank_overflows(rank, size, agreed):
+    weight = nn.Parameter(torch.ones(2))
+    optim = ScaledOptimizer(torch.optim.SGD([weight], lr=0.1), LossScale(8.0))
+    weight.grad = torch.tensor([8.0, math.inf if rank == 1 else 8.0])
+    with nullcontext() if agreed else mock.patch.object(dist, "all_reduce"):
+        optim.step()
+    skipped = [optim.step_was_skipped]
+    weight.grad = torch.full((2,), optim.scale())
+    optim.step()
+    return [*skipped, optim.step_was_skipped], weight.tolist(), optim.scale()
+
+
+def test_all_ranks_skip_together(pool):
+    first, second = pool.run(one_rank_overflows, True)
+    assert first == second
+    assert first[0] == [True, False]
+    assert first[2] == 4.0
+
+
+def test_without_the_agreement_ranks_would_part(pool):
+    first, second = pool.run(one_rank_overflows, False)
+    assert first != second
+
+
+def sharded_overflow(rank, size):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net()
+    fully_shard(model)
+    optim = ScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), LossScale(8.0))
+    loss_func = scale_loss(mse, optim.scale)
+    before = [p.to_local().clone() for p in model.parameters()]
+    loss_func(torch.ones(2, 2), model(torch.full((2, 4), math.inf if rank == 0 else 1.0))).backward()
+    optim.step()
+    optim.zero_grad()
+    same = all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
+    plain = copy_of(model)
+    x = torch.arange(8.0).reshape(2, 4) + rank
+    loss_func(torch.ones(2, 2), model(x)).backward()
+    optim.step()
+    both = torch.cat([torch.arange(8.0).reshape(2, 4) + r for r in range(size)])
+    mse(torch.ones(4, 2), plain(both)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return same, optim.scale(), max(float((p.full_tensor() - q).abs().max()) for p, q in pairs)
+
+
+def copy_of(model):
+    plain = Net()
+    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    return plain
+
+
+def test_gradients_that_are_sharded(pool):
+    for same, scale, error in pool.run(sharded_overflow):
+        assert same
+        assert scale == 4.0
+        assert error < 1e-5
+
+
+def with_penalty(model, x, loss_func, scale, within):
+    """A loss with a gradient penalty over parameters, computed by the loss function or behind it."""
+
+    def penalized(batch, output):
+        loss = mse(batch, output)
+        found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + sum(each.square().sum() for each in found)
+
+    if within:
+        return loss_func(penalized)(x, model(x))
+    loss = loss_func(mse)(x, model(x))
+    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + scale() * sum((each / scale()).square().sum() for each in found)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_gradient_penalties_with_a_scale(within):
+    torch.manual_seed(0)
+    plain, x = nn.Linear(3, 3), torch.randn(5, 3)
+    model, scale = copy.deepcopy(plain), LossScale(2.0**10)
+    with_penalty(plain, x, lambda loss_func: loss_func, lambda: 1.0, True).backward()
+    with_penalty(model, x, lambda loss_func: scale_loss(loss_func, scale), scale, within).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad / scale(), theirs.grad)

@@ -1,0 +1,290 @@
+"""Half precision with fp32 masters: nothing small is lost, and the optimizer looks like one of the model's weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from atorch.errors import ArgumentError
+from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
+from atorch.runtime.precision.master_weights import cast_inputs, to_half, with_master_weights
+
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+
+
+def sgd(groups, **more):
+    return torch.optim.SGD(groups, **{"lr": 0.1, **more})
+
+
+def make_net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def halved(dtype=torch.bfloat16, make=sgd, scale=lambda: 1.0, net=None):
+    net = net or make_net()
+    values = to_half([net], dtype)
+    return net, with_master_weights(make, scale, values)(net.parameters())
+
+
+def masters(optim):
+    return list(optim.stand_ins.values())
+
+
+def set_gradients(net, value=1.0):
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.ones(3))
+        self.register_buffer("places", torch.arange(3))
+        self.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
+
+
+@HALVES
+def test_only_floating_point_is_cast(dtype):
+    module = Odd()
+    weight = module.weight
+    values = to_half([module], dtype)
+    assert module.weight is weight
+    assert module.weight.dtype == module.table.dtype == dtype
+    assert module.places.dtype == torch.int64
+    assert module.turns.dtype == torch.complex64
+    assert values[weight].dtype == torch.float32
+
+
+def test_values_go_with_their_parameters():
+    net = make_net()
+    values = to_half([net], torch.bfloat16)
+    assert len(values) == 4
+    net[0].weight = nn.Parameter(torch.ones(8, 4))
+    assert len(values) == 3
+
+
+def test_inputs_are_cast_wherever_they_are():
+    prepare = cast_inputs(lambda data, device: {**data, "device": device}, torch.bfloat16)
+    tokens, pixels = torch.arange(3), torch.ones(2, dtype=torch.float64)
+    made = prepare({"tokens": tokens, "more": [(pixels, "name")]}, "cpu")
+    assert made["tokens"] is tokens
+    assert made["more"][0][0].dtype == torch.bfloat16
+    assert made["more"][0][1] == "name"
+    assert made["device"] == "cpu"
+
+
+@HALVES
+def test_masters_start_from_what_was_there_before_rounding(dtype):
+    before = [parameter.detach().clone() for parameter in make_net().parameters()]
+    _, optim = halved(dtype)
+    for master, value in zip(masters(optim), before, strict=True):
+        assert master.dtype == torch.float32
+        assert torch.equal(master, value)
+
+
+def test_a_weight_that_changed_since_is_where_its_master_starts():
+    net = make_net()
+    values = to_half([net], torch.bfloat16)
+    with torch.no_grad():
+        net[0].weight.fill_(0.5)
+    optim = with_master_weights(sgd, values=values)(net.parameters())
+    assert (masters(optim)[0] == 0.5).all()
+
+
+@HALVES
+def test_updates_too_small_for_the_weights_add_up(dtype):
+    net, optim = halved(dtype, net=nn.Linear(3, 3))
+    nn.init.ones_(net.weight)
+    bare = net.weight.detach().clone()
+    for _ in range(100):
+        set_gradients(net, 1e-3)
+        optim.step()
+        bare -= 0.1 * 1e-3
+    assert (bare == 1).all()  # each update alone is rounded away
+    torch.testing.assert_close(net.weight.float(), torch.full((3, 3), 0.99), rtol=0, atol=4e-3)
+    torch.testing.assert_close(masters(optim)[0], torch.full((3, 3), 0.99), rtol=0, atol=1e-5)
+
+
+def test_training_is_the_fp32_one_on_rounded_weights():
+    net, optim = halved(make=lambda groups: torch.optim.AdamW(groups, lr=0.01))
+    theirs = make_net()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        for mine, other in zip(net.parameters(), theirs.parameters(), strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator).bfloat16()
+            other.grad = mine.grad.float()
+        optim.step()
+        reference.step()
+    for mine, master, other in zip(net.parameters(), masters(optim), theirs.parameters(), strict=True):
+        assert torch.equal(master, other)
+        assert torch.equal(mine, other.bfloat16())
+    assert all(master.grad is None for master in masters(optim))
+
+
+def test_gradients_are_unscaled_in_fp32():
+    net, optim = halved(torch.float16, scale=lambda: 2.0**16)
+    before = masters(optim)[0].detach().clone()
+    set_gradients(net, 2.0**-10)  # un-scaled it is 2⁻²⁶, which fp16 does not hold
+    optim.step()
+    moved = (before.double() - 0.1 * 2.0**-26).float()
+    assert torch.equal(masters(optim)[0], moved)
+
+
+def test_groups_show_the_models_parameters_and_reach_the_inner_optimizer():
+    net = make_net()
+    values = to_half([net], torch.bfloat16)
+    groups = [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}]
+    optim = with_master_weights(sgd, values=values)(groups)
+    assert isinstance(optim, torch.optim.Optimizer)
+    assert [group["lr"] for group in optim.param_groups] == [0.5, 0.1]
+    assert [p for group in optim.param_groups for p in group["params"]] == list(net.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 0.0)
+    before = [master.detach().clone() for master in masters(optim)]
+    set_gradients(net)
+    optim.step()
+    scheduler.step()
+    assert all(torch.equal(master, value) for master, value in zip(masters(optim), before, strict=True))
+    optim.param_groups[1]["lr"] = 1.0
+    optim.step()
+    moved = [not torch.equal(master, value) for master, value in zip(masters(optim), before, strict=True)]
+    assert moved == [False, False, True, True]
+    optim.zero_grad()
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_named_parameters_and_added_groups():
+    net = make_net()
+    to_half([net], torch.bfloat16)
+    optim = with_master_weights(sgd)(net.named_parameters())
+    assert optim.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    extra = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optim.add_param_group({"params": [("extra", extra)], "lr": 2.0**-10})
+    assert optim.param_groups[1]["params"] == [extra]
+    extra.grad = torch.ones_like(extra)
+    for _ in range(4):
+        optim.step()
+    assert (masters(optim)[-1] == 1 - 2.0**-8).all()
+
+
+def test_frozen_and_fp32_parameters_have_no_master():
+    net = make_net()
+    net[0].requires_grad_(False)
+    values = to_half([net], torch.bfloat16)
+    temperature = nn.Parameter(torch.ones(1))
+    optim = with_master_weights(sgd, lambda: 4.0, values)([*net.parameters(), temperature])
+    assert len(masters(optim)) == 2
+    temperature.grad = torch.tensor([4.0])
+    optim.step()
+    assert temperature.item() == pytest.approx(0.9)
+    frozen = net[0].weight.requires_grad_()
+    nn.init.ones_(frozen)
+    for _ in range(8):
+        frozen.grad = torch.full_like(frozen, 4 * 2.0**-8)
+        temperature.grad = None
+        optim.step()
+    torch.testing.assert_close(masters(optim)[-1], torch.full((8, 4), 1 - 0.1 * 2.0**-5))
+
+
+@HALVES
+def test_the_state_goes_round(dtype):
+    make = lambda groups: torch.optim.AdamW(groups, lr=0.01)  # noqa: E731
+    net, optim = halved(dtype, make)
+    set_gradients(net)
+    optim.step()
+    saved, weights = copy.deepcopy(optim.state_dict()), net.state_dict()
+    assert "master" not in next(iter(optim.state.values()))
+    other, second = halved(dtype, make, net=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    other.load_state_dict(weights)
+    second.load_state_dict(saved)
+    for _ in range(3):
+        for model, each in ((net, optim), (other, second)):
+            set_gradients(model, 0.3)
+            each.step()
+    assert all(torch.equal(a, b) for a, b in zip(masters(optim), masters(second), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+    assert all(state["exp_avg"].dtype == torch.float32 for state in second.state.values())
+
+
+def test_a_state_before_the_first_step_goes_round():
+    net, optim = halved()
+    other, second = halved(net=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    second.load_state_dict(optim.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(masters(optim), masters(second), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_loaded_weights_are_not_overwritten_by_old_masters():
+    net, optim = halved()
+    set_gradients(net)
+    optim.step()
+    kept = masters(optim)[2].detach().clone()
+    with torch.no_grad():
+        net[0].weight.fill_(0.25)
+        net[2].weight.copy_(net[2].weight.clone())  # written, not changed
+    optim.zero_grad()
+    net[0].bias.grad = torch.ones_like(net[0].bias)
+    optim.step()
+    assert (net[0].weight == 0.25).all()
+    assert (masters(optim)[0] == 0.25).all()
+    assert torch.equal(masters(optim)[2], kept)
+
+
+def test_weights_written_through_data_are_not_overwritten_by_old_masters():
+    net, optim = halved()
+    for _ in range(2):  # as in loops that clip weights after each step, or put back those that they had
+        set_gradients(net)
+        optim.step()
+        net[0].weight.data[1, 2] += 0.5
+        net[2].weight.data = net[2].weight.data * 0.5
+    before = [net[0].weight.detach().float(), net[2].weight.detach().float()]
+    set_gradients(net, 0.0)
+    optim.step()
+    assert all(torch.equal(a, b.detach().float()) for a, b in zip(before, (net[0].weight, net[2].weight), strict=True))
+
+
+def test_a_closure_is_refused():
+    with pytest.raises(ArgumentError, match="closure"):
+        halved()[1].step(lambda: 1.0)
+
+
+def sharded(rank, size, dtype):
+    """Masters of FSDP2's shards against masters of the whole, with fp16's scale and one overflow."""
+    from torch.distributed.fsdp import fully_shard
+
+    def run(net, groups_of, values, rows):
+        scale = LossScale(2.0**10)
+        make = with_master_weights(lambda groups: torch.optim.AdamW(groups, lr=0.01), scale, values)
+        optim = ScaledOptimizer(make(groups_of(net)), scale, unscale=False)
+        loss_func = scale_loss(lambda y, out: (out.float() - y).pow(2).mean(), scale)
+        for _ in range(4):
+            for group in optim.param_groups:
+                group["lr"] *= 0.9
+            loss_func(torch.ones(len(rows), 2), net(rows.to(dtype))).backward()
+            optim.step()
+            optim.zero_grad()
+        return optim
+
+    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(5))
+    net = make_net()
+    values = to_half([net], dtype)
+    fully_shard(net)
+    optim = run(net, nn.Module.parameters, values, rows[rank::size])
+    plain = make_net()
+    to_half([plain], dtype)
+    run(plain, nn.Module.parameters, None, rows)
+    state = optim.state_dict()["state"]
+    assert all(entry["master"].to_local().dtype == torch.float32 for entry in state.values())
+    pairs = list(zip(net.parameters(), plain.parameters(), strict=True))
+    start = list(make_net().parameters())
+    off = sum((p.full_tensor() - q).float().norm() ** 2 for p, q in pairs) ** 0.5
+    moved = sum((q.float() - s).norm() ** 2 for (_, q), s in zip(pairs, start, strict=True)) ** 0.5
+    return float(off / moved)
+
+
+@HALVES
+def test_masters_of_shards(pool, dtype):
+    assert max(pool.run(sharded, dtype)) < 0.05

@@ -1,0 +1,191 @@
+"""Embeddings, norms, heads and losses are computed of a rank's own tokens, where they work token by token."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atorch.profiler.comm_counter import Messages
+from atorch.runtime.context_parallel import RingExchange
+from atorch.runtime.sequence_parallel import Share, Ulysses, split_stream
+from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens
+from tests.pool import Pool
+from tests.runtime.sequence_parallel.training import average, distance, state
+from tests.runtime.tensor_parallel.models import VOCAB, make
+
+STEPS, TOKENS, WIDTH = 3, 16, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(self.norm(x)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Plain(nn.Module):
+    """Of torch alone; what stands between blocks and head is of a kind that a test says."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.kind = kind
+        self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH) if kind == "statistics" else nn.LayerNorm(WIDTH)
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]).unsqueeze(0))
+        for block in self.blocks:
+            x = block(x)
+        if self.kind == "statistics":
+            x = self.norm(x.flatten(0, 1)).view(x.shape)
+        elif self.kind == "mixing":
+            x = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        elif self.kind == "pooled":
+            return self.head(self.norm(x).mean(1, keepdim=True).expand_as(x))  # type: ignore[no-any-return]
+        elif self.kind == "by hand":
+            x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+            return F.linear(x, self.tokens.weight)
+        else:
+            x = self.norm(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+KINDS = ("plain", "statistics", "mixing", "pooled", "by hand")
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return Plain(name) if name in KINDS else make(name)
+
+
+def loss_of(model: nn.Module, name: str, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, VOCAB, (3, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[1, 3:7] = -100
+    if name not in KINDS:
+        return model(input_ids=ids, labels=labels).loss  # type: ignore[no-any-return]
+    logits = model(ids)
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+
+
+def train(model: nn.Module, name: str, *, averages: bool) -> list[float]:
+    optim = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, name, step)
+        loss.backward()
+        if averages:
+            average(model)
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def split(model: nn.Module, name: str, *, ring: bool) -> None:
+    group: Any = dist.group.WORLD
+    exchange: Any = RingExchange(group, load_balance=True) if ring else Ulysses(group)
+    ids = torch.arange(2 * TOKENS).view(2, TOKENS) % VOCAB
+    split_stream(
+        model,
+        (lambda model: model(ids)) if name in KINDS else (lambda model: model(input_ids=ids)),
+        Share(group, balanced=ring),
+        exchange,
+    )
+
+
+def parity(rank: int, size: int, name: str, ring: bool) -> dict[str, Any]:
+    """A model whose tokens are on all ranks beside the same one whole."""
+    model = model_of(name)
+    plain = copy.deepcopy(model)
+    before = state(plain)
+    split(model, name, ring=ring)
+    losses, expected = train(model, name, averages=True), train(plain, name, averages=False)
+    updated = distance(state(model), state(plain), before)
+    parameters, largest = {each.data_ptr() for each in model.parameters()}, 0
+
+    def note(tensor: Tensor) -> Tensor:
+        nonlocal largest
+        is_logits = tensor.shape[-1:] in ((VOCAB,), (VOCAB + 1,)) and tensor.data_ptr() not in parameters
+        largest = max(largest, tensor.numel() if is_logits else 0)
+        return tensor
+
+    with Messages() as sent, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss_of(model, name, 0).backward()
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
+        "update": updated,
+        "logits": largest,
+        "gathered": [each for (kind, _), (_, each) in sent.counts.items() if kind == "all_gather"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "ring", "ranks"),
+    [
+        ("llama", False, 2),
+        ("gpt2", True, 2),
+        ("plain", True, 4),
+        ("plain", False, 4),
+        pytest.param("llama", True, 4, marks=pytest.mark.matrix),
+        pytest.param("gpt2", False, 4, marks=pytest.mark.matrix),
+        pytest.param("mixtral", True, 2, marks=pytest.mark.matrix),
+        pytest.param("phi3", False, 4, marks=pytest.mark.matrix),
+        pytest.param("qwen3", True, 2, marks=pytest.mark.matrix),
+    ],
+)
+def test_logits_and_losses_are_of_a_ranks_own_tokens(pool: Pool, name: str, ring: bool, ranks: int) -> None:
+    """What is saved of logits is a rank's share; all that is gathered is a number a token, and labels are not."""
+    for seen in pool.run(parity, name, ring, ranks=ranks):
+        assert seen["loss"] <= 1e-5
+        assert seen["update"] <= 1e-4
+        assert 3 * TOKENS * VOCAB <= seen["logits"] * ranks <= 3 * TOKENS * (VOCAB + 1)
+        assert seen["gathered"] == [4 * 3 * TOKENS]
+
+
+@pytest.mark.parametrize("name", ["statistics", "mixing", "pooled", "by hand"])
+def test_what_looks_at_several_tokens_gets_them_all(pool: Pool, name: str) -> None:
+    for seen in pool.run(parity, name, False):
+        assert seen["loss"] <= 1e-5
+        assert seen["update"] <= 1e-4
+
+
+def used(rank: int, size: int) -> dict[str, Any]:
+    """What a loop may do with a model beside training it."""
+    model, plain = model_of("llama"), model_of("llama")
+    split(model, "llama", ring=False)
+    ids = torch.arange(2 * TOKENS).view(2, TOKENS) % VOCAB
+    for each in (model, plain):
+        each.eval()
+    with torch.no_grad():
+        got, expected = model(input_ids=ids).logits, plain(input_ids=ids).logits
+        is_split = isinstance(got, SplitTokens)
+        same_loss = torch.allclose(
+            model(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss, atol=1e-6
+        )
+    return {
+        "split": is_split,
+        "loss": same_loss,
+        "last": torch.allclose(got[:, -1], expected[:, -1], atol=1e-5),
+        "best": torch.equal(got.argmax(-1), expected.argmax(-1)),
+        "list": torch.allclose(torch.tensor(got.tolist()), expected, atol=1e-5),
+    }
+
+
+def test_evaluation_reads_logits_as_ever(pool: Pool) -> None:
+    for seen in pool.run(used):
+        assert all(seen.values()), seen

@@ -1,0 +1,217 @@
+"""Models whose blocks work on a part of the tokens train as whole ones do; what cannot is refused and says why."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atorch.errors import ArgumentError, AtorchError
+from atorch.runtime.memory.recompute import checkpoint_wrapper
+from tests.pool import Pool
+from tests.runtime.sequence_parallel.training import TOKENS, batch, loss_of, made, parity, ulysses
+
+BLOCKS = 2
+FORWARD = {"alltoall_base_": 4 * BLOCKS, "allgather_": 1}
+"""Queries, keys, values and results of each block, and the results gathered for a loss that asks for all of them."""
+BY_TOKEN, CUT = {"alltoall_base_": 4 * BLOCKS}, FORWARD
+"""In backward, where embeddings are of a rank's own tokens; where their results are cut, gradients are gathered."""
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "mixtral"])
+def test_trains_as_the_whole_model(pool: Pool, name: str) -> None:
+    for seen in pool.run(parity, name, {}):
+        assert seen["training"]
+        assert seen["loss"] <= 1e-5
+        assert seen["update"] <= 1e-4
+        assert (seen["forward"], seen["backward"]) == (FORWARD, CUT if name in ("bert", "vit") else BY_TOKEN)
+        assert seen["tokens"] == [5 if name == "vit" else TOKENS // 2]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])
+def test_others_do_as_well(pool: Pool, name: str) -> None:
+    for seen in pool.run(parity, name, {}):
+        assert seen["update"] <= 1e-4
+
+
+def test_ranks_may_outnumber_the_heads_of_keys(pool: Pool) -> None:
+    for seen in pool.run(parity, "llama", {"kv_heads": 1}, ranks=4):
+        assert seen["loss"] <= 1e-5
+        assert seen["update"] <= 1e-4
+
+
+def recomputing(model: Any) -> None:
+    for block in model.model.layers:
+        checkpoint_wrapper(block)
+
+
+def compiled(model: Any) -> None:
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+
+
+def test_recomputes_its_exchanges(pool: Pool) -> None:
+    for seen in pool.run(parity, "llama", {}, recomputing):
+        assert seen["update"] <= 1e-4
+        again = {"alltoall_base_": 2 * FORWARD["alltoall_base_"]}
+        assert (seen["forward"], seen["backward"]) == (FORWARD, again)
+
+
+def test_compiles(pool: Pool) -> None:
+    for seen in pool.run(parity, "llama", {}, compiled):
+        assert seen["loss"] <= 1e-5
+        assert seen["update"] <= 1e-4
+
+
+def test_tables_of_positions_are_cut_and_the_stream_is_not_gathered_in_between(pool: Pool) -> None:
+    for seen in pool.run(parity, "llama", {}):
+        first, last = seen["streams"].values()
+        assert first[0]["[0][0]"] == 1
+        assert "[0][0]" not in last[0]
+        assert last[0]["[1]['position_embeddings'][0]"] == 1
+        assert (first[1], last[1]) == ({}, {"": 1})
+
+
+class Mixing(nn.Module):
+    """A block with attention and, where it is asked for, something else that mixes tokens."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm, self.project = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.mix = nn.Conv1d(8, 8, 3, padding=1) if kind == "convolution" else nn.Identity()
+        self.drop = nn.Dropout(0.5 if kind == "dropout" else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        heads = self.project(self.norm(x)).unflatten(-1, (2, 4)).transpose(1, 2)
+        if self.kind == "written out":
+            mixed = (heads @ heads.transpose(-1, -2)).softmax(-1) @ heads
+        else:
+            mixed = F.scaled_dot_product_attention(heads, heads, heads)
+        return x + self.drop(mixed.transpose(1, 2).flatten(2))
+
+
+class Stack(nn.Module):
+    """Blocks one after the other, and their last input given out where asked for; the same block twice where asked."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Mixing(kind) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        between = x
+        for block in (*self.blocks, *self.blocks) if self.kind == "twice" else self.blocks:
+            between, x = x, block(x)
+        return (self.head(x), between) if self.kind == "inner outputs" else self.head(x)
+
+
+def inputs(tokens: int = 8) -> Tensor:
+    return torch.randn(3, tokens, 8, generator=torch.Generator().manual_seed(4))
+
+
+def structure(model: nn.Module) -> list[Any]:
+    return [(type(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+
+
+def refused(rank: int, size: int, name: str, settings: dict[str, Any]) -> str:
+    torch.manual_seed(0)
+    model = made(name, **settings) if name in ("vit", "t5", "llama") else Stack(name)
+    run: Any = (lambda m: m(inputs())) if isinstance(model, Stack) else (lambda m: m(**batch(name, image=16)))
+    before = structure(model)
+    with pytest.raises(AtorchError) as caught:
+        ulysses(model, run, dist.group.WORLD)
+    assert type(caught.value) is AtorchError or structure(model) == before
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "signs"),
+    [
+        ("vit", {"image": 16}, ["StrategyError", "vit.layers.0", "17 tokens", "multiple of 2"]),
+        ("llama", {"heads": 3, "kv_heads": 3}, ["StrategyError", "model.layers.0", "3 heads", "size of 3"]),
+        ("t5", {}, ["StrategyError", "encoder.block.0", "bias of relative positions"]),
+        ("convolution", {}, ["StrategyError", "blocks.0", "mix", "token by token"]),
+        ("written out", {}, ["StrategyError", "blocks.0", "attn_implementation='sdpa'", "module_replace"]),
+        ("inner outputs", {}, ["AtorchError", "other outputs", "[1]"]),
+    ],
+)
+def test_what_cannot_be_split_is_named(pool: Pool, name: str, settings: dict[str, Any], signs: list[str]) -> None:
+    for message in pool.run(refused, name, settings):
+        assert all(sign in message for sign in signs), message
+
+
+def used_twice(rank: int, size: int) -> float:
+    torch.manual_seed(0)
+    model = Stack("twice")
+    plain = copy.deepcopy(model)
+    ulysses(model, lambda model: model(inputs()), dist.group.WORLD)
+    for each in (model, plain):
+        each(inputs(16)).square().mean().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((a.grad / size - b.grad).norm() / b.grad.norm()) for a, b in pairs)
+
+
+def test_a_block_may_be_used_twice_and_sequences_be_of_another_length(pool: Pool) -> None:
+    assert max(pool.run(used_twice)) <= 1e-5
+
+
+def at_another_length(rank: int, size: int) -> str:
+    model = Stack("plain")
+    ulysses(model, lambda model: model(inputs()), dist.group.WORLD)
+    with pytest.raises(ArgumentError) as caught:
+        model(inputs(7))
+    return str(caught.value)
+
+
+def test_a_length_that_cannot_be_cut_is_refused_when_it_comes(pool: Pool) -> None:
+    for message in pool.run(at_another_length):
+        assert "with 7 tokens; pad them to a multiple of 2" in message
+
+
+def dropped(rank: int, size: int) -> dict[str, bool]:
+    torch.manual_seed(0)
+    model = Stack("dropout")
+    ulysses(model, lambda model: model(inputs()), dist.group.WORLD)
+    same = inputs()[:, :1].expand(3, 8, 8)  # all tokens alike, so that only dropout tells them apart
+    torch.manual_seed(5)
+    output = model(same)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    again = model(same)
+    states = [torch.empty_like(state) for _ in range(size)]
+    dist.all_gather(states, state)
+    return {
+        "other on the other rank": not torch.allclose(output[:, :4], output[:, 4:]),
+        "repeats": torch.equal(output, again),
+        "agree outside": all(torch.equal(other, state) for other in states),
+    }
+
+
+def test_dropout_falls_on_other_elements_on_every_rank(pool: Pool) -> None:
+    for seen in pool.run(dropped):
+        assert all(seen.values()), seen
+
+
+def test_the_measure_notices_gradients_that_are_not_averaged(pool: Pool) -> None:
+    assert min(pool.run(unaveraged)) > 1e-2
+
+
+def unaveraged(rank: int, size: int) -> float:
+    model = made("llama")
+    plain = copy.deepcopy(model)
+    ulysses(model, lambda model: model(**batch("llama")), dist.group.WORLD)
+    for each in (model, plain):
+        loss_of(each(**batch("llama"))).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)

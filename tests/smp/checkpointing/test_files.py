@@ -1,0 +1,354 @@
+"""`smp.save` and `smp.load`: partial files and full ones, at the degree that saved them and at others."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError, CheckpointError
+from atorch.smp.checkpointing.partial_states import CUTS, PARTIAL
+from tests.pool import Pool
+
+
+@pytest.fixture
+def begun() -> Iterator[None]:
+    """One process, of degrees 1."""
+    smp.init()
+    yield
+    smp.shutdown()
+
+
+def parts_of_a_model(rank: int, size: int) -> dict[str, Any]:
+    """The partial states of one of `size` stages: a parameter of its own, and one that all share."""
+    own, shared = f"layer{rank}.weight", "embedding.weight"
+    names = [shared, *(f"layer{each}.weight" for each in range(size))]
+    model = {PARTIAL: True, shared: torch.ones(2), own: torch.full((3,), float(rank))}
+    optimizer = {
+        PARTIAL: True,
+        "state": {name: {"step": torch.tensor(5.0), "exp_avg": model[name] * 2} for name in (shared, own)},
+        "param_groups": [{"lr": 0.1, "params": names}],
+    }
+    return {"model_state_dict": model, "optimizer_state_dict": optimizer, "step": 5}
+
+
+def save_and_load(rank: int, size: int, path: str) -> Any:
+    """What a stage gets of a partial checkpoint that it and its peers have saved."""
+    smp.init({"partitions": size})
+    smp.save(parts_of_a_model(rank, size), path, partial=True)
+    smp.barrier()
+    loaded = smp.load(path, partial=True)
+    smp.shutdown()
+    return loaded
+
+
+def load(rank: int, size: int, path: str, config: dict[str, Any]) -> Any:
+    """What a process gets of a partial checkpoint, or the error."""
+    smp.init(config)
+    try:
+        return smp.load(path, map_location="cpu")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        smp.shutdown()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are one, tensors by their values."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def test_each_stage_reads_what_it_wrote(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    results = pool.run(save_and_load, path)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint.pt_0", "checkpoint.pt_1"]
+    for rank, loaded in enumerate(results):
+        assert same(loaded, parts_of_a_model(rank, 2))
+
+
+@pytest.mark.parametrize(("ranks", "degree"), [(4, 4), (2, 1), (1, 1)])
+def test_another_degree_gets_whole_states(pool: Pool, tmp_path: Path, ranks: int, degree: int) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    pool.run(save_and_load, path, ranks=2)
+    (tmp_path / "checkpoint.pt_best").write_text("another file")
+    one, two = parts_of_a_model(0, 2), parts_of_a_model(1, 2)
+    states = {**one["optimizer_state_dict"]["state"], **two["optimizer_state_dict"]["state"]}
+    model = {**one["model_state_dict"], **two["model_state_dict"]}
+    del model[PARTIAL]
+    expected = {
+        "model_state_dict": model,
+        "optimizer_state_dict": {"state": states, "param_groups": one["optimizer_state_dict"]["param_groups"]},
+        "step": 5,
+    }
+    for loaded in pool.run(load, path, {"partitions": degree, "ddp": True}, ranks=ranks):
+        assert same(loaded, expected)
+
+
+def test_files_left_from_more_processes_are_not_read(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    pool.run(save_and_load, path, ranks=4)
+    pool.run(save_and_load, path, ranks=2)
+    assert len(os.listdir(tmp_path)) == 4
+    for loaded in pool.run(load, path, {"partitions": 4}, ranks=4):
+        assert set(loaded["model_state_dict"]) == {"embedding.weight", "layer0.weight", "layer1.weight"}
+
+
+def test_a_missing_file_is_named(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    pool.run(save_and_load, path, ranks=4)
+    os.remove(f"{path}_2")
+    told = pool.run(load, path, {"partitions": 2}, ranks=2)
+    assert told[0] == told[1]
+    assert "checkpoint.pt_0' to 3, of which 2 are not there" in told[0]
+    told = pool.run(load, path, {"partitions": 4}, ranks=4)
+    assert [isinstance(each, str) for each in told] == [False, False, True, False]
+
+
+def cut_states(rank: int, size: int, path: str) -> None:
+    """Save the partial states of two tensor ranks: rows 0, 1, 4, 5 and 2, 3, 6, 7 of a parameter."""
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    runs = [(2 * rank, 2 * rank + 2), (2 * rank + 4, 2 * rank + 6)]
+    whole = torch.arange(16.0).reshape(8, 2)
+    part = torch.cat([whole[start:stop] for start, stop in runs])
+    cuts = {"weight": {"dim": 0, "runs": runs, "shape": (8, 2)}}
+    model = {PARTIAL: True, CUTS: cuts, "weight": part, "bias": torch.ones(2)}
+    held = {"step": torch.tensor(1.0), "exp_avg": part * 2}
+    optimizer = {PARTIAL: True, CUTS: cuts, "state": {"weight": held}, "param_groups": [{"params": ["weight"]}]}
+    smp.save({"model": model, "optimizer": optimizer}, path)
+    smp.shutdown()
+
+
+def test_parts_of_tensors_are_put_together(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    pool.run(cut_states, path)
+    whole = torch.arange(16.0).reshape(8, 2)
+    expected = {
+        "model": {"weight": whole, "bias": torch.ones(2)},
+        "optimizer": {
+            "state": {"weight": {"step": torch.tensor(1.0), "exp_avg": whole * 2}},
+            "param_groups": [{"params": ["weight"]}],
+        },
+    }
+    assert same(pool.run(load, path, {}, ranks=1)[0], expected)
+    # As many processes, but stages instead of slices.
+    assert all(same(loaded, expected) for loaded in pool.run(load, path, {"partitions": 2}))
+    (loaded, _) = pool.run(load, path, {"tensor_parallel_degree": 2, "ddp": True})
+    assert loaded["model"]["weight"].shape == (4, 2)
+    assert loaded["model"][PARTIAL] is True
+
+
+def named(rank: int, size: int, path: str, order: str, other: str) -> Any:
+    """What is loaded in one order of stages and slices of what was saved in another."""
+    config = {"partitions": 2, "tensor_parallel_degree": 2, "ddp": True}
+    smp.init({**config, "placement_strategy": order})
+    smp.save({PARTIAL: True, f"{smp.pp_rank()} {smp.tp_rank()}": torch.ones(1)}, path)
+    smp.barrier()
+    smp.shutdown()
+    smp.init({**config, "placement_strategy": other})
+    loaded = smp.load(path)
+    smp.barrier()
+    smp.shutdown()
+    return set(loaded)
+
+
+def test_another_order_of_stages_and_slices_is_another_arrangement(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    everything = {"0 0", "0 1", "1 0", "1 1"}
+    assert pool.run(named, path, "DPT", "DTP", ranks=4) == [everything] * 4
+    assert pool.run(named, path, "DPT", "PDT", ranks=4) == [
+        {PARTIAL, "0 0"},
+        {PARTIAL, "0 1"},
+        {PARTIAL, "1 0"},
+        {PARTIAL, "1 1"},
+    ]
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ([{"step": 1}, {"step": 2}], "['step'] differs between the processes that saved it"),
+        ([{"step": 1}, {}], "has 'step' on some processes alone"),
+        (
+            [{PARTIAL: True, "weight": torch.ones(2)}, {PARTIAL: True, "weight": torch.zeros(2)}],
+            "['weight'] differs between the processes",
+        ),
+        (
+            [
+                {PARTIAL: True, CUTS: {"a": {"dim": 0, "runs": [(0, 1)], "shape": (4,)}}, "a": torch.ones(1)},
+                {PARTIAL: True, CUTS: {"a": {"dim": 0, "runs": [(1, 3)], "shape": (4,)}}, "a": torch.ones(2)},
+            ],
+            "['a'] lacks 1 of its 4 rows along dim 0",
+        ),
+        (
+            [
+                {PARTIAL: True, "state": {}, "param_groups": [{"lr": 0.1, "params": []}]},
+                {PARTIAL: True, "state": {}, "param_groups": [{"lr": 0.2, "params": []}]},
+            ],
+            "['param_groups'][0]['lr'] differs",
+        ),
+        ([{PARTIAL: True, "_smp_arranged": {"mp_size": 0}}], "were arranged as {'mp_size': 0}"),
+    ],
+)
+def test_what_does_not_make_a_whole_is_told(tmp_path: Path, parts: list[Any], told: str) -> None:
+    for number, part in enumerate(parts):
+        torch.save(part, tmp_path / f"model.pt_{number}")
+    with pytest.raises(CheckpointError) as error:
+        smp.load(str(tmp_path / "model.pt"))
+    assert told in str(error.value)
+
+
+@pytest.mark.usefixtures("begun")
+def test_full_files_are_torchs_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.pt")
+    state = torch.nn.Linear(2, 2).state_dict()
+    smp.save(state, path, partial=False)
+    assert os.listdir(tmp_path) == ["model.pt"]
+    assert same(dict(torch.load(path, weights_only=True)), dict(state))
+    torch.save(state, path)
+    assert same(dict(smp.load(path, partial=False)), dict(state))
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    assert same(dict(smp.load(path, partial=False)), dict(state))
+    with pytest.raises(CheckpointError, match="no parts of it are; give partial=False"):
+        smp.load(path)
+    smp.save(state, str(tmp_path / "part.pt"))
+    with pytest.raises(CheckpointError, match="part.pt_0'; give partial=True"):
+        smp.load(str(tmp_path / "part.pt"), partial=False)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        smp.load(str(tmp_path / "other.pt"), partial=False)
+    with pytest.raises(CheckpointError, match="there is no partial checkpoint"):
+        smp.load(str(tmp_path / "folder" / "other.pt"))
+
+
+def saved_twice(rank: int, size: int, path: str, killed: int) -> Any:
+    """What a process gets of parts of which one was not written again."""
+    smp.init({"partitions": size})
+    for value in (1.0, 2.0):
+        if value == 1 or rank != killed:
+            smp.save({"model": {PARTIAL: True, f"layer{rank}": torch.full((2,), value)}}, path)
+    smp.barrier()
+    try:
+        return smp.load(path)["model"][f"layer{rank}"].tolist()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        smp.shutdown()
+
+
+def test_parts_of_two_saves_are_told(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.pt")
+    assert pool.run(saved_twice, path, -1) == [[2.0, 2.0]] * 2
+    for told in pool.run(saved_twice, path, 1):
+        assert "model.pt_0' and '" in told
+        assert "model.pt_1' are of different saves, of which one was not finished" in told
+
+
+def _on_meta(storage: torch.UntypedStorage, place: str) -> torch.UntypedStorage:
+    return torch.UntypedStorage(storage.nbytes(), device="meta")
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize("partial", [True, False])
+def test_map_location_in_its_four_forms(tmp_path: Path, partial: bool) -> None:
+    path = str(tmp_path / "model.pt")
+    smp.save({"weight": torch.ones(2)}, path, partial=partial)
+    for where in ("meta", torch.device("meta"), {"cpu": "meta"}, _on_meta):
+        assert smp.load(path, map_location=where, partial=partial)["weight"].device.type == "meta"
+    for where in (None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, place: storage):
+        assert smp.load(path, map_location=where, partial=partial)["weight"].device.type == "cpu"
+
+
+@pytest.mark.usefixtures("begun")
+def test_places_that_are_none_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "model.pt")
+    smp.save({"weight": torch.ones(2)}, path)
+    with pytest.raises(ArgumentError, match="map_location is 3; it is a function of a storage and its place, a device"):
+        smp.load(path, map_location=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="map_location is 'gpu', which is no device; give one such as 'cpu'"):
+        smp.load(path, map_location="gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for where in ("cuda:0", torch.device("cuda", 0)):
+        with pytest.raises(ArgumentError, match="map_location is 'cuda:0', but torch finds no CUDA device here"):
+            smp.load(path, map_location=where)
+
+
+@pytest.mark.usefixtures("begun")
+def test_arguments_that_do_not_hold_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    with pytest.raises(
+        ArgumentError, match=r"smp.save was given PosixPath.* it takes a file's name, a string: give str"
+    ):
+        smp.save({}, path)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"smp.load was given PosixPath"):
+        smp.load(path)  # type: ignore[arg-type]
+    for name in ("", f"{tmp_path}/"):
+        with pytest.raises(ArgumentError, match="for f, which names no file; give the path of a file"):
+            smp.save({}, name)
+    other = types.ModuleType("dill")
+    with pytest.raises(ArgumentError, match="smp.save was given pickle_module dill; it takes the standard pickle"):
+        smp.save({}, str(path), pickle_module=other)
+    with pytest.raises(ArgumentError, match="smp.load was given pickle_module dill"):
+        smp.load(str(path), pickle_module=other)
+    with pytest.raises(ArgumentError, match="pickle_protocol is 4; smp.load, which never runs code, reads 2 alone"):
+        smp.save({}, str(path), pickle_protocol=4)
+    smp.save({"a": 1}, str(path), pickle_module=pickle, pickle_protocol=2)
+    assert smp.load(str(path), pickle_module=pickle, weights_only=True, mmap=True) == {"a": 1}
+    with pytest.raises(ArgumentError, match="never runs code out of a file"):
+        smp.load(str(path), weights_only=False)
+    with pytest.raises(ArgumentError, match="smp.load was given encoding, errors; files are read as weights alone"):
+        smp.load(str(path), encoding="bytes", errors="strict")
+
+
+class Bomb:
+    """What runs code where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize("partial", [True, False])
+def test_loading_runs_no_code(tmp_path: Path, caplog: pytest.LogCaptureFixture, partial: bool) -> None:
+    path = str(tmp_path / "model.pt")
+    smp.save({"bomb": Bomb(tmp_path / "gone off")}, path, partial=partial)
+    assert "smp.load will refuse" in caplog.text  # said where it can still be helped
+    with pytest.raises(CheckpointError, match=r"it holds posix\.mkdir, which is no plain data; tensors, numbers"):
+        smp.load(path, partial=partial)
+    assert not (tmp_path / "gone off").exists()
+    caplog.clear()
+    smp.save({"args": argparse.Namespace(lr=0.1)}, path, partial=partial)
+    assert "it holds argparse.Namespace, which is no plain data" in caplog.text
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert smp.load(path, partial=partial)["args"].lr == 0.1
+
+
+@pytest.mark.usefixtures("begun")
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(tmp_path / "model.pt")
+    smp.save({"a": 1}, path)
+    assert not caplog.records
+    with pytest.raises(CheckpointError, match=r"model\.pt_0' cannot be written: .*tensors, numbers, strings"):
+        smp.save({"a": lambda: None}, path)
+    assert smp.load(path) == {"a": 1}
+    assert os.listdir(tmp_path) == ["model.pt_0"]
+    (tmp_path / "folder.pt_0").mkdir()
+    with pytest.raises(CheckpointError, match="is a directory, no ordinary file"):
+        smp.save({}, str(tmp_path / "folder.pt"))
+    Path(path + "_0").write_bytes(b"PK\x03\x04 cut short")
+    with pytest.raises(CheckpointError, match="is cut short: .* copy it again"):
+        smp.load(path)

@@ -1,0 +1,131 @@
+"""Which modules are marked for tensor parallelism, by contexts and afterwards."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError
+from atorch.smp.tensor.marks import marked_parameters
+
+
+def is_distributed(module: nn.Module) -> bool:
+    return isinstance(module, smp.nn.DistributedModule)
+
+
+def marked(model: nn.Module) -> set[str]:
+    """The modules whose parameters are to be split."""
+    return {name.rpartition(".")[0] for name in marked_parameters(model, is_distributed)}
+
+
+class Model(nn.Module):
+    """The document's example, and what is around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(20, 20)
+        with smp.tensor_parallelism(num_heads=4):
+            self.m0 = nn.Linear(20, 20)
+            with smp.tensor_parallelism(enabled=False):
+                self.m1 = nn.Linear(20, 20)
+                with smp.tensor_parallelism():
+                    self.m2 = nn.Embedding(20, 20)
+            self.norm = nn.BatchNorm1d(20)
+            self.m3 = nn.Sequential(nn.Linear(20, 20, bias=False), nn.ReLU())
+            self.before.weight = self.m2.weight  # a module that was there before is not created here
+        self.after = nn.Linear(20, 20)
+
+
+def test_what_is_created_inside_is_marked_and_the_innermost_wins() -> None:
+    model = Model()
+    assert marked(model) == {"m0", "m2", "norm", "m3.0"}
+    marks = smp.tensor_marks(model)
+    assert {name: mark.enabled for name, mark in marks.items()} == {
+        "m0": True, "m1": False, "m2": True, "norm": True, "m3.0": True,
+    }  # fmt: skip
+    assert marks["m0"].config == {"num_heads": 4}
+    assert marks["m2"].config == {}
+
+
+def test_marks_go_with_copies_and_not_with_state() -> None:
+    model = Model()
+    assert smp.tensor_marks(copy.deepcopy(model)) == smp.tensor_marks(model)
+    assert not [key for key in model.state_dict() if "smp" in key]
+
+
+def test_what_exists_is_marked_with_all_below_and_the_last_wins() -> None:
+    """The document's second example."""
+    model = nn.ModuleDict({"encoder": nn.ModuleDict({"embedding": nn.Embedding(4, 4), "a": nn.Linear(4, 4)})})
+    smp.set_tensor_parallelism(model.encoder, True)
+    smp.set_tensor_parallelism(model.encoder.embedding, False)
+    assert marked(model) == {"encoder.a"}
+    smp.set_tensor_parallelism(model.encoder.embedding)
+    assert marked(model) == {"encoder.a", "encoder.embedding"}
+
+
+def test_a_transformers_model_is_marked_as_it_is_made() -> None:
+    config = transformers.GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=2, n_positions=4)
+    with smp.tensor_parallelism():
+        model = transformers.GPT2LMHeadModel(config)
+    assert marked_parameters(model, is_distributed) == dict(model.named_parameters(remove_duplicate=False)).keys()
+
+
+def test_distributed_modules_need_no_mark_but_one_against_them_counts() -> None:
+    layer = smp.nn.DistributedTransformerOutputLayer(8, 16)
+    assert marked(layer) == {"dense1", "dense2", "layernorm"}
+    smp.set_tensor_parallelism(layer.dense2, False)
+    assert marked(layer) == {"dense1", "layernorm"}
+    with smp.tensor_parallelism(False):
+        assert not marked(smp.nn.DistributedTransformerOutputLayer(8, 16))
+
+
+def fails_inside() -> None:
+    with smp.tensor_parallelism():
+        raise KeyError
+
+
+def test_a_context_ends_with_an_error_and_is_of_one_thread() -> None:
+    with pytest.raises(KeyError):
+        fails_inside()
+    made = [nn.Linear(2, 2)]
+    with smp.tensor_parallelism():
+        thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+    assert len(made) == 2
+    assert not [each for each in made if marked(each)]
+
+
+def test_as_a_decorator() -> None:
+    @smp.tensor_parallelism()
+    def make() -> nn.Module:
+        return nn.Linear(2, 2)
+
+    assert marked(make()) == {""}
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: smp.set_tensor_parallelism([nn.Linear(2, 2)]), "give a module of the model"),  # type: ignore[arg-type]
+        (lambda: smp.set_tensor_parallelism(nn.Linear(2, 2), 4), "given 4 as enabled; it is True or False"),  # type: ignore[arg-type]
+        (lambda: smp.tensor_parallelism(torch.ones(1)).__enter__(), "as enabled; it is True or False"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_arguments(call: Any, told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        call()
+
+
+def test_says_where_there_is_nothing_to_split(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "atorch"):
+        smp.set_tensor_parallelism(nn.LayerNorm(4))
+    assert "was given a LayerNorm, in which there is no matrix to split" in caplog.text

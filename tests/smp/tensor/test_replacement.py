@@ -1,0 +1,302 @@
+"""Marked modules of registered classes are replaced by distributed ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import atorch.smp as smp
+from atorch.distributed.mesh import Mesh
+from atorch.errors import ArgumentError, StrategyError
+from atorch.smp.tensor.replacement import replace_registered
+from atorch.smp.tensor.split import split_marked
+from tests.pool import Pool
+from tests.smp.tensor.test_split import VOCAB, batch, batch_of_all, distance, loss_of
+
+
+def config_to_arguments(config: dict[str, Any], depth: int = 1) -> tuple[tuple[()], dict[str, Any]]:
+    return (), {
+        "num_layers": depth, "num_attention_heads": config["heads"], "hidden_size": config["dim"],
+        "attention_head_size": config["dim"] // config["heads"], "intermediate_size": 2 * config["dim"],
+        "attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "model_type": "mine",
+    }  # fmt: skip
+
+
+@smp.tp_register(
+    smp.nn.DistributedTransformer,
+    init_hook=config_to_arguments,
+    forward_hook=lambda states, mask=None: (((states, mask),), {}),
+    return_hook=lambda result: result[0],
+)
+class MyTransformer(nn.Module):
+    """A user's own, of torch's layers."""
+
+    def __init__(self, config: dict[str, Any], depth: int = 1) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            config["dim"], config["heads"], 2 * config["dim"], 0.0, F.gelu, batch_first=True
+        )
+        self.layers = nn.ModuleList([layer for _ in range(depth)])
+
+    def forward(self, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            states = layer(states)
+        return states
+
+
+class Model(nn.Module):
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        with smp.tensor_parallelism(**config):
+            self.encoder = MyTransformer({"heads": 2, "dim": 8}, depth=2)
+        self.plain = MyTransformer({"heads": 2, "dim": 8})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.plain(self.encoder(self.table(ids), mask=None))
+        return result
+
+
+def test_what_is_created_inside_is_replaced_in_place(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    assert isinstance(model.encoder, MyTransformer)
+    with caplog.at_level(logging.INFO, "atorch"):
+        assert replace_registered(model) is model
+    encoder: Any = model.encoder
+    assert isinstance(encoder, smp.nn.DistributedTransformer)
+    assert isinstance(model.plain, MyTransformer)
+    assert len(encoder.seq_layers) == 2
+    assert encoder.seq_layers[0].attention.query.weight.shape == (8, 8)
+    ids = torch.randint(0, 11, (2, 3))
+    hidden = model.table(ids)
+    for layer in encoder.seq_layers:
+        hidden = layer((hidden, None))[0]
+    torch.testing.assert_close(model(ids), model.plain(hidden))
+    assert "takes no model_type of what the init_hook gives" in caplog.text
+    assert "which has new initial values; give tp_register a state_hook" in caplog.text
+    assert smp.tensor_marks(encoder)["seq_layers.0.output.dense1"].enabled
+
+
+def test_keywords_of_the_context_go_over_the_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(intermediate_size=24, fused_softmax=True, fused_bias_gelu=False, use_rotary=False)
+    with caplog.at_level(logging.INFO, "atorch"):
+        replace_registered(model)
+    assert "fused_softmax of tensor_parallelism changes nothing here" in caplog.text
+    assert "fused_bias_gelu" not in caplog.text  # it asks for nothing
+    assert model.encoder.seq_layers[0].output.dense1.out_features == 24  # type: ignore[union-attr, index]
+
+
+def test_what_exists_is_replaced_once_it_is_marked() -> None:
+    model = Model()
+    smp.set_tensor_parallelism(model.encoder, False)
+    smp.set_tensor_parallelism(model.plain)
+    replace_registered(model)
+    assert isinstance(model.encoder, MyTransformer)
+    assert isinstance(model.plain, smp.nn.DistributedTransformer)
+
+
+class Own(nn.Linear):
+    """A linear layer of a user's own, whose distributed version has the same state."""
+
+
+class Wrapping(nn.Module):
+    """The same under another name."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+def own_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A class that only one test registers."""
+    return type(base.__name__, (base,), {})
+
+
+def test_values_go_over_where_the_state_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    cls = own_class(Own)
+    smp.tp_register_with_module(cls, smp.nn.DistributedLinear)
+    layer = cls(4, 6, bias=False)  # type: ignore[call-arg]
+    smp.set_tensor_parallelism(layer)
+    layer.eval().weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    model = nn.Sequential(layer, nn.ReLU())
+    tied = model[0].weight
+    with caplog.at_level(logging.WARNING, "atorch"):
+        replace_registered(model)
+    assert isinstance(model[0], smp.nn.DistributedLinear)
+    assert torch.equal(model[0].weight, tied)
+    assert not model[0].weight.requires_grad
+    assert not model[0].training
+    assert not caplog.text
+
+
+def test_a_state_hook_translates_the_values_and_the_root_can_be_replaced() -> None:
+    cls = own_class(Wrapping)
+    smp.tp_register_with_module(
+        cls,
+        smp.nn.DistributedLinear,
+        init_hook=lambda features: ((features, features), {}),
+        state_hook=lambda state: {key.removeprefix("inner."): value for key, value in state.items()},
+    )
+    with smp.tensor_parallelism():
+        model = cls(5)  # type: ignore[call-arg]
+    x = torch.randn(2, 5)
+    expected = model(x)
+    replaced = replace_registered(model)
+    assert type(replaced) is smp.nn.DistributedLinear
+    torch.testing.assert_close(replaced(x), expected)
+
+
+def test_a_tied_weight_without_a_place_is_refused() -> None:
+    cls = own_class(Wrapping)
+    smp.tp_register_with_module(cls, smp.nn.DistributedLinear, init_hook=lambda features: ((features, features), {}))
+    model = nn.ModuleList([cls(5), nn.Linear(5, 5)])  # type: ignore[call-arg]
+    model[1].weight = model[0].inner.weight  # type: ignore[union-attr]
+    smp.set_tensor_parallelism(model)
+    with pytest.raises(StrategyError, match="is tied to Linear.weight, but its replacement has none of that name"):
+        replace_registered(model)
+    assert type(model[0]) is cls
+
+
+def made_before() -> nn.Module:
+    cls = own_class(Wrapping)
+    model = cls(5)  # type: ignore[call-arg]
+    smp.tp_register_with_module(cls, smp.nn.DistributedLinear)
+    smp.set_tensor_parallelism(model)
+    return model
+
+
+def checkpointed() -> nn.Module:
+    model = Model()
+    smp.set_activation_checkpointing(model.encoder)
+    return model
+
+
+def with_hook(**hooks: Any) -> nn.Module:
+    cls = own_class(Wrapping)
+    smp.tp_register_with_module(cls, smp.nn.DistributedLinear, **hooks)
+    with smp.tensor_parallelism(hidden_sise=3):
+        return cls(5)  # type: ignore[call-arg, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: smp.tp_register(len), None),  # the class comes later
+        (lambda: smp.tp_register(len)(own_class(Own)), "dist_module <built-in function len>; give a subclass"),
+        (lambda: smp.tp_register_with_module("Linear", nn.Linear), "module_cls 'Linear'; give a subclass"),
+        (lambda: smp.tp_register_with_module(own_class(Own), nn.Linear, init_hook=4), "init_hook 4; give a function"),
+        (lambda: replace_registered(made_before()), "was made before its class Wrapping was registered"),
+        (lambda: replace_registered(checkpointed()), "call smp.set_activation_checkpointing after"),
+        (lambda: replace_registered(with_hook(init_hook=lambda n: (n, n))), "the init_hook for Wrapping returned"),
+        (
+            lambda: replace_registered(with_hook(init_hook=lambda n: ((n, n), {}))),
+            "was given hidden_sise, but no registered module is replaced by one with such an argument",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told(call: Any, told: str | None) -> None:
+    if told is None:
+        call()
+        return
+    with pytest.raises(ArgumentError, match=told):
+        call()
+
+
+def split_of_replaced(rank: int, size: int) -> tuple[float, list[str]]:
+    torch.manual_seed(0)
+    model = Model()
+    replace_registered(model)
+    torch.manual_seed(1)
+    ids = torch.randint(0, 11, (2, 3))
+    whole = model(ids).detach()
+    mesh = Mesh((("tensor", size), ("pipeline", 1), ("data", 1)), None, "cpu")
+    done = split_marked(model, lambda: model(ids), mesh)
+    return float((model(ids) - whole).norm() / whole.norm()), sorted(done.cuts)
+
+
+def test_what_replaces_is_split_with_its_hooks(pool: Pool) -> None:
+    for error, cuts in pool.run(split_of_replaced):
+        assert error <= 1e-5
+        assert {name.split(".")[0] for name in cuts} == {"encoder"}
+        assert sum("weight" in name for name in cuts) == 12
+
+
+class LanguageModel(nn.Module):
+    """Distributed modules, and a registered one behind them, whose replacement has its values."""
+
+    def __init__(self, last: type[nn.Module]) -> None:
+        super().__init__()
+        self.inner = smp.nn.DistributedTransformerLMHead(
+            num_layers=4, num_attention_heads=4, attention_head_size=4, hidden_size=16, intermediate_size=24,
+            vocab_size=VOCAB, num_positions=16, attention_dropout_prob=0.0, hidden_dropout_prob=0.0,
+            causal_mask_size=16, pre_layernorm=True,
+        )  # fmt: skip
+        self.last = last(VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.last(self.inner((ids, torch.zeros_like(ids), None, None, None)))
+        return result
+
+
+@smp.step
+def train_step(model: Any, ids: Tensor) -> Tensor:
+    loss = loss_of(model(ids), ids)
+    model.backward(loss)
+    return loss
+
+
+def in_steps(rank: int, size: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of a model that is replaced, checkpointed, split and cut, and of the same by hand."""
+    cls = own_class(Wrapping)
+    smp.tp_register_with_module(
+        cls,
+        smp.nn.DistributedLinear,
+        init_hook=lambda features: ((features, features), {}),
+        state_hook=lambda state: {key.removeprefix("inner."): value for key, value in state.items()},
+    )
+    torch.manual_seed(0)
+    plain = LanguageModel(cls)
+    torch.manual_seed(0)
+    whole = LanguageModel(cls)
+    smp.init({"ddp": True, "microbatches": 2, **config})
+    try:
+        smp.set_tensor_parallelism(whole.last)
+        model = smp.DistributedModel(whole)
+        kind = type(model.module.last)
+        for layer in model.module.inner.transformer.seq_layers:
+            smp.set_activation_checkpointing(layer)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        before = {name: value.clone() for name, value in plain.state_dict().items()}
+        for step in range(3):
+            train_step(model, batch(step, smp.dp_rank()).repeat(2, 1))
+            loss_of(plain(ids := batch_of_all(step, smp.dp_size())), ids).backward()
+            for each in (optimizer, plain_optimizer):
+                each.step()
+                each.zero_grad()
+        state = {name.replace("last.", "last.inner."): value for name, value in model.state_dict().items()}
+        return {
+            "kind": kind.__name__,
+            "update": distance(state, plain.state_dict(), before),
+            "modules": {type(each).__name__ for each in model.distributed_modules()},
+        }
+    finally:
+        smp.shutdown()
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(2, {}), (4, {"partitions": 2})], ids=["tensor", "tensor and pipeline"])
+def test_in_steps_of_a_distributed_model(pool: Pool, ranks: int, config: dict[str, Any]) -> None:
+    results = pool.run(in_steps, {"tensor_parallel_degree": 2, **config}, ranks=ranks)
+    for seen in results:
+        assert seen["kind"] == "DistributedLinear"
+        assert seen["update"] <= 1e-4
+    assert set().union(*(seen["modules"] for seen in results)) >= {"DistributedTransformerLMHead", "DistributedLinear"}

@@ -1,0 +1,468 @@
+"""A marked model that is split over tensor ranks trains as the whole one does on one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import atorch.smp as smp
+from atorch.distributed.mesh import Mesh
+from atorch.errors import AtorchError
+from atorch.smp.tensor.split import (
+    TensorSplit,
+    distributed_modules,
+    is_distributed_parameter,
+    is_scaled_batch,
+    split_marked,
+)
+from tests.pool import Pool
+
+VOCAB, STEPS = 63, 3  # a vocabulary that no number of ranks divides
+
+
+class HandWritten(nn.Module):
+    """Distributed modules between plain ones, none repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = smp.nn.DistributedEmbedding(VOCAB, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up = smp.nn.DistributedLinear(16, 24)
+        self.down = smp.nn.DistributedLinear(24, 16)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.norm(self.table(ids))
+        logits: Tensor = self.head(hidden + self.down(F.gelu(self.up(hidden))))
+        return logits
+
+
+class Pictures(nn.Module):
+    """A convolution, and an MLP of which one layer is marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.inner = nn.Linear(16, 10)
+        self.head = nn.Linear(10, VOCAB)
+        smp.set_tensor_parallelism(self.inner)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        pictures = (ids.float() / VOCAB).reshape(-1, 1, 4, 4)
+        logits: Tensor = self.head(torch.relu(self.inner(self.conv(pictures).flatten(1))))
+        return logits[:, None]
+
+
+class Tied(nn.Module):
+    """One table for words and logits, without blocks, made where everything is marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.tensor_parallelism():
+            self.table = nn.Embedding(VOCAB, 16, padding_idx=60)
+            self.head = nn.Linear(16, VOCAB)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.table(ids)))
+        return logits
+
+
+class Logits(nn.Module):
+    """A model whose forward takes ids, of what takes and gives more."""
+
+    def __init__(self, inner: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.call(self.inner, ids)
+
+
+def language_model() -> nn.Module:
+    return Logits(
+        smp.nn.DistributedTransformerLMHead(
+            num_layers=2, num_attention_heads=4, attention_head_size=4, hidden_size=16, intermediate_size=24,
+            vocab_size=VOCAB, num_positions=16, attention_dropout_prob=0.0, hidden_dropout_prob=0.0,
+            causal_mask_size=16, pre_layernorm=True,
+        ),
+        lambda model, ids: model((ids, None, None, None, None)),
+    )  # fmt: skip
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=1,
+        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    smp.set_tensor_parallelism(model)
+    return Logits(model, lambda model, ids: model(ids).logits)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    smp.set_tensor_parallelism(model)
+    return Logits(model, lambda model, ids: model(ids).logits)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config)
+    smp.set_tensor_parallelism(model)
+    return Logits(model, lambda model, ids: model(ids).logits)
+
+
+def odd_heads() -> nn.Module:
+    """Three heads: no number of ranks here divides them."""
+    return Logits(
+        smp.nn.DistributedTransformer(
+            num_layers=2, num_attention_heads=3, attention_head_size=4, hidden_size=VOCAB, intermediate_size=24,
+            attention_dropout_prob=0.0, hidden_dropout_prob=0.0,
+        ),
+        lambda model, ids: model((F.one_hot(ids, VOCAB).float(), None))[0],
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "hand-written": HandWritten, "pictures": Pictures, "tied": Tied, "language model": language_model,
+    "gpt2": gpt2, "llama": llama, "bert": bert, "odd heads": odd_heads,
+}  # fmt: skip
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def batch(step: int, rank: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def batch_of_all(step: int, size: int) -> Tensor:
+    """What a step's tensors are once they are gathered over the tensor ranks, of which each has rows of its own."""
+    return torch.cat([batch(step, rank) for rank in range(size)])
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, : logits.shape[1]].flatten())
+
+
+def split(model: nn.Module, size: int, **options: Any) -> TensorSplit:
+    mesh = Mesh((("tensor", size), ("pipeline", 1), ("data", 1)), None, "cpu")
+    return split_marked(model, lambda: model(batch_of_all(0, size)[:2]), mesh, **options)
+
+
+def train(model: nn.Module, size: int) -> list[float]:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        ids = batch_of_all(step, size)
+        loss = loss_of(model(ids), ids)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def distance(got: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor]) -> float:
+    """‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters together."""
+    assert got.keys() == expected.keys()
+    error = torch.stack([(got[name] - expected[name]).double().norm() for name in got]).norm()
+    return float(error / torch.stack([(expected[name] - before[name]).double().norm() for name in got]).norm())
+
+
+def parity(
+    rank: int, size: int, name: str, options: dict[str, Any], recomputed: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    model, plain = make(name), make(name)
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in recomputed:
+            smp.set_activation_checkpointing(module)
+    if rank:  # which is put right before anything is split
+        nn.init.ones_(next(model.parameters()))
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    done = split(model, size, **options)
+    whole = done.whole_state(model.state_dict())
+    same_state = whole.keys() == before.keys() and all(torch.equal(whole[key], before[key]) for key in before)
+    losses, expected = train(model, size), train(plain, size)
+    shared = {key: value for key, value in model.state_dict().items() if key not in done.cuts}
+    return {
+        "same state": same_state,
+        "held": sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in plain.parameters()),
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
+        "update": distance(done.whole_state(model.state_dict()), plain.state_dict(), before),
+        "cut": sorted(done.cuts),
+        "kept": dict(done.kept),
+        "shared": {key: value.clone() for key, value in shared.items()},
+    }
+
+
+# The most that one of two ranks holds of the parameters.
+HELD = {
+    "hand-written": 0.7, "pictures": 0.92, "tied": 0.55, "language model": 0.55, "gpt2": 0.52, "llama": 0.52,
+    "bert": 0.54, "odd heads": 0.54,
+}  # fmt: skip
+ON_FOUR = [
+    pytest.param(name, 4, marks=() if name in ("hand-written", "language model", "llama") else pytest.mark.matrix)
+    for name in MODELS
+]
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), *ON_FOUR])
+def test_trains_as_the_whole_model(pool: Pool, name: str, size: int) -> None:
+    results = pool.run(parity, name, {}, ranks=size)
+    for seen in results:
+        assert seen["same state"]
+        assert seen["loss"] <= 1e-5
+        assert seen["update"] <= 1e-4
+        assert seen["held"] < HELD[name]
+        for key, value in seen["shared"].items():
+            assert torch.equal(value, results[0]["shared"][key]), key
+        if size == 2:
+            assert not seen["kept"]
+        elif name == "llama":  # of two heads of keys and values, which each rank has whole and works with its rows of
+            assert set(seen["kept"].values()) == {"several ranks need the same of its rows"}
+            assert {each.split(".")[-2] for each in seen["kept"]} == {"k_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("options", [{"as_dtensors": True}, {"loss_parallel": True}])
+def test_parts_can_be_dtensors_and_logits_stay_split(pool: Pool, options: dict[str, Any]) -> None:
+    for seen in pool.run(parity, "gpt2", options):
+        assert seen["same state"]
+        assert seen["update"] <= 1e-4
+
+
+@pytest.mark.parametrize("recomputed", [("0", "1"), ("attention", "dense1", "word_embedding"), ("inner",)])
+def test_what_is_recomputed_is_computed_as_before(pool: Pool, recomputed: tuple[str, ...]) -> None:
+    for seen in pool.run(parity, "language model", {}, recomputed):
+        assert seen["update"] <= 1e-4
+        assert seen["held"] < HELD["language model"]
+
+
+def replicas(rank: int, size: int) -> float:
+    """Two tensor ranks, two replicas that see other batches: gradients are averaged over the replicas alone."""
+    model, plain = make("language model"), make("language model")
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    mesh = Mesh((("tensor", 2), ("pipeline", 1), ("data", 2)), None, "cpu")
+    ids = [batch_of_all(step, 2) for step in range(2)]  # of each replica
+    own = ids[mesh.rank("data")]
+    done = split_marked(model, lambda: model(own), mesh)
+    loss_of(model(own), own).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=mesh.group("data"))
+        parameter.grad /= 2
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    loss_of(plain(torch.cat(ids)), torch.cat(ids)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return distance(done.whole_state(model.state_dict()), plain.state_dict(), before)
+
+
+def test_beside_replicas(pool: Pool) -> None:
+    assert max(pool.run(replicas, ranks=4)) <= 1e-4
+
+
+def with_dropout(rank: int, size: int) -> Any:
+    torch.manual_seed(rank)
+    model = smp.nn.DistributedTransformer(
+        num_layers=2, num_attention_heads=4, attention_head_size=4, hidden_size=16, intermediate_size=24,
+        attention_dropout_prob=0.3, hidden_dropout_prob=0.3,
+    )  # fmt: skip
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    mesh = Mesh((("tensor", size), ("pipeline", 1), ("data", 1)), None, "cpu")
+    split_marked(model, lambda: model((x, None)), mesh)
+    drawn = [model((x, None))[0] for _ in range(2)]
+    drawn[1].sum().backward()
+    norms = {name: p.grad for name, p in model.named_parameters() if "layernorm" in name}
+    return [each.detach() for each in drawn], norms
+
+
+def test_dropout_of_what_is_whole_falls_alike_on_all_ranks(pool: Pool) -> None:
+    (first, norms), (other, other_norms) = pool.run(with_dropout)
+    torch.testing.assert_close(first, other)
+    assert not torch.equal(first[0], first[1])
+    torch.testing.assert_close(norms, other_norms)
+
+
+def moved_on(rank: int, size: int) -> dict[str, Any]:
+    """State that was saved whole and is loaded at another degree, with an optimizer's."""
+    model = make("gpt2")
+    saved = {key: value + 1 for key, value in model.state_dict().items()}
+    done = split(model, size)
+    model.load_state_dict(done.own_state(saved))
+    back = done.whole_state(model.state_dict())
+    same = all(torch.equal(back[key], saved[key]) for key in saved)
+    optim = torch.optim.Adam(model.parameters())
+    loss_of(model(batch(0)), batch(0)).backward()
+    optim.step()
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        state = optim.state[parameter]
+        whole = done.whole(name, state["exp_avg"])
+        shapes[name] = tuple(whole.shape) == tuple(saved[name].shape)
+        assert torch.equal(done.own(name, whole), state["exp_avg"])
+        assert done.whole(name, state["step"]).dim() == 0
+    told = ""
+    try:
+        done.own("inner.transformer.wte.weight", torch.zeros(3, 16))
+    except AtorchError as error:
+        told = str(error)
+    return {"same": same, "shapes": shapes, "told": told}
+
+
+def test_state_goes_and_comes_whole(pool: Pool) -> None:
+    for seen in pool.run(moved_on):
+        assert seen["same"]
+        assert all(seen["shapes"].values())
+        assert "was given with shape (3, 16), and the whole model's is (63, 16)" in seen["told"]
+
+
+def asked(rank: int, size: int) -> dict[str, Any]:
+    model = make("language model" if size > 1 else "tied")
+    done = split(model, size)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        "modules": [type(each).__name__ for each in distributed_modules(model, done)][:2],
+        "cut": {name for name, each in named.items() if is_distributed_parameter(model, done, each)} == set(done.cuts),
+        "whole": [name for name, each in named.items() if not is_distributed_parameter(model, done, each)],
+        "scaled": is_scaled_batch(done),
+    }
+
+
+def test_what_is_split_can_be_asked(pool: Pool) -> None:
+    for seen in pool.run(asked):
+        assert seen["modules"] == ["DistributedTransformerLMHead", "Embedding"]
+        assert seen["cut"]
+        assert all("norm" in name or name.endswith(("dense.bias", "dense2.bias")) for name in seen["whole"])
+        assert seen["scaled"]
+    alone = asked(0, 1)
+    assert (alone["modules"], alone["scaled"]) == ([], False)
+
+
+def delayed(rank: int, size: int) -> tuple[dict[str, Tensor], int, list[float]]:
+    with smp.delay_param_initialization():
+        model = make("hand-written")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    torch.manual_seed(3 + rank)
+    done = split(model, size)
+    whole = {name: value.clone() for name, value in done.whole_state(model.state_dict()).items()}
+    return whole, len(done.cuts), train(model, size)
+
+
+def test_delayed_parameters_have_values_of_one_draw(pool: Pool) -> None:
+    (whole, num_cuts, losses), (other, _, other_losses) = pool.run(delayed)
+    assert num_cuts == 4
+    assert all(torch.equal(whole[name], other[name]) for name in whole)
+    assert whole["up.weight"].std() > 0.01
+    assert losses == pytest.approx(other_losses)
+
+
+class Odd(nn.Module):
+    """Linear layers that are used in other ways than by being called, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.other = nn.Linear(16, 16, bias=False)
+        self.other.weight = self.tied.weight
+        self.idle = nn.Linear(16, 16)
+        self.few = nn.Linear(16, 1)
+        self.conv = nn.Conv1d(16, 16, 1)
+        self.norms = nn.Embedding(VOCAB, 16, max_norm=1.0)
+        smp.set_tensor_parallelism(self)
+        smp.set_tensor_parallelism(self.other, False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norms(ids) @ self.read.weight
+        x = self.conv(self.other(self.tied(x)).mT).mT
+        return self.few(x)
+
+
+def kept_of_odd(rank: int, size: int) -> dict[str, str]:
+    torch.manual_seed(0)
+    return dict(split(Odd(), size).kept)
+
+
+def test_what_stays_whole_is_told_by_name(pool: Pool) -> None:
+    expected = {
+        "read.weight": "it is used outside of the modules that hold it",
+        "tied.weight": "it is tied to other.weight, which is not to be split",
+        "idle.weight": "the batch did not reach it",
+        "few.weight": "it has too few rows for every rank to have one",
+        "conv.weight": "nothing splits it, and by themselves only linear layers and tables are split",
+        "norms.weight": "max_norm and scale_grad_by_freq need the whole table",
+    }
+    assert pool.run(kept_of_odd) == [expected, expected]
+
+
+def refused(rank: int, size: int, what: str) -> list[str]:
+    mesh = Mesh((("tensor", size), ("pipeline", 1), ("data", 1)), None, "cpu")
+    model = make("tied") if what != "unmarked" else nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB))
+    if what == "other marks" and rank:
+        smp.set_tensor_parallelism(model, False)
+    runs: dict[str, Callable[[], Any]] = {
+        "no call": lambda: None,
+        "other rows": lambda: model(batch(rank)),
+        "raises": lambda: model(batch(0)) if rank else model(torch.zeros(1)),
+        "other marks": lambda: model(batch(0)),
+        "unmarked": lambda: model(batch(0)),
+    }
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("atorch").addHandler(handler)
+    try:
+        done = split_marked(model, runs[what], mesh)
+        said.append(f"{done.degree} {len(done.cuts)}")
+    except (AtorchError, RuntimeError) as error:
+        said.append(str(error))
+    finally:
+        logging.getLogger("atorch").removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("no call", "the step did not call the model, a Tied; call it in the step's body"),
+        ("other rows", "the ranks of the tensor axis compute other outputs"),
+        ("raises", "rank 0 failed: "),
+        ("other marks", "what is marked for tensor parallelism differs between processes: rank 0 has"),
+    ],
+)
+def test_all_ranks_refuse_together(pool: Pool, what: str, told: str) -> None:
+    first, other = pool.run(refused, what)
+    assert told in other[-1]
+    assert told in first[-1] or what == "raises"
+
+
+def test_says_what_to_mark_where_nothing_is(pool: Pool) -> None:
+    said, other = pool.run(refused, "unmarked")
+    assert "nothing of Sequential is marked for tensor parallelism" in said[0]
+    assert "smp.set_tensor_parallelism(model)" in said[0]
+    assert said[-1] == other[-1] == "2 0"
+
+
+def test_one_rank_splits_nothing() -> None:
+    model = make("tied")
+    mesh = Mesh((("tensor", 1), ("pipeline", 1), ("data", 1)), None, "cpu")
+    done = split_marked(model, lambda: model(batch(0)), mesh)
+    assert done.whole_state(model.state_dict()).keys() == model.state_dict().keys()
+    assert not list(distributed_modules(model, done))

@@ -1,0 +1,262 @@
+"""Training in 16 bits follows plain training in fp32, and fp16's loss scale does what its settings say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atorch.smp as smp
+from atorch.errors import ArgumentError
+from atorch.smp.session import session
+from atorch.smp.training.precision import DynamicScale, loss_scale_of
+from tests.pool import Pool
+from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, loss_of, made, train_step
+from tests.smp.resuming import resumed
+
+BAND = 5e-2
+"""How far 16 bits may be from fp32 in the updates' norm."""
+DEGREES: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "pipeline 2": (2, {"partitions": 2}),
+    "data 2": (2, {}),
+    "pipeline 2 data 2": (4, {"partitions": 2}),
+    "tensor 2": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
+    "tensor 2 pipeline 2": (4, {"tensor_parallel_degree": 2, "partitions": 2, "prescaled_batch": True}),
+}
+SAMPLE = [("bf16", "pipeline 2"), ("fp16", "pipeline 2 data 2"), ("bf16", "tensor 2")]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return smp.optimizers.FusedLamb(model.parameters(), lr=0.01)
+
+
+def in_halves(
+    rank: int,
+    size: int,
+    kind: str,
+    config: Mapping[str, Any],
+    clip: float = 0.0,
+    optimizer_of: Any = sgd,
+    **scaling: Any,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], set[torch.dtype]]:
+    """The masters and the model after some steps, the norms of gradients, and the types of parameters."""
+    with begun({"microbatches": MICROBATCHES, "ddp": True, **config}):
+        whole = made(kind)
+        smp.set_tensor_parallelism(whole)
+        model = smp.DistributedModel(whole)
+        optimizer = smp.DistributedOptimizer(optimizer_of(model), **scaling)
+        replica = session().mesh.rank("data", "zero")
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            train_step(model, kind, *batch_of(kind, step, replica), "mean")
+            if clip:
+                optimizer.update_master_grads()
+                norms.append(float(optimizer.clip_master_grads(clip)))
+            optimizer.step()
+        types = {each.dtype for each in model.local_parameters()}
+        own = [name for names in optimizer._names for name in names]
+        state = optimizer.state_dict()["state"]
+        masters = {name: state[number]["master"].clone() for number, name in enumerate(own)}
+        halves = {name: value.clone() for name, value in model.state_dict().items() if name in masters}
+        return masters, halves, norms, types
+
+
+def plainly(
+    kind: str, replicas: int, clip: float = 0.0, optimizer_of: Any = sgd
+) -> tuple[dict[str, Tensor], list[float]]:
+    model = made(kind)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            (loss_of(kind, model, *batch_of(kind, step, replica), "mean") / replicas).backward()
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+    return {name: each.detach() for name, each in model.named_parameters()}, norms
+
+
+def deviation(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of all updates together."""
+    before = {name: each.detach() for name, each in made(kind).named_parameters()}
+    assert got.keys() == expected.keys()
+    wrong = torch.stack([(got[name] - expected[name]).norm() for name in expected]).norm()
+    return float(wrong / torch.stack([(expected[name] - before[name]).norm() for name in expected]).norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "degrees"),
+    [
+        *SAMPLE,
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in itertools.product(("bf16", "fp16"), DEGREES)
+            if case not in SAMPLE
+        ),
+    ],
+)
+def test_sixteen_bits_follow_plain_training(pool: Pool, dtype: str, degrees: str) -> None:
+    ranks, config = DEGREES[degrees]
+    scaling = {"static_loss_scale": 1024.0} if dtype == "fp16" else {}
+    for kind in ("gpt2",) if degrees != "alone" else ("llama", "cnn"):
+        expected, _ = plainly(kind, ranks // (config.get("partitions", 1) * config.get("tensor_parallel_degree", 1)))
+        for masters, model, _, types in pool.run(_halves, kind, {dtype: True, **config}, scaling, ranks=ranks):
+            assert deviation(kind, masters, expected) < BAND
+            assert types == {torch.bfloat16 if dtype == "bf16" else torch.float16}
+            assert all(torch.equal(masters[name].to(value.dtype), value) for name, value in model.items())
+
+
+def _halves(rank: int, size: int, kind: str, config: Any, scaling: Any, *how: Any) -> Any:
+    return in_halves(rank, size, kind, config, *how, **scaling)
+
+
+@pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("tensor 2 pipeline 2", marks=pytest.mark.matrix)])
+def test_lamb_takes_the_norms_of_the_whole_masters(pool: Pool, degrees: str) -> None:
+    ranks, config = DEGREES[degrees]
+    expected, _ = plainly("gpt2", 1, 0.0, lamb)
+    scaling = {"static_loss_scale": 1024.0}
+    for masters, *_ in pool.run(_halves, "gpt2", {"fp16": True, **config}, scaling, 0.0, lamb, ranks=ranks):
+        assert deviation("gpt2", masters, expected) < BAND
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("degrees", ["pipeline 2", "pipeline 2 data 2"])
+def test_gradients_are_clipped_by_the_norm_that_plain_training_sees(pool: Pool, degrees: str) -> None:
+    ranks, config = DEGREES[degrees]
+    expected, norms = plainly("gpt2", ranks // config.get("partitions", 1), clip=0.5)
+    scaling = {"static_loss_scale": 1024.0}
+    for masters, _, found, _ in pool.run(_halves, "gpt2", {"fp16": True, **config}, scaling, 0.5, ranks=ranks):
+        assert found == pytest.approx(norms, rel=2e-2)
+        assert min(norms) > 0.5, "or nothing is clipped"
+        assert deviation("gpt2", masters, expected) < BAND
+
+
+def unrounded(rank: int, size: int) -> float:
+    """How far masters are from what the model was, after a step that changes nothing."""
+    with begun({"fp16": True, "ddp": True}):
+        whole = made("cnn")
+        before = {name: each.detach().clone() for name, each in whole.named_parameters()}
+        if rank:  # the first one's values hold
+            nn.init.zeros_(whole.fc1.weight)
+        model = smp.DistributedModel(whole)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        train_step(model, "cnn", *batch_of("cnn", 0, 0), "mean")
+        optimizer.step()
+        state = optimizer.local_state_dict()["state"]
+        return max(float((state[name]["master"] - value).abs().max()) for name, value in before.items())
+
+
+def test_masters_begin_where_the_model_was(pool: Pool) -> None:
+    assert pool.run(unrounded) == [0.0, 0.0]
+
+
+def skipping(rank: int, size: int, partitions: int) -> list[tuple[bool, float, bool]]:
+    """Whether steps were skipped, the scale, and whether the parameters of this process changed."""
+    seen = []
+    with begun({"fp16": True, "partitions": partitions, "ddp": True}):
+        model = smp.DistributedModel(made("cnn"))
+        optimizer = smp.DistributedOptimizer(
+            sgd(model), static_loss_scale=None, dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 2.0**10, "scale_window": 2}, min_scale=2.0**9,
+        )  # fmt: skip
+        for step in range(6):
+            optimizer.zero_grad()
+            data, target = batch_of("cnn", step, rank // partitions)
+            # What is not finite on one process alone: of one replica, and of the last stage or the first.
+            factor = 1e30 if step in (1, 2) and rank == size - 1 else 1.0
+            scaled_step(model, data, target, factor)
+            before = [each.detach().clone() for each in model.local_parameters()]
+            optimizer.step()
+            changed = any(not torch.equal(*pair) for pair in zip(before, model.local_parameters(), strict=True))
+            seen.append((optimizer.overflow, optimizer.loss_scale, changed))
+    return seen
+
+
+@smp.step
+def scaled_step(model: Any, data: Tensor, target: Tensor, factor: float) -> Tensor:
+    loss = nn.functional.nll_loss(model(data), target) * factor
+    model.backward(loss)
+    return loss
+
+
+@pytest.mark.parametrize(("ranks", "partitions"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_all_processes_skip_a_step_together(pool: Pool, ranks: int, partitions: int) -> None:
+    course = [
+        (False, 2.0**10, True), (True, 2.0**9, False), (True, 2.0**9, False), (False, 2.0**9, True),
+        (False, 2.0**10, True), (False, 2.0**10, True),
+    ]  # fmt: skip
+    assert pool.run(skipping, partitions, ranks=ranks) == [course] * ranks
+
+
+@pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    "config", [{"fp16": True}, pytest.param({"bf16": True, "partitions": 2}, marks=pytest.mark.matrix)], ids=str
+)
+def test_training_goes_on_from_a_saved_state(pool: Pool, config: dict[str, Any], is_partial: bool) -> None:
+    assert pool.run(resumed, config, is_partial) == [0.0, 0.0]
+
+
+def small_gradients(rank: int, size: int, scale: float) -> float:
+    """The largest gradient's effect where the loss is tiny."""
+    with begun({"fp16": True}):
+        model = smp.DistributedModel(made("cnn"))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e12), static_loss_scale=scale)
+        data, target = batch_of("cnn", 0, 0)
+        before = [each.detach().half() for each in model.parameters()]
+        scaled_step(model, data, target, 1e-12)
+        optimizer.step()
+        return max(float((a - b.detach()).abs().max()) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_scale_keeps_small_gradients_alive(pool: Pool) -> None:
+    assert pool.run(small_gradients, 1.0, ranks=1) == [0.0]
+    assert pool.run(small_gradients, 2.0**30, ranks=1)[0] > 1e-3
+
+
+def test_a_dynamic_scale_does_what_its_settings_say() -> None:
+    def course(overflows: str, **given: Any) -> list[float]:
+        scale = loss_scale_of(None, True, given, {})
+        scales = []
+        for each in overflows:
+            scale.update(each == "x")
+            scales.append(scale())
+        return scales
+
+    assert loss_scale_of(None, True, None, {})() == DynamicScale().init_scale == 2.0**32
+    assert course("..x.", init_scale=8, scale_window=2, scale_factor=4) == [8, 32, 8, 8]
+    assert course("xxx", init_scale=8, min_scale=4) == [4, 4, 4]
+    assert course("x.x", init_scale=8, delayed_shift=2) == [8, 8, 4]
+    assert course("x.x", init_scale=8, delayed_shift=2, consecutive_hysteresis=True) == [8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"scale_windw": 3}, "scale_windw, .*scale_window"),
+        ({"dynamic_loss_args": {"init_scal": 3}}, "init_scal, .*init_scale"),
+        ({"init_scale": 0}, "0 as init_scale; it is a number above 0"),
+        ({"scale_window": 1.5}, "1.5 as scale_window"),
+        ({"scale_factor": 1}, "1 as scale_factor; it is a number above 1"),
+        ({"static_loss_scale": -1.0}, "static_loss_scale; give a number above 0"),
+        ({"dynamic_loss_scale": 2}, "2 as dynamic_loss_scale; it is True or False"),
+    ],
+)
+def test_settings_that_do_not_hold_are_refused(pool: Pool, given: dict[str, Any], told: str) -> None:
+    with begun({"fp16": True}):
+        model = smp.DistributedModel(nn.Linear(2, 2))
+        with pytest.raises(ArgumentError, match=told):
+            smp.DistributedOptimizer(sgd(model), **given)
+        optimizer = smp.DistributedOptimizer(sgd(model))
+        with pytest.raises(ArgumentError, match="before the first smp.step"):
+            optimizer.clip_master_grads(1.0)
